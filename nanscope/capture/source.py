@@ -1,0 +1,136 @@
+"""From a code position to words: the line, the call's expression, and the variable that it is bound to.
+
+Runs only when a step is looked at. CPython keeps the exact columns of every instruction, so of two calls on one line the right one
+is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from functools import lru_cache
+from types import CodeType
+
+from nanscope.program import Site
+
+CONTEXT = 4  # lines of source kept above and below the statement
+LONGEST = 400  # characters of one expression
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=4096)
+def site_of(code: CodeType, lasti: int) -> Site:
+    """Return the source position of an instruction, with names where the source file can be read."""
+    positions = list(code.co_positions())
+    line, end_line, column, end_column = positions[lasti // 2] if 0 <= lasti // 2 < len(positions) else (None,) * 4
+    line = line or code.co_firstlineno
+    end_line = end_line or line
+    plain = Site(code.co_filename, line, code.co_qualname, column or 0, end_line, end_column or 0)
+    tree = _tree(code.co_filename)
+    if tree is None or column is None or end_column is None:
+        return plain
+    node, statement = _find(tree, line, end_line, _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column))
+    if statement is None:
+        return plain
+    targets = _targets(statement)
+    value = getattr(statement, "value", None)
+    bound = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and (node is value or isinstance(statement, ast.AugAssign))
+    if isinstance(statement, ast.AugAssign) and node is not None and node is not statement:
+        bound = False
+    return Site(
+        file=code.co_filename,
+        line=line,
+        function=code.co_qualname,
+        column=column,
+        end_line=end_line,
+        end_column=end_column,
+        name=targets if bound else None,
+        within=targets,
+        expression=_unparse(node) if node is not None else "",
+        args=_args(node) if node is not None else (),
+        source=_excerpt(code.co_filename, statement),
+    )
+
+
+def _chars(file: str, line: int, column: int) -> int:
+    """Columns come in UTF-8 bytes, as they do in the tree; kept as they are, but bounded by the line."""
+    return min(column, len(linecache.getline(file, line).encode()))
+
+
+def _find(tree: ast.Module, line: int, end_line: int, column: int, end_column: int) -> tuple[ast.AST | None, ast.stmt | None]:
+    """Return the expression at exactly these positions, and the innermost statement around them."""
+    statement: ast.stmt | None = None
+    exact: ast.AST | None = None
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        for child in ast.iter_child_nodes(node):
+            start = getattr(child, "lineno", None)
+            if start is None:
+                stack.append(child)
+                continue
+            begin, end = (child.lineno, child.col_offset), (child.end_lineno, child.end_col_offset)  # type: ignore[attr-defined]
+            if begin <= (line, column) and end >= (end_line, end_column):
+                if isinstance(child, ast.stmt):
+                    statement = child
+                if begin == (line, column) and end == (end_line, end_column) and not isinstance(child, ast.Expr):
+                    exact = exact if isinstance(exact, ast.expr) else child
+                stack.append(child)
+    return exact, statement
+
+
+def _targets(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Assign):
+        return ", ".join(_unparse(target) for target in statement.targets)
+    if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        return _unparse(statement.target)
+    if isinstance(statement, ast.Return):
+        return None
+    return None
+
+
+def _args(node: ast.AST) -> tuple[str, ...]:
+    """The texts of an expression's operands in the order in which the operator receives them."""
+    if isinstance(node, ast.BinOp):
+        return _unparse(node.left), _unparse(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return (_unparse(node.operand),)
+    if isinstance(node, ast.Compare):
+        return _unparse(node.left), *(_unparse(other) for other in node.comparators)
+    if isinstance(node, ast.Subscript):
+        return (_unparse(node.value),)
+    if isinstance(node, ast.AugAssign):
+        return _unparse(node.target), _unparse(node.value)
+    if isinstance(node, ast.Call):
+        own = tuple(_unparse(arg) for arg in node.args)
+        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
+            return _unparse(node.func.value), *own
+        return own
+    return ()
+
+
+def _is_module(node: ast.expr) -> bool:
+    """`torch.exp(x)` has no receiver, `x.exp()` has: told apart by the names modules go by."""
+    return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np", "functional") or (
+        isinstance(node, ast.Attribute) and _is_module(node.value)
+    )
+
+
+def _unparse(node: ast.AST) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _excerpt(file: str, statement: ast.stmt) -> tuple[tuple[int, str], ...]:
+    last = statement.end_lineno or statement.lineno
+    if last - statement.lineno > 12:  # a compound statement: its head says enough
+        last = statement.lineno
+    numbers = range(max(1, statement.lineno - CONTEXT), last + CONTEXT + 1)
+    return tuple((number, text.rstrip("\n")[:LONGEST]) for number in numbers if (text := linecache.getline(file, number)))

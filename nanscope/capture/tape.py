@@ -1,0 +1,629 @@
+"""The tape: sees every aten call outside `nn.Module.forward` and writes it down as a program.
+
+Below autograd a call is seen with real tensors, so nothing about the run changes: the call is made, then noted. What is kept of it is
+the operator, references to its arguments, a reference to its result (up to a byte budget; autograd holds most of them anyway) and the
+code position. Which variable a result was bound to is worked out from the source only when somebody asks.
+
+Values are told apart by memory: address, shape, stride, dtype, and whether a gradient flows through (`x` and `x.detach()` share the
+rest). In-place writes are noted in their functional form, so the recorded program is pure; a write that the tape did not see is noticed
+by the tensor's version, and what it changed becomes a new leaf.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanscope.capture.source import site_of
+from nanscope.ops import FLOW
+from nanscope.program import Arg, Call, Leaf, Program, Ref, Site
+
+log = logging.getLogger("nanscope")
+
+BUDGET = 256 << 20  # bytes of results and leaves held by reference
+LARGEST = 8  # a single tensor may take this fraction (1/8) of the budget; larger ones cut the program
+RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
+REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_DETACHING = frozenset(("detach", "detach_"))
+_QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
+
+Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
+Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+
+
+@dataclass(slots=True)
+class Value:
+    """What the tape knows of one value. tensor is None where it was too large to keep."""
+
+    id: int
+    key: Key
+    tensor: Tensor | None
+    bytes: int
+    version: int | None  # None until first read: a view shares its base's count only after the call that made it
+    storage: int
+    diff: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaf: Leaf | None = None
+    position: tuple[int, int] | None = None  # (call index, argument) that first read a leaf: the source there names it
+    guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What the tape needs to know of an aten overload, looked up once."""
+
+    name: str
+    overload: str
+    mutable: bool
+    functional: str | None  # the overload without the write, for in-place operators
+    replayable: bool
+
+
+@dataclass(slots=True)
+class Entry:
+    """One recorded call, with its code position still unresolved."""
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[int | None, ...]
+    grad: bool
+    code: CodeType | None
+    lasti: int
+    module: str = ""
+
+
+class Unseen(Exception):
+    """The tape met something that it cannot note; the value becomes an opaque leaf."""
+
+
+class Tape:
+    """What was recorded since the last `forget`.
+
+    budget: bytes of tensors that may be held by reference. `held` says how many are.
+    """
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.budget = budget
+        self.entries: list[Entry] = []
+        self.values: dict[int, Value] = {}
+        self.by_key: dict[Key, int] = {}
+        self.by_storage: dict[int, list[int]] = {}
+        self.made_by: dict[int, int] = {}
+        self.held = 0
+        self.broken = ""
+        self.opaque: set[str] = set()
+        self.tags: dict[str, int] = {}
+        self._next = 0
+        self._users: dict[CodeType, bool] = {}
+        self._known: dict[Any, Operator] = {}
+        self.current_module = ""  # set by a second look while it runs inside a module
+        self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
+        self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
+
+    # -- recording -------------------------------------------------------------------------------------------------------
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """Make the call, write it down, and return its result. Never raises on its own account."""
+        if self.broken:
+            return call()
+        known = self._known.get(func) or self._know(func)
+        name, mutable = known.name, known.mutable
+        if name in _QUIET:
+            return call()
+        noted: Noted | None = None
+        target: Value | None = None
+        try:
+            arg = self._arg
+            noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
+            if mutable:
+                target = self._before_write(args[0] if args else None)
+        except Unseen:
+            noted = None
+        except Exception as error:  # noqa: BLE001 - whatever fails in here must not reach the training run
+            self._break(error)
+        result = call()
+        if self.broken:
+            return result
+        try:
+            if noted is None:
+                self._forget_results(result)
+            elif mutable:
+                self._after_write(known, noted, target, args, result)
+            else:
+                self._after_call(known, noted, result)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._break(error)
+        return result
+
+    def _know(self, func: Any) -> Operator:
+        name = func._schema.name
+        name = name[6:] if name.startswith("aten::") else name
+        known = Operator(name, str(func), func._schema.is_mutable, _functional_name(func, name), name in FLOW)
+        self._known[func] = known
+        return known
+
+    def _break(self, error: Exception) -> None:
+        self.broken = f"{type(error).__name__}: {error}"
+        log.warning("nanscope [tape-failed]: this step is not recorded (%s)", self.broken)
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, Tensor):
+            return Ref(self.value_of(arg).id)
+        if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)):
+            return arg
+        if isinstance(arg, (list, tuple)):
+            return tuple(self._arg(item) for item in arg)
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Unseen
+        raise Unseen
+
+    def _key(self, tensor: Tensor, diff: bool) -> Key:
+        if tensor.layout is not torch.strided or type(tensor).__module__.startswith("torch._subclasses"):
+            raise Unseen
+        return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, diff)
+
+    def find(self, tensor: Tensor) -> Value | None:
+        """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
+        found = self.by_key.get(self._key(tensor, tensor.requires_grad))
+        if found is None:
+            return None
+        value = self.values[found]
+        if value.guard is not None and value.guard.expired():
+            return None
+        version = _version(tensor)
+        if value.version is None:
+            value.version = version
+        return value if value.version == version else None
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
+        return self.find(tensor) or self._leaf(tensor)
+
+    def _leaf(self, tensor: Tensor, opaque: str = "") -> Value:
+        diff = bool(tensor.requires_grad)
+        module = "" if opaque else (self.module_outputs(tensor) or "")
+        parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
+        if opaque:
+            kind, made_by = "opaque", opaque
+        elif module:
+            kind, made_by = "module", module
+        elif parameter:
+            kind, made_by = "parameter", parameter
+        elif diff and tensor.grad_fn is not None:
+            kind, made_by = "opaque", type(tensor.grad_fn).__name__.removesuffix("Backward")
+        else:
+            kind, made_by = "data", ""
+        value = self._register(tensor, diff)
+        value.version = _version(tensor)
+        value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
+        return value
+
+    def _register(self, tensor: Tensor, diff: bool) -> Value:
+        key = self._key(tensor, diff)
+        item = key[3].itemsize
+        pointer = key[0] - tensor.storage_offset() * item if key[0] else 0
+        size = tensor.numel() * item
+        keep = size <= self.budget // LARGEST and self.held + size <= self.budget
+        guard = None if keep else _StorageHandle(tensor.untyped_storage())
+        value = Value(self._next, key, tensor if keep else None, size, None, pointer, diff, key[1], key[3], guard=guard)
+        self._next += 1
+        self.values[value.id] = value
+        self.by_key[key] = value.id
+        self.by_storage.setdefault(pointer, []).append(value.id)
+        if keep:
+            self.held += size
+        return value
+
+    def _after_call(self, known: Operator, noted: Noted, result: Any) -> None:
+        results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
+        if not any(isinstance(item, Tensor) for item in results):
+            return
+        if not known.replayable:
+            self.opaque.add(known.name)
+            self._forget_results(result)  # it becomes a leaf when it is read: only then is known whether a gradient flows through
+            return
+        self._append(known.overload, noted, results, known.name not in _DETACHING and self._flows(noted))
+
+    def _flows(self, noted: Noted) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        values = self.values
+        return any(values[i].diff for arg in noted[0] for i in _ids(arg)) or any(values[i].diff for _, arg in noted[1] for i in _ids(arg))
+
+    def _append(
+        self, op: str, noted: Noted, results: Sequence[Any], diff: bool
+    ) -> list[int | None]:
+        outs: list[int | None] = []
+        index = len(self.entries)
+        for item in results:
+            if isinstance(item, Tensor):
+                value = self._register(item, diff and (item.is_floating_point() or item.is_complex()))
+                self.made_by[value.id] = index
+                outs.append(value.id)
+            else:
+                outs.append(None)
+        code, lasti = self._caller()
+        self.entries.append(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.current_module))
+        for position, arg in enumerate(noted[0]):
+            for value_id in _ids(arg):
+                value = self.values[value_id]
+                if value.leaf is not None and value.position is None:
+                    value.position = (index, position)
+        if len(self.entries) > 2 * RING and not torch.is_grad_enabled():
+            self._trim()
+        return outs
+
+    def _forget_results(self, result: Any) -> None:
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor) and item.layout is torch.strided:
+                for diff in (False, True):
+                    self.by_key.pop((item.data_ptr(), tuple(item.shape), item.stride(), item.dtype, diff), None)
+
+    # -- in-place writes -------------------------------------------------------------------------------------------------
+
+    def _before_write(self, tensor: Any) -> Value | None:
+        """Save what a write is about to destroy: a leaf's content, by copy, while it is small enough to keep."""
+        if not isinstance(tensor, Tensor):
+            return None
+        target = self.value_of(tensor)
+        for value_id in self.by_storage.get(target.storage, ()):
+            value = self.values.get(value_id)
+            if value is None or value.tensor is None:
+                continue
+            if value.leaf is not None:
+                value.tensor = value.tensor.detach().clone()
+            elif value.id != target.id:
+                value.tensor = None  # recomputed from the program if anybody asks
+                self.held -= value.bytes
+        return target
+
+    def _after_write(
+        self, known: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any
+    ) -> None:
+        tensor = args[0] if args else None
+        if not isinstance(tensor, Tensor) or target is None:
+            self._forget_results(result)
+            return
+        relatives = [self.values[i] for i in self.by_storage.get(target.storage, ()) if i in self.values]
+        live = [v for v in relatives if self.by_key.get(v.key) == v.id and v.id != target.id and v.key != target.key]
+        for value in relatives:
+            self.by_key.pop(value.key, None)
+        if target.tensor is not None and target.leaf is None:
+            target.tensor = None
+            self.held -= target.bytes
+        if known.functional is None or known.name.rstrip("_") not in FLOW or not known.name.endswith("_"):
+            self.opaque.add(known.name)
+            return  # whoever is read next becomes a leaf with the content it has then
+        written = self._append(known.functional, noted, [tensor], self._flows(noted))[0]
+        if written is None:
+            return
+        if self.values[written].dtype is not _promoted(noted, self.values):
+            written = self._cast(written, tensor)
+        self._spread(self.values[written], target, live, tensor)
+
+    def _cast(self, written: int, tensor: Tensor) -> int:
+        """In place keeps the target's dtype where the functional form would promote: add the cast."""
+        entry = self.entries[-1]
+        value = self.values[written]
+        raw = self._next
+        self._next += 1
+        self.entries[-1] = Entry(entry.op, entry.args, entry.kwargs, (raw,), entry.grad, entry.code, entry.lasti, entry.module)
+        self.values[raw] = Value(raw, (0, (), (), tensor.dtype, False), None, 0, None, -1, value.diff, value.shape, tensor.dtype)
+        self.made_by[raw] = len(self.entries) - 1
+        self.made_by[written] = len(self.entries)
+        self.entries.append(
+            Entry(
+                "aten._to_copy.default", (Ref(raw),), (("dtype", tensor.dtype),), (written,), entry.grad, entry.code, entry.lasti, entry.module
+            )
+        )
+        return written
+
+    def _spread(self, written: Value, target: Value, live: list[Value], tensor: Tensor) -> None:
+        """Carry a write to the other tensors that share its memory, through the one that covers all of it."""
+        if not live:
+            return
+        storage = tensor.untyped_storage()
+        whole = [v for v in [target, *live] if _covers(v, storage)]
+        if not whole:
+            return
+        root = whole[0]
+        _, shape, stride, _, _ = target.key
+        item = tensor.element_size()
+        if root.id == target.id:
+            fresh = written
+        else:
+            offset = (target.key[0] - root.key[0]) // item
+            noted: Noted = ((Ref(root.id), Ref(written.id), shape, stride, offset), ())
+            fresh = self._pseudo("aten.as_strided_scatter.default", noted, root)
+        for value in live:
+            if value.id == root.id or value.dtype is not root.dtype:
+                continue
+            offset = (value.key[0] - root.key[0]) // item
+            self._pseudo("aten.as_strided.default", ((Ref(fresh.id), value.key[1], value.key[2], offset), ()), value)
+
+    def _pseudo(self, op: str, noted: Noted, like: Value) -> Value:
+        """Add a call that the trainer did not make: the functional form of what a write to shared memory did to `like`."""
+        diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in noted[0] for i in _ids(arg))
+        key: Key = (like.key[0], like.key[1], like.key[2], like.key[3], diff)
+        value = Value(self._next, key, None, 0, None, like.storage, diff, like.shape, like.dtype)
+        self._next += 1
+        self.values[value.id] = value
+        self.by_key[key] = value.id
+        self.by_storage.setdefault(like.storage, []).append(value.id)
+        self.made_by[value.id] = len(self.entries)
+        last = self.entries[-1]
+        self.entries.append(Entry(op, noted[0], noted[1], (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module))
+        return value
+
+    # -- positions -------------------------------------------------------------------------------------------------------
+
+    def _caller(self) -> tuple[CodeType | None, int]:
+        frame: FrameType | None = sys._getframe(2)
+        users = self._users
+        while frame is not None:
+            code = frame.f_code
+            user = users.get(code)
+            if user is None:
+                name = code.co_filename
+                user = not (name.startswith((_TORCH, _OURS)) or "contextlib.py" in name or name.startswith("<"))
+                if name.startswith(_OURS) and code.co_filename.endswith("demo.py"):
+                    user = True
+                users[code] = user
+            if user:
+                return code, frame.f_lasti
+            frame = frame.f_back
+        return None, -1
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def tag(self, name: str, tensor: Tensor) -> None:
+        """Name a tensor where its variable does not tell what it means."""
+        value = self.value_of(tensor)
+        self.tags[name] = value.id
+
+    def program(self, output: Value) -> tuple[Program, dict[int, Tensor]]:
+        """Return the slice that makes `output`, cut where tensors are missing, and the tensors of its leaves.
+
+        Raises LookupError if the output itself was not kept and cannot be recomputed.
+        """
+        needed: dict[int, None] = {}
+        chosen: set[int] = set()
+        stack = [output.id]
+        while stack:
+            value_id = stack.pop()
+            if value_id in needed:
+                continue
+            needed[value_id] = None
+            index = self.made_by.get(value_id)
+            if index is None or not self._reachable(index):
+                continue
+            if index not in chosen:
+                chosen.add(index)
+                entry = self.entries[index]
+                for arg in (*entry.args, *(arg for _, arg in entry.kwargs)):
+                    stack.extend(_ids(arg))
+        order = sorted(chosen)
+        sites: list[Site] = []
+        known: dict[tuple[CodeType, int], int] = {}
+        calls: list[Call] = []
+        for index in order:
+            entry = self.entries[index]
+            site = -1
+            if entry.code is not None:
+                place = (entry.code, entry.lasti)
+                if place not in known:
+                    known[place] = len(sites)
+                    sites.append(site_of(*place))
+                site = known[place]
+            calls.append(Call(entry.op, entry.args, entry.kwargs, entry.outs, site, entry.grad, entry.module))
+        made = {out for call in calls for out in call.outs if out is not None}
+        read = {i for call in calls for i in call.inputs()} | {output.id}
+        names = {value_id: name for name, value_id in self.tags.items()}
+        leaves: list[Leaf] = []
+        tensors: dict[int, Tensor] = {}
+        for value_id in sorted(read - made):
+            value = self.values[value_id]
+            if value.tensor is None:
+                raise LookupError(f"value {value_id} {list(value.shape)} was not kept")
+            leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
+            name = names.get(value_id) or leaf.name or self._name_of(value, calls, order, sites)
+            leaves.append(Leaf(value_id, name, leaf.origin, value.diff, leaf.made_by))
+            tensors[value_id] = value.tensor
+        return Program(tuple(leaves), tuple(calls), output.id, tuple(sites)), tensors
+
+    def _reachable(self, index: int) -> bool:
+        """A call can be replayed if all that it reads was kept or can itself be made again."""
+        state = self._replayable
+        if index in state:
+            return state[index]
+        stack = [index]
+        while stack:
+            current = stack[-1]
+            if current in state:
+                stack.pop()
+                continue
+            entry = self.entries[current]
+            waiting, ok = [], True
+            for arg in (*entry.args, *(arg for _, arg in entry.kwargs)):
+                for value_id in _ids(arg):
+                    made = self.made_by.get(value_id)
+                    value = self.values.get(value_id)
+                    if value is None:
+                        ok = False
+                    elif made is None:
+                        ok = ok and value.tensor is not None
+                    elif made in state:
+                        ok = ok and (state[made] or value.tensor is not None)
+                    elif value.tensor is None or value.diff:
+                        waiting.append(made)
+            if waiting and ok:
+                stack.extend(waiting)
+                continue
+            state[current] = ok
+            stack.pop()
+        return state[index]
+
+    @property
+    def _replayable(self) -> dict[int, bool]:
+        # Valid for as long as the tape has this length.
+        cached = getattr(self, "_replay_cache", None)
+        if cached is None or cached[0] != len(self.entries):
+            cached = (len(self.entries), {})
+            self._replay_cache = cached
+        return cached[1]
+
+    def _name_of(self, value: Value, calls: list[Call], order: list[int], sites: list[Site]) -> str | None:
+        """A value is called what its first reader calls it, or what it was bound to where it was made."""
+        made = self.made_by.get(value.id)
+        if made is not None:
+            entry = self.entries[made]
+            site = site_of(entry.code, entry.lasti) if entry.code is not None else None
+            if site is not None and site.name:
+                return site.name
+        for index, call in zip(order, calls, strict=True):
+            if value.position is not None and value.position[0] != index and value.id not in set(call.inputs()):
+                continue
+            for position, arg in enumerate(call.args):
+                if value.id in _ids(arg) and 0 <= call.site:
+                    if call.op.startswith("aten.lift_fresh"):  # a literal: `torch.tensor(…)` is called what it is bound to
+                        return sites[call.site].name
+                    words = sites[call.site].args
+                    if position < len(words):
+                        return words[position]
+        return None
+
+    # -- forgetting ------------------------------------------------------------------------------------------------------
+
+    def forget(self, everything: bool = False) -> None:
+        """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
+        (rewards, advantages) is still explained in its later micro-batches."""
+        keep: list[Entry] = []
+        if not everything and not self.broken:
+            recent = [entry for entry in self.entries[-RING:] if not entry.grad or not self._any_diff(entry)]
+            keep = [entry for entry in recent if self._small(entry)]
+        alive = {out for entry in keep for out in entry.outs if out is not None}
+        read = {i for entry in keep for arg in (*entry.args, *(a for _, a in entry.kwargs)) for i in _ids(arg)}
+        old = self.values
+        wanted = alive | {i for i in read if i in old and (old[i].tensor is None or old[i].bytes <= REMEMBERED)}
+        tagged = {name: i for name, i in self.tags.items() if i in wanted}
+        self.entries = keep
+        self.values = {i: value for i, value in old.items() if i in wanted}
+        self.by_key = {key: i for key, i in self.by_key.items() if i in wanted}
+        self.by_storage = {}
+        for i, value in self.values.items():
+            self.by_storage.setdefault(value.storage, []).append(i)
+            value.position = None
+        self.made_by = {out: index for index, entry in enumerate(keep) for out in entry.outs if out is not None}
+        self.held = sum(value.bytes for value in self.values.values() if value.tensor is not None)
+        if self.held > self.budget // 4:
+            self.forget(everything=True)
+            return
+        self.tags = tagged
+        self.broken = ""
+        self._replay_cache = None
+
+    def _any_diff(self, entry: Entry) -> bool:
+        return any(self.values[out].diff for out in entry.outs if out is not None and out in self.values)
+
+    def _small(self, entry: Entry) -> bool:
+        return all(self.values[out].bytes <= REMEMBERED for out in entry.outs if out is not None and out in self.values)
+
+    def _trim(self) -> None:
+        """Forget the oldest calls of a long stretch without gradient."""
+        if any(self._any_diff(entry) for entry in self.entries):
+            return
+        self.forget()
+
+
+def _ids(arg: Arg) -> Iterator[int]:
+    if isinstance(arg, Ref):
+        yield arg.id
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _ids(item)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _functional_name(func: Any, name: str) -> str | None:
+    """aten.mul_.Tensor → aten.mul.Tensor, if that exists."""
+    packet = getattr(torch.ops.aten, name.rstrip("_"), None)
+    found = getattr(packet, func._overloadname, None) if packet is not None else None
+    return str(found) if found is not None and not found._schema.is_mutable else None
+
+
+def _promoted(noted: Noted, values: dict[int, Value]) -> torch.dtype | None:
+    """The dtype that the functional form of a write would give: the target's own unless a wider tensor takes part."""
+    first = noted[0][0] if noted[0] else None
+    if not isinstance(first, Ref):
+        return None
+    dtype = values[first.id].dtype
+    for arg in noted[0][1:]:
+        if isinstance(arg, Ref):
+            other = values[arg.id]
+            if other.shape or not dtype.is_floating_point:
+                dtype = torch.promote_types(dtype, other.dtype)
+        elif isinstance(arg, float) and not dtype.is_floating_point and not dtype.is_complex:
+            dtype = torch.get_default_dtype()
+    return dtype
+
+
+def _covers(value: Value, storage: Any) -> bool:
+    pointer, shape, stride, dtype, _ = value.key
+    expected, size = [], 1
+    for length in reversed(shape):
+        expected.append(size)
+        size *= length
+    contiguous = all(length == 1 or have == want for length, have, want in zip(shape, stride, reversed(expected), strict=True))
+    return contiguous and pointer == storage.data_ptr() and size * dtype.itemsize == storage.nbytes()
+
+
+class _StorageHandle:
+    """A weak handle on a storage: while it lives, the address of a freed tensor is not mistaken for the one that follows it."""
+
+    __slots__ = ("_pointer",)
+
+    def __init__(self, storage: Any) -> None:
+        self._pointer = storage._weak_ref()
+
+    def expired(self) -> bool:
+        return bool(torch.UntypedStorage._expired(self._pointer))
+
+    def __del__(self) -> None:
+        free = getattr(torch.UntypedStorage, "_free_weak_ref", None)
+        if free is not None:
+            free(self._pointer)
+
+
+class TapeMode(TorchDispatchMode):
+    """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)  # a backward pass that we did not see begin
+        return self.tape.note(func, args, kwargs, lambda: func(*args, **kwargs))

@@ -1,0 +1,412 @@
+"""The loss as a program: the aten calls between the model's outputs and the scalar, as data.
+
+    Leaf(id=0, name='per_token_logps', …)                       what comes in, by reference to a tensor
+    Call('aten.sub.Tensor', (Ref(0), Ref(1)), out=(2,), site=0)
+    Call('aten.exp.default', (Ref(2),), out=(3,), site=1)
+
+A program is pure: every call makes new values, every value has one id, nothing is overwritten (in-place operators are recorded in
+their functional form). So a slice is a walk, an edit is an insertion, and a run is a loop. In a file it is JSON: operator names from a
+whitelist, arguments, positions in the source. There is no code in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, Union, cast
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError
+from nanscope.ops import FLOW, base_name
+
+MAX_ELEMENTS = 1 << 31  # one result of a program from a file; beyond it the file is refused, not executed
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value of the program."""
+
+    id: int
+
+
+# Scalars as they are; torch.dtype, torch.device and torch.memory_format by name in a file.
+Arg: TypeAlias = Union[Ref, "tuple[Arg, ...]", bool, int, float, str, None, torch.dtype, torch.device, torch.memory_format, torch.layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in the source a call was made.
+
+    line, column: the call's expression (1-based line, 0-based column); end_line, end_column: its end.
+    name: the variable that the expression is bound to, None if it is part of a larger expression.
+    within: the variable that the whole statement is bound to. expression: the text of the call itself. args: the text of its
+    arguments, receiver first.
+    source: the lines of the statement with a few around it, as (line number, text).
+    """
+
+    file: str
+    line: int
+    function: str
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
+    name: str | None = None
+    within: str | None = None
+    expression: str = ""
+    args: tuple[str, ...] = ()
+    source: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that comes into the program from outside.
+
+    origin: "data" (batch, constant), "module" (output of a module), "parameter", or "opaque" (made by a call that cannot be replayed).
+    made_by: the module's class and path, or the operator. diff: a gradient flows back through it.
+    """
+
+    id: int
+    name: str | None
+    origin: str
+    diff: bool
+    made_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One aten call. grad: recorded with gradients enabled. site: index into the program's sites, -1 if unknown."""
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[int | None, ...]
+    site: int = -1
+    grad: bool = True
+    module: str = ""
+
+    def inputs(self) -> Iterator[int]:
+        """Yield the ids of the values that the call reads, in order of its arguments."""
+        yield from refs(self.args)
+        for _, value in self.kwargs:
+            yield from refs(value)
+
+
+def refs(arg: Arg) -> Iterator[int]:
+    """Yield the ids inside an argument."""
+    if isinstance(arg, Ref):
+        yield arg.id
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def substitute(arg: Arg, mapping: Mapping[int, int]) -> Arg:
+    """Return the argument with ids replaced."""
+    if isinstance(arg, Ref):
+        return Ref(mapping.get(arg.id, arg.id))
+    if isinstance(arg, tuple):
+        return tuple(substitute(item, mapping) for item in arg)
+    return arg
+
+
+def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None) -> Any:
+    if isinstance(arg, Ref):
+        try:
+            return values[arg.id]
+        except KeyError:
+            raise ProgramError(f"the program reads value {arg.id} before it is made", slug="program-missing-value") from None
+    if isinstance(arg, tuple):
+        return [_resolve(item, values, dtype) for item in arg]
+    if isinstance(arg, torch.dtype) and dtype is not None and arg.is_floating_point:
+        return dtype
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")  # a snapshot is replayed where it is read
+    return arg
+
+
+def overload(op: str) -> Any:
+    """Return the aten overload named `op` ("aten.exp.default").
+
+    Raises ProgramError for anything outside the whitelist, so a name from a file can never reach other code.
+    """
+    match = re.fullmatch(r"aten\.([a-z_0-9]+)\.([A-Za-z_0-9]+)", op)
+    if not match or match[1] not in FLOW:
+        raise ProgramError(f"operator {op!r} is not in the whitelist of replayable operators", slug="program-unknown-op")
+    packet = getattr(torch.ops.aten, match[1], None)
+    found = getattr(packet, match[2], None) if packet is not None else None
+    if found is None or found._schema.is_mutable:
+        raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What executing a program gave.
+
+    values: every value by id. grads: the gradient of the output with respect to every differentiable value, where backward reached it.
+    flows: for each call index that backward visited, the gradients that its autograd node received and returned, in argument order.
+    order: the call indices in the order in which backward visited them.
+    """
+
+    values: dict[int, Tensor]
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    flows: dict[int, tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Leaves, calls in order, and the id of the value they end in (the loss)."""
+
+    leaves: tuple[Leaf, ...]
+    calls: tuple[Call, ...]
+    output: int
+    sites: tuple[Site, ...] = ()
+
+    def producer(self, value: int) -> int | None:
+        """Return the index of the call that makes a value, None for a leaf."""
+        return self.producers().get(value)
+
+    def producers(self) -> dict[int, int]:
+        """Return value id → index of the call that makes it."""
+        return {out: index for index, call in enumerate(self.calls) for out in call.outs if out is not None}
+
+    def consumers(self) -> dict[int, list[int]]:
+        """Return value id → indices of the calls that read it, in order."""
+        found: dict[int, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            for value in dict.fromkeys(call.inputs()):
+                found.setdefault(value, []).append(index)
+        return found
+
+    def leaf(self, value: int) -> Leaf | None:
+        """Return the leaf with that id, None if a call makes it."""
+        return next((leaf for leaf in self.leaves if leaf.id == value), None)
+
+    def site_of(self, call: Call) -> Site | None:
+        """Return the source position of a call."""
+        return self.sites[call.site] if 0 <= call.site < len(self.sites) else None
+
+    def new_id(self) -> int:
+        """Return an id that no value has yet."""
+        used = [leaf.id for leaf in self.leaves] + [out for call in self.calls for out in call.outs if out is not None]
+        return max(used, default=-1) + 1
+
+    def slice(self, output: int | None = None) -> Program:
+        """Return the smallest program that still makes `output` (by default its own output)."""
+        target = self.output if output is None else output
+        needed, kept = {target}, []
+        for call in reversed(self.calls):
+            if any(out in needed for out in call.outs):
+                kept.append(call)
+                needed.update(call.inputs())
+        leaves = tuple(leaf for leaf in self.leaves if leaf.id in needed)
+        calls = tuple(reversed(kept))
+        used = sorted({call.site for call in calls if call.site >= 0})
+        renumbered = {old: new for new, old in enumerate(used)}
+        return Program(
+            leaves,
+            tuple(replace(call, site=renumbered.get(call.site, -1)) for call in calls),
+            target,
+            tuple(self.sites[index] for index in used),
+        )
+
+    def execute(
+        self,
+        leaves: Mapping[int, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        backward: bool = True,
+        trace: bool = False,
+    ) -> Run:
+        """Run the program forward and, where the output carries a gradient, backward.
+
+        leaves:   leaf id → tensor. They are not modified.
+        dtype:    compute in this floating dtype instead of the recorded ones.
+        trace:    also keep, for every call, the gradients that went into and out of its autograd node.
+        Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
+        """
+        values: dict[int, Tensor] = {}
+        grads: dict[int, Tensor] = {}
+        flows: dict[int, tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]] = {}
+        order: list[int] = []
+
+        def keep_grad(value: int) -> Callable[[Tensor], None]:
+            def hook(grad: Tensor) -> None:
+                grads[value] = grad.detach()
+
+            return hook
+
+        def keep_flow(index: int) -> Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], None]:
+            def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+                flows[index] = (grad_outputs, grad_inputs)
+                order.append(index)
+
+            return hook
+
+        for leaf in self.leaves:
+            if leaf.id not in leaves:
+                raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
+            tensor = leaves[leaf.id].detach()
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            if leaf.diff and backward and tensor.is_floating_point():
+                tensor.requires_grad_()
+                tensor.register_hook(keep_grad(leaf.id))
+            values[leaf.id] = tensor
+
+        with contextlib.ExitStack() as stack:
+            for device in {tensor.device.type for tensor in values.values()} | {"cpu"}:
+                stack.enter_context(torch.autocast(device, enabled=False))  # the recorded calls hold the casts already
+            for index, call in enumerate(self.calls):
+                function = overload(call.op)
+                args = [_resolve(arg, values, dtype) for arg in call.args]
+                kwargs = {name: _resolve(arg, values, dtype) for name, arg in call.kwargs}
+                _refuse_giants(call)
+                try:
+                    with torch.set_grad_enabled(call.grad and backward):
+                        result = function(*args, **kwargs)
+                except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                    raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
+                results = list(result) if isinstance(result, (tuple, list)) else [result]
+                node = None
+                for out, tensor in zip(call.outs, results, strict=False):
+                    if out is None or not isinstance(tensor, Tensor):
+                        continue
+                    values[out] = tensor
+                    if backward and tensor.requires_grad:
+                        tensor.register_hook(keep_grad(out))
+                        node = tensor.grad_fn
+                if trace and node is not None:
+                    node.register_hook(keep_flow(index))
+            if self.output not in values:
+                raise ProgramError("the program does not make its output", slug="program-missing-value")
+            output = values[self.output]
+            if backward and output.requires_grad:
+                torch.autograd.backward([output], [torch.ones_like(output)])
+        return Run({value: tensor.detach() for value, tensor in values.items()}, grads, flows, tuple(order))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the program as JSON data."""
+        return {
+            "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by] for leaf in self.leaves],
+            "calls": [
+                [call.op, encode(call.args), {name: encode(arg) for name, arg in call.kwargs}, list(call.outs), call.site, call.grad, call.module]
+                for call in self.calls
+            ],
+            "output": self.output,
+            "sites": [
+                [s.file, s.line, s.function, s.column, s.end_line, s.end_column, s.name, s.within, s.expression, list(s.args), s.source]
+                for s in self.sites
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Program:
+        """Return the program that `to_json` wrote.
+
+        Raises ProgramError if the data is not one; operators are looked up only when the program runs.
+        """
+        try:
+            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m)) for i, n, o, d, m in data["leaves"])
+            calls = tuple(
+                Call(
+                    str(op),
+                    cast("tuple[Arg, ...]", decode(args)),
+                    tuple(sorted((str(name), decode(arg)) for name, arg in kwargs.items())),
+                    tuple(None if out is None else int(out) for out in outs),
+                    int(site),
+                    bool(grad),
+                    str(module),
+                )
+                for op, args, kwargs, outs, site, grad, module in data["calls"]
+            )
+            sites = tuple(
+                Site(
+                    str(file), int(line), str(function), int(column), int(end_line), int(end_column), _text(name), _text(within),
+                    str(expression), tuple(str(arg) for arg in args), tuple((int(number), str(text)) for number, text in source),
+                )
+                for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
+            )  # fmt: skip
+            return Program(leaves, calls, int(data["output"]), sites)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _refuse_giants(call: Call) -> None:
+    """Stop a hostile file from asking for all memory: sizes in arguments are bounded before the call is made."""
+    for arg in call.args:
+        if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
+            sizes = [abs(int(cast(int, item))) for item in arg if item]
+            if math.prod(sizes) > MAX_ELEMENTS:
+                raise ProgramError(f"{call.op} asks for {math.prod(sizes)} elements", slug="program-too-large")
+    if base_name(call.op) in ("arange", "linspace", "logspace", "eye") and any(
+        isinstance(arg, (int, float)) and abs(arg) > MAX_ELEMENTS for arg in call.args
+    ):
+        raise ProgramError(f"{call.op} asks for more than {MAX_ELEMENTS} elements", slug="program-too-large")
+
+
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def encode(arg: Arg) -> Any:
+    """Return an argument as JSON data: {"v": id} for values, {"dtype": …} and the like for what JSON does not have."""
+    if isinstance(arg, Ref):
+        return {"v": arg.id}
+    if isinstance(arg, (tuple, list)):
+        return [encode(item) for item in arg]
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    if arg is None or isinstance(arg, (bool, int, float, str)):
+        return arg
+    kind = type(arg).__name__  # dtype, device, memory_format, layout
+    return {kind: str(arg).removeprefix("torch.")}
+
+
+def decode(data: Any) -> Arg:
+    """Return the argument that `encode` wrote."""
+    if isinstance(data, list):
+        return tuple(decode(item) for item in data)
+    if not isinstance(data, dict):
+        if data is None or isinstance(data, (bool, int, float, str)):
+            return data
+        raise ValueError(f"cannot read the argument {data!r}")
+    ((kind, text),) = data.items()
+    if kind == "v":
+        return Ref(int(text))
+    if kind == "float":
+        return _NONFINITE[text]
+    if kind == "device":
+        return torch.device("cpu")
+    found = getattr(torch, text, None) if isinstance(text, str) and text.isidentifier() else None
+    if kind in ("dtype", "memory_format", "layout") and isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
+        return found
+    raise ValueError(f"cannot read the argument {data!r}")
+
+
+def join(programs: Iterable[Program]) -> Program:
+    """Return one program that does what the given ones do, in order; ids must already agree, sites are merged."""
+    leaves: dict[int, Leaf] = {}
+    calls: list[Call] = []
+    sites: list[Site] = []
+    made: set[int] = set()
+    output = -1
+    for program in programs:
+        offset = len(sites)
+        sites.extend(program.sites)
+        for call in program.calls:
+            calls.append(replace(call, site=call.site + offset if call.site >= 0 else -1))
+            made.update(out for out in call.outs if out is not None)
+        leaves.update({leaf.id: leaf for leaf in program.leaves})
+        output = program.output
+    return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites))

@@ -1,0 +1,127 @@
+"""The vocabulary: what a tensor of a policy loss means, whatever its framework calls it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """The meaning of a tensor in a training step."""
+
+    LOG_PROBS = "log_probs"
+    OLD_LOG_PROBS = "old_log_probs"
+    REF_LOG_PROBS = "ref_log_probs"
+    ROLLOUT_LOG_PROBS = "rollout_log_probs"
+    LOG_RATIO = "log_ratio"
+    RATIO = "ratio"
+    IS_WEIGHT = "is_weight"
+    KL = "kl"
+    ENTROPY = "entropy"
+    ADVANTAGES = "advantages"
+    REWARDS = "rewards"
+    LOSS = "loss"
+    LOGITS = "logits"
+    HIDDEN = "hidden"
+    ATTENTION = "attention"
+    ROUTER = "router"
+    GRAD = "grad"
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    MASK = "mask"
+    RESPONSE_IDS = "response_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleInfo:
+    """How a role is written: symbol, usual shape (B rows, T response tokens, V vocabulary), unit, and one line of meaning."""
+
+    symbol: str
+    shape: str
+    unit: str
+    meaning: str
+
+
+ROLES: dict[Role, RoleInfo] = {
+    Role.LOG_PROBS: RoleInfo("ℓ", "[B, T]", "nat", "log-probability of the sampled token under the policy being trained"),
+    Role.OLD_LOG_PROBS: RoleInfo("ℓ_old", "[B, T]", "nat", "the same under the policy before this batch's updates"),
+    Role.REF_LOG_PROBS: RoleInfo("ℓ_ref", "[B, T]", "nat", "the same under the frozen reference model"),
+    Role.ROLLOUT_LOG_PROBS: RoleInfo("ℓ_roll", "[B, T]", "nat", "the same as reported by the engine that sampled"),
+    Role.LOG_RATIO: RoleInfo("Δ", "[B, T]", "nat", "difference of two log-probabilities of one token"),
+    Role.RATIO: RoleInfo("r", "[B, T]", "1", "importance ratio, exp Δ"),
+    Role.IS_WEIGHT: RoleInfo("ρ", "[B, T]", "1", "correction weight between trainer and rollout engine"),
+    Role.KL: RoleInfo("KL", "[B, T]", "nat", "estimate of the divergence from the reference"),
+    Role.ENTROPY: RoleInfo("H", "[B, T]", "nat", "entropy of the policy at a token"),
+    Role.ADVANTAGES: RoleInfo("A", "[B] or [B, T]", "1", "how much better a completion was than expected"),
+    Role.REWARDS: RoleInfo("R", "[B]", "1", "score of a completion"),
+    Role.LOSS: RoleInfo("L", "[] or [B, T]", "1", "what is minimised, per token or reduced"),
+    Role.LOGITS: RoleInfo("z", "[B, T, V]", "nat", "unnormalised log-probabilities over the vocabulary"),
+    Role.HIDDEN: RoleInfo("h", "[B, T, D]", "1", "activation inside the model"),
+    Role.ATTENTION: RoleInfo("a", "[B, H, T, T]", "1", "attention scores or weights"),
+    Role.ROUTER: RoleInfo("g", "[B, T, E]", "1", "mixture-of-experts routing"),
+    Role.GRAD: RoleInfo("g", "of a weight", "1", "gradient"),
+    Role.WEIGHTS: RoleInfo("w", "of a weight", "1", "parameter of the model"),
+    Role.OPTIMIZER: RoleInfo("m, v", "of a weight", "1", "state or update of the optimizer"),
+    Role.MASK: RoleInfo("m", "[B, T]", "0 or 1", "which tokens the loss counts"),
+    Role.RESPONSE_IDS: RoleInfo("y", "[B, T]", "token id", "the sampled tokens"),
+}
+
+_LOGP = r"(log_?p(rob)?s?|logps|logprobs?)"
+# Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
+_PATTERNS: tuple[tuple[str, Role], ...] = (
+    (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
+    (r"(mask$|_mask_|^masks?$|masks$|^keep|keep_|valid|padding_mask)", Role.MASK),
+    (r"(log_?(importance_)?(ratio|weights?)|logratio|neg(ative)?_approx_kl|log_rho|log_odds)", Role.LOG_RATIO),
+    (r"^(ppo_kl|approx_kl)$", Role.LOG_RATIO),
+    (r"(^|_)ref(erence)?_.*" + _LOGP, Role.REF_LOG_PROBS),
+    (_LOGP + r"_?ref", Role.REF_LOG_PROBS),
+    (r"(rollout|inference|sampling|sampler|generation|generator|engine|vllm|sglang|infer).*" + _LOGP, Role.ROLLOUT_LOG_PROBS),
+    (r"(^|_)(old|prev|behaviou?r|proximal|prox).*" + _LOGP, Role.OLD_LOG_PROBS),
+    (_LOGP + r"_?old", Role.OLD_LOG_PROBS),
+    (r"(is_weight|is_ratio|importance_sampling_ratio|importance_sampling_weight|tis_|rho$)", Role.IS_WEIGHT),
+    (r"(^|_)(ratios?|coef_1|coef_2|coef|importance_ratio|is_ratio)($|_)", Role.RATIO),
+    (r"(^|_)(kl|k1|k2|k3|kld|kl_div|kls)($|_)", Role.KL),
+    (r"entrop", Role.ENTROPY),
+    (r"(^|_)adv(antages?)?($|_)", Role.ADVANTAGES),
+    (r"(reward|score|return)s?", Role.REWARDS),
+    (r"(logits?)", Role.LOGITS),
+    (_LOGP, Role.LOG_PROBS),
+    (r"(^|_)(router|gates?|gating|expert)", Role.ROUTER),
+    (r"(attn|attention)", Role.ATTENTION),
+    (r"(hidden|activation|embed)", Role.HIDDEN),
+    (r"loss(es)?", Role.LOSS),
+    (r"(^|_)grad", Role.GRAD),
+)
+_COMPILED = tuple((re.compile(pattern), role) for pattern, role in _PATTERNS)
+
+
+def last_word(name: str) -> str:
+    """Return what a source expression calls the thing: `inputs["old_logps"]`, `self.old_logps` and `old_logps` are all `old_logps`."""
+    text = name.strip()
+    while True:
+        keyed = re.search(r"""\[\s*["']([^"']+)["']\s*\]$""", text)
+        if keyed:
+            return keyed.group(1)
+        called = re.fullmatch(r"(.+)\.(?:unsqueeze|squeeze|view|reshape|float|to|detach|expand|bool|int|long|clone|contiguous)\(.*\)", text)
+        if called:
+            text = called.group(1)
+            continue
+        indexed = re.fullmatch(r"(.+?)\[[^\]]*\]", text)
+        if indexed:
+            text = indexed.group(1)
+            continue
+        return text.rsplit(".", 1)[-1]
+
+
+def role_of(name: str | None) -> Role | None:
+    """Return the role that a variable name tells, None if it tells none."""
+    if not name:
+        return None
+    word = last_word(name).lower()
+    if not re.fullmatch(r"[a-z_][a-z0-9_]*", word):
+        return None
+    for pattern, role in _COMPILED:
+        if pattern.search(word):
+            return role
+    return None
