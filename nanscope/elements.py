@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanscope.indices import ravel, unravel
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Arg, Call, Ref, overload, refs
 
@@ -26,23 +27,6 @@ class Source:
     value: int
     flat: Tensor
     argument: int
-
-
-def unravel(flat: int, shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
-    """Return the index of the element at a flat position."""
-    index = []
-    for length in reversed(shape):
-        index.append(flat % length if length else 0)
-        flat //= max(length, 1)
-    return tuple(reversed(index))
-
-
-def ravel(index: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> int:
-    """Return the flat position of an index."""
-    flat = 0
-    for position, length in zip(index, shape, strict=True):
-        flat = flat * length + position
-    return flat
 
 
 def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> list[Source]:

@@ -72,7 +72,7 @@ _LOGP = r"(log_?p(rob)?s?|logps|logprobs?)"
 _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
     (r"(mask$|_mask_|^masks?$|masks$|^keep|keep_|valid|padding_mask)", Role.MASK),
-    (r"(log_?(importance_)?(ratio|weights?)|logratio|neg(ative)?_approx_kl|log_rho|log_odds)", Role.LOG_RATIO),
+    (r"(log_?(importance_)?(ratio|weights?)|logratio|neg(ative)?_approx_kl|log_rho)", Role.LOG_RATIO),
     (r"^(ppo_kl|approx_kl)$", Role.LOG_RATIO),
     (r"(^|_)ref(erence)?_.*" + _LOGP, Role.REF_LOG_PROBS),
     (_LOGP + r"_?ref", Role.REF_LOG_PROBS),

@@ -3,8 +3,8 @@
     trainer = make_trainer(tmp_path, beta=0.04, loss_type="grpo")
     trainer = make_trainer(tmp_path, FaultyTrainer, fault=Fault("tool", advantage=+1, step=1))
 
-The policy is a random two-layer Qwen2 in float32 and the tokenizer lives in memory. Everything else is TRL itself: it generates, scores
-and trains as in a long run. Importing this file needs trl, so tests call `pytest.importorskip("trl")` first.
+The policy is a random two-layer Qwen2 in float32 and the tokenizer lives in memory. Everything else is TRL itself: it generates,
+scores and trains as in a long run. Importing this file needs trl, so tests call `pytest.importorskip("trl")` first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 SEED = 7
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-WORDS = tuple("one two three four five six seven eight plus minus times is the sum of it".split())
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "plus", "minus", "times", "is", "the", "sum", "of", "it")
 PROMPTS = ("one plus two is", "the sum of three four is", "six minus five", "two times three is it")
 
 
@@ -33,7 +33,7 @@ PROMPTS = ("one plus two is", "the sum of three four is", "six minus five", "two
 class Fault:
     """One stale old log-prob, and the token that gets it.
 
-    place:     "tool" attended, but masked out of the loss (tool_mask 0); "padding" after the end of the completion; "valid" in the loss.
+    place:     "tool": attended, but outside the loss (tool_mask 0); "padding": after the completion's end; "valid": in the loss.
     advantage: sign of the advantage of its row, +1 or -1. It decides whether the loss shows the overflow.
     step:      first `state.global_step` that is hit, counted from 0; every later step is hit as well.
     log_ratio: what is subtracted from the old log-prob, in nat; exp overflows in float32 above 88.72.
@@ -49,9 +49,9 @@ class FaultyTrainer(GRPOTrainer):
     """A GRPOTrainer whose loss gets inputs with one stale old log-prob; the loss itself is TRL's, untouched.
 
     fault:         what to plant; None trains like TRL.
-    planted:       (row, column) of the last planted token, None before.
+    planted:       (row, column) of the first planted token, None before. Later steps may hit another one.
     planted_shape: [B, T] of the tensors it was planted in.
-    planted_step:  `state.global_step` of the first planted step.
+    planted_step:  `state.global_step` at that moment.
     """
 
     fault: Fault | None = None
@@ -61,8 +61,6 @@ class FaultyTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.fault is not None and self.model.training and self.state.global_step >= self.fault.step:
-            if self.planted_step is None:
-                self.planted_step = self.state.global_step
             inputs = self._plant(model, inputs, self.fault)
         return super()._compute_loss(model, inputs)
 
@@ -86,7 +84,9 @@ class FaultyTrainer(GRPOTrainer):
         old_per_token_logps = inputs["old_per_token_logps"].clone()
         old_per_token_logps[row, column] -= fault.log_ratio
         inputs["old_per_token_logps"] = old_per_token_logps
-        self.planted, self.planted_shape = (row, column), tuple(old_per_token_logps.shape)
+        if self.planted is None:
+            self.planted, self.planted_step = (row, column), self.state.global_step
+            self.planted_shape = (old_per_token_logps.size(0), old_per_token_logps.size(1))
         return inputs
 
     def _on_policy_logps(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -98,7 +98,7 @@ class FaultyTrainer(GRPOTrainer):
 
 
 def _choose_row(inputs: dict[str, Any], fault: Fault) -> int:
-    """The row to hit: the longest with the wanted sign of advantage, for padding the shortest; the sign is set if no row has it."""
+    """The longest row with the wanted sign of advantage, for padding the shortest; where no row has it, one is given it."""
     lengths = inputs["completion_mask"].sum(dim=1)
     order = torch.argsort(lengths, descending=fault.place != "padding", stable=True).tolist()
     for row in order:
@@ -132,13 +132,16 @@ def make_trainer(
     fault: Fault | None = None,
     **config_overrides: Any,
 ) -> GRPOTrainer:
-    """A trainer that is ready to train: two calls with the same arguments give bit-identical runs.
+    """A trainer that is ready to train: two calls with the same arguments give bit-identical runs. Sets torch to one thread.
 
     tmp_path:         folder for the output and, when beta > 0, for the model, since TRL loads the reference from a path.
     model_config:     changes to the Qwen2Config, e.g. {"attention_dropout": 0.1}.
-    fault:            for FaultyTrainer.
+    fault:            needs a FaultyTrainer; TypeError with another class.
     config_overrides: fields of GRPOConfig. Defaults: 4 steps of 8 completions (2 prompts × 4 generations), num_iterations 2.
     """
+    if fault is not None and not issubclass(trainer_class, FaultyTrainer):
+        raise TypeError(f"{trainer_class.__name__} plants no fault; give make_trainer FaultyTrainer or a subclass of it")
+    torch.set_num_threads(1)  # the tensors are tiny: on a busy machine a second thread makes a run 20 times slower
     settings: dict[str, Any] = {
         "output_dir": str(tmp_path / "trainer"),
         "max_steps": 4,
@@ -173,7 +176,7 @@ def make_trainer(
         processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm and prints a dict per step
-    if fault is not None:
+    if isinstance(trainer, FaultyTrainer):
         trainer.fault = fault
     return trainer
 

@@ -1,0 +1,726 @@
+"""Finds the first harmful non-finite value: an exact walk, element by element, from the harm back to where it was born.
+
+Two walks. Forward harm: the loss is non-finite, so go from the loss to whoever made the first bad contributor. Backward harm: the loss
+is finite and a gradient is not, so go from the bad gradient towards the loss until the gradient that comes in is still finite; that
+call made it, and its forward operands say why.
+
+An infinity that was put there on purpose (an -inf mask) is no origin: the origin is the call that turned it into harm. What softmax,
+where or indexing absorb never leads to harm, so the walks never meet it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from nanscope.elements import Source, at, first_nonfinite, sources, spread
+from nanscope.indices import unravel
+from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.program import Call, Leaf, Program, Ref, Run, Site, refs
+from nanscope.roles import Role, role_of
+
+LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
+_PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
+DEEP = 10_000  # steps of one walk
+
+
+class Phase(StrEnum):
+    """Where the harm was made."""
+
+    INPUT = "input"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One element that the origin was computed from. value: the number; index: where it stands in its tensor."""
+
+    id: int
+    name: str | None
+    role: Role | None
+    index: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """What takes an element out of the loss on its way there.
+
+    how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min, max, clamp picked another value) or "replace"
+    (nan_to_num, nansum). by: id of the mask, None where there is none. name: what it is called.
+    """
+
+    call: int
+    how: str
+    by: int | None
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The first harmful non-finite value.
+
+    born: made here from finite operands; otherwise fed, it came in with a leaf.
+    flat, index, shape: the element. value: what it is. masked: outside the loss, None where nothing selects.
+    coefficient: name of an advantage or coefficient that is exactly 0 and multiplies the element.
+    """
+
+    value_id: int
+    call: int | None
+    op: str
+    born: bool
+    flat: int
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    value: float
+    operands: tuple[Operand, ...]
+    variable: str | None
+    role: Role | None
+    site: Site | None
+    leaf: Leaf | None
+    masked: bool | None
+    drops: tuple[Drop, ...]
+    coefficient: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One link of the chain from the origin to the harm. backward: the value is a gradient."""
+
+    value_id: int
+    op: str
+    variable: str | None
+    index: tuple[int, ...]
+    value: float
+    line: int | None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a program went wrong: phase, origin, the chain from there to the harm, and which leaf gradients are bad."""
+
+    phase: Phase
+    origin: Origin
+    chain: tuple[Step, ...]
+    bad_gradients: tuple[int, ...]
+    also_backward: bool
+
+
+def locate(program: Program, run: Run, leaves: tuple[int, ...] | None = None) -> Location | None:
+    """Return the origin of the harm that a run of `program` shows, None if loss and gradients are finite.
+
+    run: executed with trace=True. leaves: the leaf ids whose gradients count as harm, by default all of them.
+    """
+    return _Walker(program, run).locate(leaves)
+
+
+def spotted(program: Program, run: Run) -> Location | None:
+    """Return the first overflow, invalid or divide-by-zero of a forward pass that did no harm, None if there is none.
+
+    Only values that were born from finite operands count: what is infinite on purpose is not worth a word.
+    """
+    walker = _Walker(program, run)
+    for index, call in enumerate(program.calls):
+        flow = flow_of(call.op)
+        if flow is Flow.MOVE or flow is Flow.CREATE or base_name(call.op) in SELECTORS:
+            continue
+        for out in call.outs:
+            flat = first_nonfinite(run.values[out]) if out is not None else None
+            if out is None or flat is None or walker.bad_sources(index, out, flat) or walker.intended(index, out, flat):
+                continue
+            return Location(Phase.FORWARD, walker.origin(index, out, flat), (), (), False)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """Where a backward walk over values ended: born, fed or intended, and the path that led there (harm first)."""
+
+    kind: str
+    call: int | None
+    value: int
+    flat: int
+    path: tuple[tuple[int, int], ...]
+
+
+class _Walker:
+    def __init__(self, program: Program, run: Run) -> None:
+        self.program = program
+        self.run = run
+        self.producers = program.producers()
+        self.consumers = program.consumers()
+        self.names = Namer(program)
+
+    # -- the two walks ---------------------------------------------------------------------------------------------------
+
+    def locate(self, counted: tuple[int, ...] | None) -> Location | None:
+        run, program = self.run, self.program
+        bad = tuple(
+            leaf.id
+            for leaf in program.leaves
+            if leaf.diff
+            and (counted is None or leaf.id in counted)
+            and leaf.id in run.grads
+            and first_nonfinite(run.grads[leaf.id]) is not None
+        )
+        flat = first_nonfinite(run.values[program.output])
+        if flat is not None:
+            root = self.walk_back(program.output, flat, 0)
+            origin = self.origin(root.call, root.value, root.flat)
+            chain = tuple(self.step(value, position) for value, position in reversed(root.path))
+            return Location(self._phase(origin, Phase.FORWARD), origin, chain, bad, bool(bad))
+        if not bad:
+            return None
+        path, call, value, position = self._walk_gradient(bad[0])
+        root = self._why(call, value, position)
+        origin = self.origin(root.call, root.value, root.flat, via=value)
+        chain = [self.step(v, f) for v, f in reversed(root.path)]
+        chain += [self.step(v, f, backward=True) for v, f in reversed(path)]
+        return Location(self._phase(origin, Phase.BACKWARD), origin, tuple(chain), bad, True)
+
+    def _phase(self, origin: Origin, otherwise: Phase) -> Phase:
+        if origin.born:
+            return otherwise
+        if origin.leaf is None:
+            return Phase.INPUT
+        return {"parameter": Phase.WEIGHTS, "data": Phase.INPUT}.get(origin.leaf.origin, otherwise)
+
+    def walk_back(self, value: int, flat: int, depth: int) -> _Root:
+        """Follow a bad element to where it comes from."""
+        path = [(value, flat)]
+        for _ in range(DEEP):
+            index = self.producers.get(value)
+            if index is None:
+                return self._root_of_leaf(value, flat, path)
+            bad = self.bad_sources(index, value, flat)
+            if not bad:
+                kind = "intended" if self.intended(index, value, flat) else "born"
+                return _Root(kind, index, value, flat, tuple(path))
+            number = at(self.run.values[value], flat)
+            nan = [(v, f) for v, f in bad if math.isnan(at(self.run.values[v], f))]
+            if math.isnan(number) and not nan:
+                # Infinities met here and became NaN. Whose fault: an overflow's, if there is one; on purpose: this call's.
+                roots = [self.walk_back(v, f, depth + 1) for v, f in bad[:4]] if depth < 4 else []
+                for wanted in ("born", "fed"):
+                    if wanted == "fed" and any(root.kind == "intended" for root in roots):
+                        break
+                    for root in roots:
+                        if root.kind == wanted:
+                            return _Root(root.kind, root.call, root.value, root.flat, (*path, *root.path))
+                return _Root("born", index, value, flat, tuple(path))
+            value, flat = (nan or bad)[0]
+            path.append((value, flat))
+        return _Root("born", self.producers.get(value), value, flat, tuple(path))
+
+    def bad_sources(self, index: int, out: int, flat: int) -> list[tuple[int, int]]:
+        """Return the non-finite elements that an element came from; for softmax and its like its own position first."""
+        found: list[tuple[int, int]] = []
+        call = self.program.calls[index]
+        for source in sources(call, self.run.values, out, flat):
+            tensor = self.run.values[source.value]
+            if not tensor.is_floating_point():
+                continue
+            part = tensor.flatten()[source.flat]
+            bad = source.flat[~torch.isfinite(part)]
+            if base_name(call.op) == "nansum":
+                bad = source.flat[torch.isinf(part)]
+            if bad.numel() and flow_of(call.op) is Flow.ALONG:
+                number = at(self.run.values[out], flat)
+                same = bad[bad == flat]
+                if not math.isnan(number) and same.numel():
+                    bad = same
+                elif math.isnan(number):
+                    numbers = tensor.flatten()[bad]
+                    worst = bad[torch.isnan(numbers)] if bool(torch.isnan(numbers).any()) else bad[numbers == math.inf]
+                    bad = worst if worst.numel() else bad
+            if bad.numel():
+                numbers = tensor.flatten()[bad]
+                nan = bad[torch.isnan(numbers)]
+                found.append((source.value, int((nan if nan.numel() else bad)[0])))
+        return found
+
+    def intended(self, index: int, value: int, flat: int) -> bool:
+        """Is an infinity that no operand explains there on purpose: written as a constant, or the logarithm of a mask?"""
+        call = self.program.calls[index]
+        flow = flow_of(call.op)
+        if flow is Flow.MOVE or flow is Flow.CREATE:
+            return True
+        if base_name(call.op) in ("log", "mul", "div", "_to_copy", "neg", "rsub", "sub", "add"):
+            # (1 - mask) * -inf, mask.log(), (~mask).to(float) / 0: arithmetic on masks and constants only
+            inputs = [v for v in call.inputs() if self.run.values[v].dim() > 0]
+            return bool(inputs) and all(self.is_mask(v, None, strict=True) for v in inputs)
+        return False
+
+    def _root_of_leaf(self, value: int, flat: int, path: list[tuple[int, int]]) -> _Root:
+        """A literal that was written into a tensor is not where the data went bad: the tensor is."""
+        kind = self._fed(value, flat)
+        if kind == "fed" and self.run.values[value].dim() == 0:
+            for depth in range(len(path) - 1, -1, -1):
+                inner, position = path[depth]
+                if self.run.values[inner].dim() > 0:
+                    # the last of the writes that filled the tensor
+                    while depth > 0 and self._is_write(path[depth - 1][0]):
+                        depth -= 1
+                        inner, position = path[depth]
+                    return _Root(kind, None, inner, position, tuple(path[: depth + 1]))
+        return _Root(kind, None, value, flat, tuple(path))
+
+    def _is_write(self, value: int) -> bool:
+        index = self.producers.get(value)
+        return index is not None and base_name(self.program.calls[index].op) in (
+            "as_strided_scatter", "as_strided", "copy", "fill", "index_put", "masked_fill", "lift_fresh",
+        )  # fmt: skip
+
+    def _fed(self, value: int, flat: int) -> str:
+        number = at(self.run.values[value], flat)
+        leaf = self.program.leaf(value)
+        if number != -math.inf or leaf is None:
+            return "fed"
+        if leaf.origin == "module":
+            return "intended"  # the model masks its own logits
+        tensor = self.run.values[value]
+        finite = tensor[torch.isfinite(tensor)]
+        only_mask = bool((tensor == -math.inf).any()) and (finite.numel() == 0 or bool((finite == 0).all()))
+        return "intended" if only_mask or self.names.role(value) is Role.LOGITS else "fed"
+
+    def _walk_gradient(self, leaf: int) -> tuple[list[tuple[int, int]], int, int, int]:
+        """From a bad leaf gradient towards the loss; return the path (leaf first), and the call, value and element that made it."""
+        value, flat = leaf, first_nonfinite(self.run.grads[leaf]) or 0
+        path = [(value, flat)]
+        for _ in range(DEEP):
+            step = self._contributor(value, flat)
+            if step is None:  # finite gradients overflowed when they were added up
+                index = self.producers.get(value)
+                return path, -1 if index is None else index, value, flat
+            call, out, marked = step
+            grad = self.run.grads.get(out)
+            bad = marked & ~torch.isfinite(grad) if grad is not None else torch.zeros_like(marked)
+            if not bool(bad.any()):
+                return path, call, out, self._suspicious(call, out, self._all_made(call, out, value, marked))
+            value, flat = out, int(bad.flatten().int().argmax())
+            path.append((value, flat))
+        return path, self.producers.get(value, -1), value, flat
+
+    def _contributor(self, value: int, flat: int) -> tuple[int, int, Tensor] | None:
+        """Return the call whose backward gave this element a bad gradient, its result, and the result's elements concerned."""
+        tensor = self.run.values[value]
+        one = torch.zeros(tensor.numel(), dtype=torch.bool)
+        one[flat] = True
+        marks = {value: one.reshape(tensor.shape)}
+        for index in self.run.order:
+            if index not in self.consumers.get(value, ()):
+                continue
+            call = self.program.calls[index]
+            if not any(bool(~torch.isfinite(grad.flatten()[flat])) for grad in self._returned(index, value)):
+                continue
+            for out, mark in spread(call, self.run.values, marks).items():
+                return index, out, mark
+        return None
+
+    def _returned(self, index: int, value: int) -> Iterator[Tensor]:
+        """Yield the gradients that a call's backward returned for one of its arguments."""
+        call = self.program.calls[index]
+        _, returned = self.run.flows[index]
+        inputs = [v for arg in call.args for v in refs(arg)] + [v for _, arg in call.kwargs for v in refs(arg)]
+        payload = [v for p, arg in enumerate(call.args) if p in PAYLOAD.get(base_name(call.op), (0,)) for v in refs(arg)]
+        shape = self.run.values[value].shape
+        for names in (inputs, payload):
+            if len(names) == len(returned):
+                yield from (g for v, g in zip(names, returned, strict=True) if v == value and g is not None and g.shape == shape)
+                return
+        yield from (g for g in returned if g is not None and g.shape == shape)
+
+    def _all_made(self, call: int, out: int, value: int, marked: Tensor) -> Tensor:
+        """Widen the marked elements to all whose backward went bad in the same call, so that the first one is named."""
+        grad = self.run.grads.get(out)
+        wide = marked.clone()
+        for returned in self._returned(call, value):
+            if returned.shape == marked.shape:
+                wide |= ~torch.isfinite(returned) & (torch.isfinite(grad) if grad is not None else True)
+        return wide
+
+    def _suspicious(self, call: int, out: int, marked: Tensor) -> int:
+        """Of the elements that a bad gradient went through, the one whose forward value or operands are non-finite."""
+        positions = marked.flatten().nonzero().flatten()
+        values = self.run.values[out].flatten()
+        bad = positions[~torch.isfinite(values[positions])]
+        if bad.numel():
+            return int(bad[0])
+        for position in positions[:256].tolist():
+            if self.bad_sources(call, out, position):
+                return int(position)
+        return int(positions[0])
+
+    def _why(self, call: int, value: int, flat: int) -> _Root:
+        """Explain by forward values why a call's backward made a bad gradient out of finite ones."""
+        here = _Root("born", None if call < 0 else call, value, flat, ((value, flat),))
+        if call < 0:
+            return here
+        if not math.isfinite(at(self.run.values[value], flat)):
+            root = self.walk_back(value, flat, 0)
+            return here if root.kind == "intended" else root
+        bad = self.bad_sources(call, value, flat)
+        if bad:
+            root = self.walk_back(*bad[0], 0)
+            return here if root.kind == "intended" else _Root(root.kind, root.call, root.value, root.flat, ((value, flat), *root.path))
+        return here
+
+    # -- describing ------------------------------------------------------------------------------------------------------
+
+    def step(self, value: int, flat: int, *, backward: bool = False) -> Step:
+        index = self.producers.get(value)
+        tensor = self.run.grads[value] if backward else self.run.values[value]
+        site = self.program.site_of(self.program.calls[index]) if index is not None else None
+        op = base_name(self.program.calls[index].op) if index is not None else "input"
+        return Step(value, op, self.names.name(value), unravel(flat, tensor.shape), at(tensor, flat), site.line if site else None, backward)
+
+    def origin(self, index: int | None, value: int, flat: int, via: int | None = None) -> Origin:
+        """Describe an element as origin. via: the value through whose backward it did harm, where that is another one."""
+        tensor = self.run.values[value]
+        call = self.program.calls[index] if index is not None else None
+        operands = []
+        if call is not None:
+            for source in sources(call, self.run.values, value, flat):
+                operands.append(self._operand(source))
+        masked, drops, coefficient = self.fate(value, flat)
+        leaf = self.program.leaf(value)
+        site = self.program.site_of(call) if call is not None else self._first_reader(value)
+        return Origin(
+            value_id=value,
+            call=index,
+            op=base_name(call.op) if call is not None else ("input" if leaf is None or leaf.origin == "data" else leaf.origin),
+            born=call is not None,
+            flat=flat,
+            index=unravel(flat, tensor.shape),
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            value=at(tensor, flat),
+            operands=tuple(operands),
+            variable=self.names.name(value),
+            role=self.names.role(value, via=via),
+            site=site,
+            leaf=leaf,
+            masked=masked,
+            drops=drops,
+            coefficient=coefficient,
+        )
+
+    def _operand(self, source: Source) -> Operand:
+        tensor = self.run.values[source.value].flatten()
+        part = tensor[source.flat]
+        if part.numel() == 0:
+            flat = 0
+        elif part.numel() > 1 and part.is_floating_point():
+            flat = int(source.flat[int(torch.nan_to_num(part.float(), nan=math.inf).abs().argmax())])
+        else:
+            flat = int(source.flat[0])
+        shape = self.run.values[source.value].shape
+        number = at(tensor, flat) if tensor.numel() else math.nan
+        return Operand(source.value, self.names.name(source.value), self.names.role(source.value), unravel(flat, shape), number)
+
+    def _first_reader(self, value: int) -> Site | None:
+        for index in self.consumers.get(value, ()):
+            site = self.program.site_of(self.program.calls[index])
+            if site is not None:
+                return site
+        return None
+
+    # -- masked or not ---------------------------------------------------------------------------------------------------
+
+    def fate(self, value: int, flat: int) -> tuple[bool | None, tuple[Drop, ...], str | None]:
+        """Follow an element to the loss: is it taken out on the way, by what, and does a zero coefficient multiply it?"""
+        tensor = self.run.values[value]
+        mark = torch.zeros(tensor.numel(), dtype=torch.bool)
+        mark[flat] = True
+        marked: dict[int, Tensor] = {value: mark.reshape(tensor.shape)}
+        drops: list[Drop] = []
+        coefficient: str | None = None
+        for index, call in enumerate(self.program.calls):
+            touched = [v for v in dict.fromkeys(call.inputs()) if v in marked]
+            if not touched or any(out in marked for out in call.outs if out is not None):
+                continue
+            reached = spread(call, self.run.values, marked)
+            if not reached and flow_of(call.op) is Flow.MOVE:
+                drops.append(Drop(index, "select", self._selector(call), self._selector_name(call)))
+                continue
+            for out, own in reached.items():
+                kept, drop, zero = self._kept(index, call, out, own, marked)
+                coefficient = coefficient or zero
+                if drop is not None:
+                    drops.append(drop)
+                if bool(kept.any()):
+                    marked[out] = kept
+        at_mask = self._at_mask(value, flat)
+        if self.program.output not in marked and drops:
+            return True, tuple(drops), coefficient
+        if at_mask is not None:
+            return True, (*drops, at_mask), coefficient
+        if not drops and tensor.dim() == 0:
+            return (False if coefficient else None), (), coefficient
+        return False, tuple(drops), coefficient
+
+    def _kept(
+        self, index: int, call: Call, out: int, mark: Tensor, marked: dict[int, Tensor]
+    ) -> tuple[Tensor, Drop | None, str | None]:
+        name, values = base_name(call.op), self.run.values
+        result = values[out]
+        others = [v for v in call.inputs() if v not in marked]
+        if name == "mul":
+            for other in others:
+                zero = mark & (values[other] == 0).expand(result.shape)
+                if not bool(zero.any()):
+                    continue
+                if self.is_mask(other, zero):
+                    by = self._mask_behind(other, zero)
+                    return mark & ~zero, Drop(index, "mask", by, self.names.name(by)), None
+                return mark, None, self.names.name(other) or "a coefficient"
+        elif name in ("minimum", "maximum", "fmin", "fmax") and len(call.args) == 2:
+            left, right = (arg.id if isinstance(arg, Ref) else -1 for arg in call.args)
+            for own, other in ((left, right), (right, left)):
+                if own in marked and other in values and other not in marked:
+                    lost = mark & (result == values[other]) & ~(values[own] == values[other]).expand(result.shape)
+                    if bool(lost.any()):
+                        return mark & ~lost, Drop(index, "clip", None, name), None
+                elif own in marked and other in marked:
+                    # both sides descend from the element: it is out if the picked side no longer carries it
+                    picked_other = mark & (result == values[other]) & ~marked[other].expand(result.shape)
+                    lost = picked_other & ~(values[own] == values[other]).expand(result.shape)
+                    if bool(lost.any()):
+                        return mark & ~lost, Drop(index, "clip", None, name), None
+        elif name in ("clamp", "clamp_min", "clamp_max"):
+            source = call.args[0]
+            if isinstance(source, Ref):
+                lost = mark & torch.isfinite(result) & (result != values[source.id])
+                if bool(lost.any()):
+                    return mark & ~lost, Drop(index, "clip", None, name), None
+        elif name in ("nan_to_num", "nansum", "nanmean"):
+            source = call.args[0]
+            if isinstance(source, Ref):
+                bad = ~torch.isfinite(values[source.id]) & marked[source.id]
+                lost = mark & bool(bad.any()) & torch.isfinite(result)
+                if bool(lost.any()):
+                    return mark & ~lost, Drop(index, "replace", None, name), None
+        return mark, None, None
+
+    def _selector(self, call: Call) -> int | None:
+        """The mask or index that a where, masked_fill or indexing call selects with."""
+        payload = PAYLOAD.get(base_name(call.op), (0,))
+        found = [v for position, arg in enumerate(call.args) if position not in payload for v in refs(arg)]
+        return found[0] if found else None
+
+    def _selector_name(self, call: Call) -> str | None:
+        value = self._selector(call)
+        return self.names.name(value) if value is not None else base_name(call.op)
+
+    def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False, depth: int = 0) -> bool:
+        """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?"""
+        tensor = self.run.values[value]
+        role = role_of(self.names.name(value))
+        if role is Role.MASK or tensor.dtype is torch.bool:
+            return True
+        if role is not None:
+            return False
+        index = self.producers.get(value)
+        if index is None or depth > 20:
+            binary = bool(((tensor == 0) | (tensor == 1)).all()) and tensor.dim() > 0
+            return binary and (not strict or not tensor.is_floating_point())
+        call = self.program.calls[index]
+        name = base_name(call.op)
+        if name in SELECTORS:
+            return True
+        inputs = list(call.inputs())
+        if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "clone", "detach", "lift_fresh", "alias", "rsub", "neg", "sub", "add"):
+            tensors = [v for v in inputs if self.run.values[v].dim() > 0]
+            return bool(tensors) and self.is_mask(tensors[0], zeros, strict=strict, depth=depth + 1)
+        if name == "mul":
+            parts = [v for v in inputs if bool((self.run.values[v] == 0).any())] or inputs
+            if zeros is not None:
+                parts = [v for v in parts if bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())] or parts
+            return any(self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in parts)
+        return False
+
+    def _mask_behind(self, value: int, zeros: Tensor) -> int:
+        """A product of mask and coefficient is zero because of the mask: return the mask itself."""
+        for _ in range(20):
+            if role_of(self.names.name(value)) is Role.MASK:
+                return value
+            index = self.producers.get(value)
+            if index is None or base_name(self.program.calls[index].op) != "mul":
+                return value
+            shape = zeros.shape
+            parts = [
+                v
+                for v in self.program.calls[index].inputs()
+                if self.is_mask(v, zeros) and bool(((self.run.values[v] == 0).expand(shape) & zeros).any())
+            ]
+            if not parts:
+                return value
+            value = parts[0]
+        return value
+
+    def _at_mask(self, value: int, flat: int) -> Drop | None:
+        """The element lies where a mask of the program is 0 (for a row: in all of its tokens)."""
+        shape = list(self.run.values[value].shape)
+        index = list(unravel(flat, tuple(shape)))
+        while shape and shape[-1] == 1:
+            shape.pop()
+            index.pop()
+        if not shape:
+            return None
+        for position, call in enumerate(self.program.calls):
+            if base_name(call.op) not in ("mul", "where", "index", "masked_fill"):
+                continue
+            for mask in call.inputs():
+                tensor = self.run.values[mask]
+                if list(tensor.shape[: len(shape)]) != shape or not self.names.says_mask(mask):
+                    continue
+                inside = tensor[tuple(index)]
+                if bool((inside == 0).all()) and bool((tensor != 0).any()):
+                    return Drop(position, "mask", mask, self.names.name(mask))
+        return None
+
+
+class Namer:
+    """What the values of a program are called and what they mean: by name first, then by how they are computed."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.producers = program.producers()
+        self.consumers = program.consumers()
+        self._leaves = {leaf.id: leaf for leaf in program.leaves}
+
+    def name(self, value: int) -> str | None:
+        """Return the variable a value is bound to, None for an intermediate result."""
+        leaf = self._leaves.get(value)
+        if leaf is not None:
+            return leaf.name
+        index = self.producers.get(value)
+        if index is None:
+            return None
+        call = self.program.calls[index]
+        site = self.program.site_of(call)
+        # Of several calls that one expression stands for, the last one is what gets bound.
+        last = index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != call.site
+        if site is not None and site.name is not None and last:
+            return site.name
+        return self._read_as(value)
+
+    def _read_as(self, value: int) -> str | None:
+        """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""
+        for index in self.consumers.get(value, ()):
+            call = self.program.calls[index]
+            site = self.program.site_of(call)
+            if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
+                continue
+            words = list(site.args)
+            tensors = [arg for arg in call.args if isinstance(arg, Ref)]
+            if base_name(call.op) in ("mul", "add") and len(tensors) == 1 and len(words) == 2:
+                words = [word for word in words if role_of(word) is not None]  # `0.1 * x` arrives as x, 0.1
+            for position, arg in enumerate(call.args):
+                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
+                    return words[position]
+        return None
+
+    def says_mask(self, value: int) -> bool:
+        """Is this value called a mask, or made from nothing but a value that is?"""
+        for _ in range(20):
+            if role_of(self.name(value)) is Role.MASK:
+                return True
+            index = self.producers.get(value)
+            if index is None:
+                return False
+            call = self.program.calls[index]
+            inputs = list(call.inputs())
+            if len(inputs) != 1 or (flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "bitwise_not", "clone")):
+                return False
+            value = inputs[0]
+        return False
+
+    def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
+        """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
+        named = role_of(self.name(value))
+        if named is not None or depth > 12:
+            return named
+        computed = self._computed(value, depth)
+        if computed is not None:
+            return computed
+        index = self.producers.get(value)
+        site = self.program.site_of(self.program.calls[index]) if index is not None else None
+        if index is not None and self.program.calls[index].module:
+            return role_of(self.program.calls[index].module) if site is None else self._inside(site, self.program.calls[index].module)
+        if site is None:
+            return self._downstream(value)
+        function = role_of(site.function.rsplit(".", 1)[-1])
+        return role_of(site.within) or (function if function is not Role.LOSS else None) or self._downstream(value if via is None else via)
+
+    @staticmethod
+    def _inside(site: Site, module: str) -> Role:
+        """Inside a model a value is an activation; attention and routing are told by the names around it."""
+        for text in (site.within, site.function, module):
+            role = role_of(text.rsplit(".", 1)[-1]) if text else None
+            if role in (Role.ATTENTION, Role.ROUTER, Role.LOGITS, Role.LOSS, Role.LOG_PROBS):
+                return role
+        return Role.HIDDEN
+
+    def _computed(self, value: int, depth: int) -> Role | None:
+        index = self.producers.get(value)
+        if index is None:
+            return None
+        call = self.program.calls[index]
+        name, inputs = base_name(call.op), list(call.inputs())
+        if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "detach", "clone", "alias", "lift_fresh", "neg"):
+            return self._own(inputs[0], depth) if inputs else None
+        if name == "sub" and len(inputs) == 2:
+            both = {self._own(v, depth) for v in inputs}
+            return Role.LOG_RATIO if both <= LOG_PROBS else None
+        if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
+            return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
+        if name in ("_log_softmax", "log_softmax", "logsumexp"):
+            return Role.LOG_PROBS
+        if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):
+            return Role.LOG_PROBS
+        if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
+            return Role.LOGITS  # scaled, by a temperature
+        return None
+
+    def _own(self, value: int, depth: int) -> Role | None:
+        return role_of(self.name(value)) or self._computed(value, depth + 1)
+
+    def _ancestors(self, value: int) -> set[Role]:
+        found: set[Role] = set()
+        stack = [value]
+        for _ in range(40):
+            if not stack:
+                break
+            current = stack.pop()
+            role = role_of(self.name(current))
+            if role is not None:
+                found.add(role)
+            index = self.producers.get(current)
+            if index is not None and role not in LOG_PROBS:
+                stack.extend(self.program.calls[index].inputs())
+        return found
+
+    def _downstream(self, value: int) -> Role | None:
+        """The role of the first named value that this one goes into."""
+        for _ in range(60):
+            readers = self.consumers.get(value, [])
+            if not readers:
+                return Role.LOSS if value == self.program.output else None
+            call = self.program.calls[readers[0]]
+            value = next((out for out in call.outs if out is not None), value)
+            role = role_of(self.name(value))
+            if role is not None and role is not Role.MASK:
+                return role
+        return None

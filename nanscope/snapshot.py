@@ -1,0 +1,222 @@
+"""The snapshot: one bad step in one file, `step-000412.rank0.safetensors`.
+
+The file is plain safetensors. It opens without nanscope:
+
+    from safetensors import safe_open
+    import json
+    with safe_open("step-000412.rank0.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}      # 'per_token_logps', 'advantages', 'mask', …
+        about = json.loads(file.metadata()["nanscope"])                      # everything else
+
+Tensors are called what the training code calls them; `loss` is the recorded loss and `grad/NAME` the recorded gradient of NAME. They
+keep their dtype, and NaN payloads survive. The one metadata key holds sorted JSON:
+
+    schema        version of this format (integer)       step, rank       which step, of which process
+    program       the recorded calls from the tensors to the loss: leaves, calls, output, sites (see `program`)
+    tensors       leaf id → tensor name                  reached          what went bad: loss, gradients, weights
+    observed      what was seen in the process and cannot be recomputed from the file      settings   the trainer's, where visible
+    history       the last steps                         environment      versions, device, dtype of the run
+    opaque        operators that could not be recorded; their results are leaves
+
+There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
+Token ids and text are not in it unless asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError, SnapshotError
+from nanscope.header import KEY, SCHEMA_VERSION, read_header
+from nanscope.ledger import Entry
+from nanscope.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far the harm got.
+
+    loss: the value that was differentiated. bad_gradients of gradients, bad_weights of weights: tensors; None where not looked at.
+    stepped: "taken", "skipped" (by nanscope), "stopped" (by nanscope), "none" (no optimizer step followed).
+    scaled: the loss had been multiplied by a GradScaler.
+    """
+
+    loss: float | None = None
+    gradients: int | None = None
+    bad_gradients: int | None = None
+    weights: int | None = None
+    bad_weights: int | None = None
+    stepped: str = "none"
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One step: the program of its loss, the tensors that go in, and what was seen.
+
+    tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
+    observed: JSON of a location found in the process, for origins that the program does not reach.
+    """
+
+    step: int
+    rank: int
+    program: Program
+    tensors: dict[int, Tensor]
+    loss: Tensor | None
+    grads: dict[int, Tensor]
+    reached: Reached
+    observed: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    history: tuple[Entry, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+    opaque: tuple[str, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """The name that the file of this step has."""
+        return f"step-{self.step:06d}.rank{self.rank}.safetensors"
+
+
+def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
+    """A tensor name that is readable and unique: the last word of what the code calls it."""
+    found = re.findall(r"[A-Za-z_]\w*", name or "")
+    keyed = re.search(r"""\[["'](\w+)["']\]""", name or "")
+    plain = keyed.group(1) if keyed else (found[-1] if found and re.fullmatch(r"[\w.]+", name or "") else (found[0] if found else f"value_{value}"))
+    unique, count = plain, 2
+    while unique in taken or unique == "loss":
+        unique, count = f"{plain}_{count}", count + 1
+    taken.add(unique)
+    return unique
+
+
+def save(snapshot: Snapshot, folder: Path | str) -> Path:
+    """Write a snapshot into a folder and return the file's path; a reader never sees half a file.
+
+    Raises OSError if the folder cannot be written.
+    """
+    from safetensors.torch import save as encode
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
+    for value in sorted(snapshot.tensors):
+        names[value] = _plain_name(leaves[value].name if value in leaves else None, value, taken)
+        tensors[names[value]] = _own(snapshot.tensors[value])
+    for value, grad in sorted(snapshot.grads.items()):
+        if value in names:
+            tensors[f"grad/{names[value]}"] = _own(grad)
+    if snapshot.loss is not None:
+        tensors["loss"] = _own(snapshot.loss)
+    metadata = {KEY: json.dumps(_about(snapshot, names), sort_keys=True, allow_nan=False)}
+    data = encode(tensors, metadata=metadata)
+    path = folder / snapshot.file_name
+    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A contiguous copy with memory of its own, in main memory: views and shared storage do not survive a file."""
+    return tensor.detach().to("cpu", copy=True).contiguous().clone()
+
+
+def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
+    from nanscope.ledger import show
+
+    reached = {key: show(getattr(snapshot.reached, key)) for key in Reached.__slots__}
+    return {
+        "schema": SCHEMA_VERSION,
+        "step": snapshot.step,
+        "rank": snapshot.rank,
+        "program": snapshot.program.to_json(),
+        "tensors": {str(value): name for value, name in names.items()},
+        "reached": reached,
+        "observed": snapshot.observed,
+        "settings": snapshot.settings,
+        "history": [entry.to_json() for entry in snapshot.history],
+        "environment": snapshot.environment,
+        "opaque": list(snapshot.opaque),
+        "notes": [list(note) for note in snapshot.notes],
+    }
+
+
+def load(path: Path | str) -> Snapshot:
+    """Read a snapshot.
+
+    Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as decode
+
+    from nanscope.ledger import parse
+
+    path = Path(path)
+    about = read_header(path).about
+    try:
+        tensors = decode(path.read_bytes())
+    except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError) as error:
+        raise SnapshotError(f"{path}: the tensors are damaged ({error})", slug="snapshot-damaged") from None
+    try:
+        program = Program.from_json(about["program"])
+        by_id = {int(value): str(name) for value, name in about["tensors"].items()}
+        reached = Reached(**{key: parse(value) for key, value in about["reached"].items() if key in Reached.__slots__})
+        missing = [name for name in by_id.values() if name not in tensors]
+        if missing:
+            raise SnapshotError(f"{path}: the tensor {missing[0]!r} is missing", slug="snapshot-damaged")
+        return Snapshot(
+            step=int(about["step"]),
+            rank=int(about["rank"]),
+            program=program,
+            tensors={value: tensors[name] for value, name in by_id.items()},
+            loss=tensors.get("loss"),
+            grads={value: tensors[f"grad/{name}"] for value, name in by_id.items() if f"grad/{name}" in tensors},
+            reached=reached,
+            observed=dict(about.get("observed") or {}),
+            settings=dict(about.get("settings") or {}),
+            history=tuple(Entry.from_json(entry) for entry in about.get("history", [])),
+            environment=dict(about.get("environment") or {}),
+            opaque=tuple(str(name) for name in about.get("opaque", [])),
+            notes=tuple((str(slug), str(text)) for slug, text in about.get("notes", [])),
+        )
+    except SnapshotError:
+        raise
+    except ProgramError as error:
+        raise SnapshotError(f"{path}: {error}", slug=error.slug) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__}: {error})", slug="snapshot-damaged") from None
+
+
+def tensor_bytes(tensors: Mapping[int, Tensor]) -> int:
+    """Return the bytes that tensors take in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as people write it: float32."""
+    return str(dtype).removeprefix("torch.")
