@@ -462,10 +462,10 @@ class _Walker:
                 if bool(kept.any()):
                     marked[out] = kept
         at_mask = self._at_mask(value, flat)
+        if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
+            return True, (*drops, at_mask), coefficient
         if self.program.output not in marked and drops:
             return True, tuple(drops), coefficient
-        if at_mask is not None:
-            return True, (*drops, at_mask), coefficient
         if not drops and tensor.dim() == 0:
             return (False if coefficient else None), (), coefficient
         return False, tuple(drops), coefficient

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nanscope.capture.source import site_of
 from nanscope.ops import FLOW
@@ -36,6 +36,7 @@ REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, 
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+_SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
@@ -107,6 +108,7 @@ class Tape:
         self.broken = ""
         self.opaque: set[str] = set()
         self.tags: dict[str, int] = {}
+        self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
         self._users: dict[CodeType, bool] = {}
         self._known: dict[Any, Operator] = {}
@@ -120,7 +122,11 @@ class Tape:
         """Make the call, write it down, and return its result. Never raises on its own account."""
         if self.broken:
             return call()
-        known = self._known.get(func) or self._know(func)
+        known = self._known.get(func)
+        if known is None:
+            if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
+                return call()
+            known = self._know(func)
         name, mutable = known.name, known.mutable
         if name in _QUIET:
             return call()
@@ -378,17 +384,20 @@ class Tape:
             code = frame.f_code
             user = users.get(code)
             if user is None:
-                name = code.co_filename
-                user = not (name.startswith((_TORCH, _OURS)) or "contextlib.py" in name or name.startswith("<"))
-                if name.startswith(_OURS) and code.co_filename.endswith("demo.py"):
-                    user = True
-                users[code] = user
+                user = users[code] = _is_user(code.co_filename)
             if user:
                 return code, frame.f_lasti
+            if code is _SCALE:
+                self.scaled = True
             frame = frame.f_back
         return None, -1
 
     # -- reading ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """How many values were numbered so far."""
+        return self._next
 
     def tag(self, name: str, tensor: Tensor) -> None:
         """Name a tensor where its variable does not tell what it means."""
@@ -534,6 +543,8 @@ class Tape:
             return
         self.tags = tagged
         self.broken = ""
+        self.scaled = False
+        self.opaque = set()
         self._replay_cache = None
 
     def _any_diff(self, entry: Entry) -> bool:
@@ -547,6 +558,13 @@ class Tape:
         if any(self._any_diff(entry) for entry in self.entries):
             return
         self.forget()
+
+
+def _is_user(file: str) -> bool:
+    """Code of the trainer, as opposed to torch's and our own (the demo is a trainer)."""
+    if file.startswith(_OURS):
+        return file.endswith("demo.py")
+    return not (file.startswith((_TORCH, "<")) or file.endswith("contextlib.py"))
 
 
 def _ids(arg: Arg) -> Iterator[int]:
@@ -614,6 +632,8 @@ class _StorageHandle:
 class TapeMode(TorchDispatchMode):
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -621,9 +641,25 @@ class TapeMode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
+        self.suspended = 0
+        self._popped = 0
+
+    def suspend(self) -> None:
+        """Step aside: off the stack where we are on top of it, else passing calls through. Nests."""
+        self.suspended += 1
+        if self.suspended == 1 and _get_current_dispatch_mode() is self:
+            _pop_mode()
+            self._popped = 1
+
+    def resume(self) -> None:
+        """Undo one `suspend`."""
+        if self.suspended == 1 and self._popped:
+            _push_mode(self)
+            self._popped = 0
+        self.suspended = max(0, self.suspended - 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() != -1:
-            return func(*args, **kwargs)  # a backward pass that we did not see begin
+        if self.suspended or torch._C._current_graph_task_id() != -1:  # or a backward pass that we did not see begin
+            return func(*args, **kwargs)
         return self.tape.note(func, args, kwargs, lambda: func(*args, **kwargs))

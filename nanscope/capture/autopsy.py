@@ -1,0 +1,223 @@
+"""Only on a hit: the second look into the model, and what of it goes into a file.
+
+The tape sleeps while a module with weights runs. If the harm came out of one, that module is run again on the inputs it had, with
+the generators as they were and the tape awake, and the two programs are joined into one. What the second look does not reproduce was
+transient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as hooks
+
+from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
+from nanscope.capture.tape import Tape, TapeMode
+from nanscope.locate import LOG_PROBS, Location, Namer
+from nanscope.program import Arg, Leaf, Program, join, refs, substitute
+from nanscope.roles import Role, role_of
+
+WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss is one over the vocabulary
+WIDE_BYTES = 1 << 20
+SNAPSHOT_BYTES = 64 << 20  # leaves larger than this in all are not written
+
+
+def second_look(
+    program: Program | None, tensors: Mapping[int, Tensor], calls: list[ModuleCall], budget: int, watch: ModuleWatch
+) -> tuple[Program, dict[int, Tensor]] | None:
+    """Return the program from the model's inputs and parameters to the loss, and its leaves; None if nothing can be run again.
+
+    Raises RuntimeError if the module itself fails.
+    """
+    if program is None or not any(call.args is not None for call in calls):
+        return None
+    parts: list[Program] = []
+    leaves: dict[int, Tensor] = {}
+    made: dict[tuple[object, ...], int] = {}  # where an output of an earlier call lies → its id
+    wanted = {address(tensor): value for value, tensor in tensors.items()}
+    offset = program.new_id() + 1
+    for call in calls:
+        if call.args is None:
+            continue
+        tape = Tape(budget)
+        tape.is_parameter = watch.parameter_name
+        outputs = _run_again(call, tape, watch)
+        mapping: dict[int, int] = {}
+        for place, tensor in zip(call.outputs, outputs, strict=False):
+            value = tape.find(tensor)
+            if value is None:
+                continue
+            target = wanted.get(place)
+            if target is None or not tensor.is_floating_point():
+                continue
+            try:
+                part, own = tape.program(value)
+            except LookupError:
+                continue
+            ids = sorted({leaf.id for leaf in part.leaves} | {out for c in part.calls for out in c.outs if out is not None})
+            for old in ids:
+                mapping.setdefault(old, offset + old)
+            mapping[part.output] = target
+            for leaf in part.leaves:
+                known = made.get(address(own[leaf.id])) or (wanted.get(address(own[leaf.id])) if leaf.origin != "parameter" else None)
+                if known is not None:
+                    mapping[leaf.id] = known
+            parts.append(_renumber(part, mapping))
+            leaves.update({mapping[value_id]: tensor for value_id, tensor in own.items()})
+            made[place] = target
+        offset += tape.length
+    if not parts:
+        return None
+    whole = join([*parts, program])
+    made_here = {out for call in whole.calls for out in call.outs if out is not None}
+    leaves.update({value: tensor for value, tensor in tensors.items() if value not in made_here})
+    return whole.slice(), {leaf.id: leaves[leaf.id] for leaf in whole.slice().leaves}
+
+
+def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]:
+    devices = list(range(torch.cuda.device_count())) if len(call.rng) > 1 else []
+    watch.busy = True
+    paths = {module: f"{path} ({type(module).__name__})" if path else type(module).__name__ for path, module in call.module.named_modules()}
+    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as stack:
+        torch.set_rng_state(call.rng[0])
+        if len(call.rng) > 1:
+            torch.cuda.set_rng_state(call.rng[1])
+        for device, dtype in call.autocast.items():
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        stack.enter_context(_buffers_kept(call.module))
+        stack.enter_context(_following(tape, paths))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(TapeMode(tape))
+        try:
+            output = call.module(*(call.args or ()), **call.kwargs)
+        finally:
+            watch.busy = False
+    return [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Running statistics and the like must not move because we looked."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, content in saved:
+                buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def _following(tape: Tape, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
+    """Tell the tape which part of the model each call is made in."""
+    before: list[str] = []
+
+    def enter(module: torch.nn.Module, args: object) -> None:
+        before.append(tape.current_module)
+        tape.current_module = paths.get(module, tape.current_module)
+
+    def leave(module: torch.nn.Module, args: object, output: object) -> None:
+        tape.current_module = before.pop() if before else ""
+
+    handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in reversed(handles):
+            handle.remove()
+
+
+def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:
+    def moved(args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+        return tuple(substitute(arg, mapping) for arg in args)
+
+    return Program(
+        tuple(replace(leaf, id=mapping[leaf.id]) for leaf in program.leaves),
+        tuple(
+            replace(
+                call,
+                args=moved(call.args),
+                kwargs=tuple((name, substitute(arg, mapping)) for name, arg in call.kwargs),
+                outs=tuple(None if out is None else mapping[out] for out in call.outs),
+            )
+            for call in program.calls
+        ),
+        mapping.get(program.output, program.output),
+        program.sites,
+    )
+
+
+def narrow(
+    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], location: Location | None, save_tokens: bool
+) -> tuple[Program, dict[int, Tensor], dict[int, Tensor]]:
+    """Return what of a program goes into a file: nothing over the vocabulary, no weights of a real model, no token ids unasked.
+
+    Where a leaf is too large, the program is cut at the first values behind it that are not.
+    """
+    if not program.calls:
+        return program, tensors, grads
+    run = program.execute(tensors)
+    tokens = _token_count(program, run.values)
+
+    def wide(tensor: Tensor) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        return size > WIDE_BYTES and (tokens is None or tensor.numel() >= WIDE_FACTOR * tokens)
+
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    closed = {leaf.id for leaf in program.leaves if wide(tensors[leaf.id])}
+    if not save_tokens:
+        closed |= {leaf.id for leaf in program.leaves if _token_ids(leaf, tensors[leaf.id])}
+    if total > SNAPSHOT_BYTES:
+        closed |= {leaf.id for leaf in program.leaves if leaf.origin == "parameter"}
+    if not closed:
+        return program, tensors, grads
+    cut: dict[int, Leaf] = {}
+    kept = []
+    for call in program.calls:
+        inputs = list(call.inputs())
+        outs = [out for out in call.outs if out is not None]
+        if not any(value in closed for value in inputs):
+            kept.append(call)
+            continue
+        for out in outs:
+            if wide(run.values[out]) or (run.values[out].dtype in _INTEGERS and not save_tokens):
+                closed.add(out)
+            else:
+                site = program.site_of(call)
+                cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op)
+    if program.output in cut:
+        return program, tensors, grads  # nothing would be left; keep what there is
+    leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())
+    smaller = Program(leaves, tuple(kept), program.output, program.sites).slice()
+    needed = {leaf.id for leaf in smaller.leaves}
+    contents = {value: (tensors[value] if value in tensors else run.values[value]) for value in needed}
+    gradients = {value: grads[value] if value in grads else run.grads[value] for value in needed if value in grads or value in run.grads}
+    return smaller, contents, gradients
+
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def _token_ids(leaf: Leaf, tensor: Tensor) -> bool:
+    """Integer data that is neither a mask nor a count: somebody's text, unless it is asked for."""
+    if tensor.dtype not in _INTEGERS or tensor.dim() == 0 or role_of(leaf.name) is Role.MASK:
+        return False
+    return bool(tensor.numel()) and int(tensor.max()) > 1
+
+
+def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
+    """Elements of the tensors that hold one number a token."""
+    namer = Namer(program)
+    wanted = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.KL, Role.MASK, Role.ADVANTAGES}
+    found = []
+    for call in program.calls:
+        for value in [*(v for arg in call.args for v in refs(arg)), *(out for out in call.outs if out is not None)]:
+            role = namer.role(value) if value in values else None
+            if role in wanted and "gather" not in call.op and "softmax" not in call.op and 0 < values[value].dim() <= 2:
+                found.append(values[value].numel())
+    return sorted(found)[len(found) // 2] if found else None
+

@@ -1,0 +1,181 @@
+"""Where the model is: suspends the tape inside modules that have weights, and remembers their outermost calls.
+
+Global forward hooks, so nothing walks over the model and nothing is left on it. Modules without weights (a `PolicyLoss`, a
+`CrossEntropyLoss`) are loss code and stay on the tape. Checkpointing runs forward again during backward, without the closing hook:
+nothing here keeps a stack of open modules, and nothing happens during a backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
+KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
+
+Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """An outermost module call with gradients enabled, and what is needed to run it again.
+
+    args, kwargs: None where they were too large to hold. outputs: addresses of its output tensors, in order; the tensors themselves are
+    not held. rng: states of the CPU generator and of the CUDA generators in use when it began. autocast: device type → dtype, where on.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any]
+    outputs: list[Address]
+    rng: tuple[Tensor, ...]
+    autocast: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+def address(tensor: Tensor) -> Address:
+    """Return what identifies a live tensor: where it lies and how it is laid out."""
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors inside arguments or outputs, in a fixed order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping) and depth < 6:
+        for item in tree.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(tree, (list, tuple)) and depth < 6:
+        for item in tree:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and depth < 6:
+        for member in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, member.name, None), depth + 1)
+
+
+def rng_state() -> tuple[Tensor, ...]:
+    """Return the states of the generators that a forward pass may draw from."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(states)
+
+
+def autocast_state() -> dict[str, torch.dtype]:
+    """Return the device types for which autocast is on, with its dtype."""
+    return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+
+
+class ModuleWatch:
+    """Installs the hooks; `suspend` and `resume` are called around every outermost call of a module that has weights."""
+
+    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None]) -> None:
+        self.calls: list[ModuleCall] = []
+        self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.busy = False  # during a backward pass or a second look
+        self._suspend, self._resume = suspend, resume
+        self._thread = threading.get_ident()
+        self._open: nn.Module | None = None
+        self._depth = 0
+        self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype]] | None = None
+        self._outputs: dict[Address, str] = {}
+        self._handles: list[Any] = []
+        self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._parameters: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._before),
+            hooks.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks, in reverse order."""
+        for handle in reversed(self._handles):
+            handle.remove()
+        self._handles = []
+        self.reset()
+        self.calls.clear()
+
+    def reset(self) -> None:
+        """Close what an exception left open."""
+        if self._open is not None:
+            self._open, self._depth, self._began = None, 0, None
+            self._resume()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._open is not None:
+            if module is self._open:
+                self._depth += 1
+            return
+        if self.busy or threading.get_ident() != self._thread:
+            return
+        weighted = self._weighted.get(module)
+        if weighted is None:
+            weighted = next(module.parameters(), None) is not None
+            self._weighted[module] = weighted
+        if not weighted:
+            return
+        self._open, self._depth = module, 1
+        self._began = (rng_state(), autocast_state()) if torch.is_grad_enabled() else None
+        self._suspend()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._open or threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._open = None
+        try:
+            if self._began is not None and output is not None:
+                self._remember(module, args, kwargs, output)
+        finally:
+            self._resume()
+
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._began is None:
+            return
+        self.seen.add(module)
+        outputs = [address(tensor) for tensor in tensors_in(output) if tensor.layout is torch.strided]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in([args, kwargs]))
+        small = size <= KEPT_BYTES
+        self.calls.append(ModuleCall(module, args if small else None, kwargs if small else {}, outputs, *self._began))
+        del self.calls[:-KEPT_CALLS]
+        name = type(module).__name__
+        self._outputs = {place: name for call in self.calls for place in call.outputs}
+
+    def output_of(self, tensor: Tensor) -> str | None:
+        """Return the class of the outermost module that a tensor is an output of, None if it is none's."""
+        return self._outputs.get(address(tensor)) if self._outputs else None
+
+    def parameter_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter of the modules seen, None if the tensor is not one."""
+        if not isinstance(tensor, nn.Parameter):
+            return None
+        return self._named().get(tensor, "parameter")
+
+    def _named(self) -> Mapping[nn.Parameter, str]:
+        if not self._parameters:
+            for module in list(self.seen):
+                self._parameters.update({parameter: name for name, parameter in module.named_parameters()})
+        return self._parameters
+
+    def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
+        return {id(parameter): (name, parameter) for module in list(self.seen) for name, parameter in module.named_parameters()}
+
+    def finish(self) -> list[ModuleCall]:
+        """Return the calls remembered since the last time, and forget them."""
+        calls, self.calls, self._outputs = self.calls, [], {}
+        return calls

@@ -1,0 +1,103 @@
+"""The causes: every way a step goes non-finite that nanscope tells apart, and which kinds of fix answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why the origin is non-finite, or why it did harm."""
+
+    EXP_OVERFLOW = "exp_overflow"
+    SEQ_RATIO_OVERFLOW = "seq_ratio_overflow"
+    INF_TIMES_ZERO_MASK = "inf_times_zero_mask"
+    NAN_TIMES_ZERO_MASK = "nan_times_zero_mask"
+    INF_TIMES_ZERO_COEF = "inf_times_zero_coef"
+    INF_MINUS_INF = "inf_minus_inf"
+    WHERE_GRAD_TRAP = "where_grad_trap"
+    LOG_ZERO = "log_zero"
+    PLOGP_ZERO = "plogp_zero"
+    ZERO_DIV_ZERO = "zero_div_zero"
+    ZERO_DENOMINATOR = "zero_denominator"
+    EMPTY_MASK_MEAN = "empty_mask_mean"
+    STD_SINGLE = "std_single"
+    SQRT_ZERO_GRAD = "sqrt_zero_grad"
+    SQRT_NEGATIVE = "sqrt_negative"
+    CANCELLATION_SPIKE = "cancellation_spike"
+    FULLY_MASKED_SOFTMAX = "fully_masked_softmax"
+    FP16_OVERFLOW = "fp16_overflow"
+    EPS_UNDERFLOW = "eps_underflow"
+    MAGNITUDE_OVERFLOW = "magnitude_overflow"
+    BAD_INPUT = "bad_input"
+    UNINITIALIZED = "uninitialized"
+    POISONED_WEIGHTS = "poisoned_weights"
+    HW_BITFLIP = "hw_bitflip"
+    INF_GRAD_NORM_CLIP = "inf_grad_norm_clip"
+    ALLREDUCE_NAN = "allreduce_nan"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseInfo:
+    """What a cause is, in one line, and the fix classes that answer it, the most natural first."""
+
+    title: str
+    fixes: tuple[str, ...]
+
+
+CAUSES: dict[Cause, CauseInfo] = {
+    Cause.EXP_OVERFLOW: CauseInfo("exp overflows on a token that counts", ("clamp_exponent",)),
+    Cause.SEQ_RATIO_OVERFLOW: CauseInfo("exp overflows after log-ratios were summed over a sequence", ("clamp_exponent",)),
+    Cause.INF_TIMES_ZERO_MASK: CauseInfo("a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent")),
+    Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
+    Cause.INF_TIMES_ZERO_COEF: CauseInfo("exp overflows where the advantage is exactly 0, and inf · 0 is NaN", ("clamp_exponent",)),
+    Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
+    Cause.WHERE_GRAD_TRAP: CauseInfo(
+        "forward drops the bad value, backward multiplies it by a zero gradient",
+        ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "clamp_input"),
+    ),
+    Cause.LOG_ZERO: CauseInfo("the logarithm of 0", ("stable_function", "clamp_input")),
+    Cause.PLOGP_ZERO: CauseInfo("p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
+    Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
+    Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
+    Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator",)),
+    Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
+    Cause.SQRT_ZERO_GRAD: CauseInfo("the gradient of a square root at 0", ("avoid_singular_op", "clamp_input")),
+    Cause.SQRT_NEGATIVE: CauseInfo("the square root of a small negative number left by cancellation", ("clamp_input",)),
+    Cause.CANCELLATION_SPIKE: CauseInfo("cancellation leaves a tiny denominator", ("clamp_denominator",)),
+    Cause.FULLY_MASKED_SOFTMAX: CauseInfo("softmax over a row that is entirely −inf", ("safe_softmax", "finite_mask_fill")),
+    Cause.FP16_OVERFLOW: CauseInfo("a value leaves the range of half precision (65504)", ("upcast_fp32",)),
+    Cause.EPS_UNDERFLOW: CauseInfo("an epsilon too small for the dtype rounds to 0", ("upcast_fp32", "representable_eps")),
+    Cause.MAGNITUDE_OVERFLOW: CauseInfo("a huge finite value is squared or summed beyond the dtype's range", ("clamp_input",)),
+    Cause.BAD_INPUT: CauseInfo("non-finite data came with the batch", ("reject_input", "drop_invalid_sample")),
+    Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
+    Cause.POISONED_WEIGHTS: CauseInfo("a weight was non-finite before the step began", ("fix_upstream",)),
+    Cause.HW_BITFLIP: CauseInfo("a flipped bit in a weight", ("fix_upstream",)),
+    Cause.INF_GRAD_NORM_CLIP: CauseInfo("clipping by a non-finite norm damages healthy gradients", ("skip_bad_step", "clamp_input")),
+    Cause.ALLREDUCE_NAN: CauseInfo("a NaN of one rank reached all of them", ("fix_upstream",)),
+    Cause.UNKNOWN: CauseInfo("no rule names this", ()),
+}
+
+ADVICE: dict[str, str] = {
+    "mask_before_op": "fill the operand where the mask is 0, before the op; masking the result is too late for backward",
+    "clamp_exponent": "clamp the exponent before exp",
+    "clamp_denominator": "keep the denominator away from 0",
+    "clamp_input": "keep the operand inside the domain of the op",
+    "stable_function": "use the stable form of the function",
+    "upcast_fp32": "compute this in float32",
+    "finite_mask_fill": "mask with a large finite number instead of −inf",
+    "safe_softmax": "let a fully masked row give zeros",
+    "representable_eps": "use an epsilon that the dtype can hold",
+    "guard_small_group": "skip the division by std for groups of one",
+    "guard_empty": "skip the mean where nothing is selected",
+    "drop_invalid_sample": "drop the sample that carries the bad value",
+    "reject_input": "reject the batch entry before it reaches the loss, and find out who made it",
+    "validate_config": "reject this setting when the run starts",
+    "skip_bad_step": "do not step the optimizer on non-finite gradients",
+    "initialise_memory": "write the memory before it is used",
+    "avoid_singular_op": "avoid the op whose derivative is infinite there",
+    "where_on_detached": "select on a detached value",
+    "skip_disabled_term": "do not compute a term whose coefficient is 0",
+    "fix_upstream": "go back to the step or checkpoint before; the harm was done earlier",
+}

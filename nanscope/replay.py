@@ -1,0 +1,204 @@
+"""Replays a saved step: as recorded, in float64, and under edits at the origin, each forward and backward.
+
+A row says what came out: the loss, whether every gradient is finite, and how far the gradient of the healthy elements is from where it
+should be. "Should be" is measured, too: the recorded program in float64, with exactly the offending elements neutralised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError, ProgramError
+from nanscope.locate import Location, locate
+from nanscope.program import Call, Leaf, Program, Ref, Run
+from nanscope.snapshot import Snapshot
+from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
+
+EXACT = 1e-12  # distortion at which two gradients count as the same
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of running the step.
+
+    kind: "recorded", "float64", "fix", "control" (a tempting wrong one) or "asked" (by --edit).
+    loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
+    gradient, relative to the largest healthy gradient; 0 is exact, None where it cannot be measured.
+    works: loss and gradients are finite. note: why it could not be run, or what is remarkable.
+    """
+
+    id: str
+    label: str
+    kind: str
+    loss: float | None
+    bad: int
+    total: int
+    distortion: float | None
+    works: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """All rows, and whether the recorded step came out again.
+
+    reproduces: the loss is bit-identical to the recorded one; None if none was recorded. gradients: the same for the kept gradients.
+    location: where the replayed step went wrong, None if it did not (the fault was transient, or lies outside the program).
+    """
+
+    rows: tuple[Row, ...]
+    reproduces: bool | None
+    gradients: bool | None
+    location: Location | None
+    run: Run | None
+
+
+def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Variant | None]]] = (), *, full: bool = True) -> Replay:
+    """Run a snapshot under all variants.
+
+    edits: further edits to try at the origin, with what to call them. full: also try the standard edits and controls.
+    Raises ProgramError if the recorded program itself cannot be run.
+    """
+    program = snapshot.program
+    if not program.calls:
+        return Replay((), None, None, None, None)
+    run = program.execute(snapshot.tensors, trace=True)
+    location = locate(program, run)
+    loss = run.values[program.output]
+    reproduces = None if snapshot.loss is None else same_bits(loss, snapshot.loss)
+    gradients = None
+    if snapshot.grads:
+        gradients = all(leaf in run.grads and same_bits(run.grads[leaf], grad) for leaf, grad in snapshot.grads.items())
+    note = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[reproduces]
+    if reproduces and gradients is False:
+        note = "loss reproduces bit for bit, gradients do not"
+    rows = [_row("as_recorded", "as recorded", "recorded", program, run, None, note)]
+    if location is None:
+        return Replay(tuple(rows), reproduces, gradients, None, run)
+    patch = Patch(program, location.origin, run.values, snapshot.tensors)
+    healthy = _Healthy.of(patch)
+    rows.append(_try("float64", "everything in float64", "float64", program, snapshot.tensors, healthy, torch.float64))
+    candidates: list[tuple[str, str, Callable[[Patch], Variant | None]]] = []
+    if full:
+        candidates += [(name, "fix", edit) for name, edit in EDITS.items()]
+    candidates += [(name, "asked", edit) for name, edit in edits]
+    if full:
+        candidates += [(name, "control", edit) for name, edit in CONTROLS.items()]
+    for name, kind, edit in candidates:
+        try:
+            variant = edit(patch)
+        except NanscopeError as error:
+            variant = None
+            if kind == "asked":
+                rows.append(Row(name, name, kind, None, 0, 0, None, False, str(error)))
+                continue
+        if variant is None:
+            if kind == "asked":
+                rows.append(Row(name, name, kind, None, 0, 0, None, False, "does not apply to this origin"))
+            continue
+        rows.append(_try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy))
+    return Replay(tuple(rows), reproduces, gradients, location, run)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Are two tensors the same, bit by bit (a NaN equals itself)?"""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
+    return bool(same.all())
+
+
+def _try(
+    name: str, label: str, kind: str, program: Program, tensors: dict[int, Tensor], healthy: _Healthy | None, dtype: torch.dtype | None = None
+) -> Row:
+    try:
+        run = program.execute(tensors, dtype=dtype)
+    except ProgramError as error:
+        return Row(name, label, kind, None, 0, 0, None, False, str(error))
+    return _row(name, label, kind, program, run, healthy)
+
+
+def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: _Healthy | None, note: str = "") -> Row:
+    loss = run.values[program.output].double().sum()
+    grads = {leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.diff and leaf.id in run.grads}
+    bad = sum(not bool(torch.isfinite(grad).all()) for grad in grads.values())
+    works = bool(torch.isfinite(loss)) and not bad
+    return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Healthy:
+    """The gradient that the healthy elements should have, in float64, and which elements are healthy."""
+
+    grads: dict[int, Tensor]
+    masks: dict[int, Tensor]
+
+    @staticmethod
+    def of(patch: Patch) -> _Healthy | None:
+        try:
+            variant = repaired(patch)
+            if variant is None:
+                return None
+            run = variant.program.execute(variant.tensors, dtype=torch.float64)
+        except NanscopeError:
+            return None
+        grads = {leaf.id: run.grads[leaf.id] for leaf in patch.program.leaves if leaf.diff and leaf.id in run.grads}
+        if any(not bool(torch.isfinite(grad).all()) for grad in grads.values()):
+            return None
+        touched = _touched(patch)
+        masks = {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
+        return _Healthy(grads, masks)
+
+    def distortion(self, grads: dict[int, Tensor]) -> float | None:
+        scale = max((float(g[self.masks[v]].abs().max()) for v, g in self.grads.items() if bool(self.masks[v].any())), default=0.0)
+        worst = 0.0
+        for value, wanted in self.grads.items():
+            got, mask = grads.get(value), self.masks[value]
+            if got is None or not bool(mask.any()):
+                continue
+            difference = (got.double() - wanted).abs()[mask].max()
+            worst = max(worst, float(difference)) if bool(torch.isfinite(difference)) else math.inf
+        return worst / scale if scale > 0 else worst
+
+
+def _touched(patch: Patch) -> dict[int, Tensor]:
+    """Return, for every leaf, the elements that the offending elements of the origin were computed from."""
+    origin, program = patch.origin, patch.program
+    bad = ~torch.isfinite(patch.values[origin.value_id])
+    if not bool(bad.any()):
+        bad[origin.index] = True
+    if origin.call is None:
+        return {origin.value_id: bad}
+    # The gradient of the operands' sum over the offending elements is non-zero exactly where they come from.
+    found: dict[int, Tensor] = {}
+    for value in dict.fromkeys(program.calls[origin.call].inputs()):
+        content = patch.values[value]
+        if not content.is_floating_point() or content.shape != bad.shape:
+            continue
+        mark, product, total = (program.new_id() + n for n in range(3))
+        part = program.slice(value)
+        probe = Program(
+            (*part.leaves, Leaf(mark, "offending", "data", False)),
+            (
+                *part.calls,
+                Call("aten.mul.Tensor", (Ref(value), Ref(mark)), (), (product,)),
+                Call("aten.sum.default", (Ref(product),), (), (total,)),
+            ),
+            total,
+            part.sites,
+        )
+        tensors = {leaf.id: patch.tensors[leaf.id] for leaf in part.leaves}
+        try:
+            run = probe.execute({**tensors, mark: bad.double()}, dtype=torch.float64)
+        except ProgramError:
+            continue
+        for leaf in part.leaves:
+            if leaf.id in run.grads:
+                mask = run.grads[leaf.id] != 0
+                found[leaf.id] = found[leaf.id] | mask if leaf.id in found else mask
+    return found

@@ -1,0 +1,641 @@
+"""`nanscope.watch`: installs the instruments, closes each step, and keeps what went wrong.
+
+    with nanscope.watch(trainer) as scope:
+        trainer.train()
+    print(scope.verdict.sentence)
+
+While all is well a step costs one line of history. When a loss or a gradient is non-finite, the recorded program is run once more,
+in place, to see what was harmed, and the step is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from nanscope import diagnose
+from nanscope.capture import autopsy
+from nanscope.capture.guard import Guard
+from nanscope.capture.modules import ModuleCall, ModuleWatch
+from nanscope.capture.pulse import Plan, Pulse, read_pulse
+from nanscope.capture.tape import BUDGET, Tape, TapeMode
+from nanscope.elements import first_nonfinite
+from nanscope.errors import NanscopeError, NonFiniteError, ProgramError
+from nanscope.frameworks import recognise
+from nanscope.ledger import Entry, Ledger
+from nanscope.locate import Location, Phase, locate, spotted
+from nanscope.program import Program, Run
+from nanscope.snapshot import Reached, Snapshot, save
+from nanscope.summary import count_bad, is_finite, norms
+
+log = logging.getLogger("nanscope")
+
+OnNonFinite = Literal["record", "skip", "stop"]
+LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
+NOTES = 32  # notes kept per run
+
+
+@dataclass(slots=True)
+class Recording:
+    """One backward pass: the program that led to it, and what is needed to look closer."""
+
+    program: Program | None
+    tensors: dict[int, Tensor]
+    loss: Tensor
+    calls: list[ModuleCall]
+    scaled: bool
+    flags: list[Tensor] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    opaque: tuple[str, ...] = ()
+    examined: bool = False
+
+
+class Scope:
+    """One watched run. Made by `watch`; use it as a context manager.
+
+    out: the run directory. steps: optimizer steps seen. skipped: steps that were skipped to protect the weights.
+    """
+
+    def __init__(
+        self,
+        targets: tuple[Any, ...] = (),
+        *,
+        out: str | os.PathLike[str] = "nanscope-runs",
+        on_nonfinite: OnNonFinite = "record",
+        budget: int = BUDGET,
+        save_tokens: bool = False,
+        limit: int = LIMIT,
+    ) -> None:
+        if on_nonfinite not in ("record", "skip", "stop"):
+            raise NanscopeError(f'on_nonfinite must be "record", "skip" or "stop", not {on_nonfinite!r}', slug="bad-argument")
+        if budget <= 0:
+            raise NanscopeError(f"budget is a number of bytes above 0, not {budget!r}", slug="bad-argument")
+        self.out = Path(out)
+        self.on_nonfinite = on_nonfinite
+        self.steps = 0
+        self.skipped = 0
+        self.snapshots: list[Snapshot] = []
+        self.paths: list[Path | None] = []
+        self.notes: list[diagnose.Note] = []
+        self.bad_steps = 0
+        self.ledger = Ledger()
+        self._targets = targets
+        self._save_tokens = save_tokens
+        self._limit = limit
+        self._rank = int(os.environ.get("RANK", "0") or 0)
+        self._tape = Tape(budget)
+        self._mode = TapeMode(self._tape)
+        self._modules = ModuleWatch(self._mode.suspend, self._mode.resume)
+        self._guard = Guard(self, self._mode.suspend, self._mode.resume)
+        self._tape.module_outputs = self._modules.output_of
+        self._tape.is_parameter = self._modules.parameter_name
+        self._recordings: list[Recording] = []
+        self._current: Recording | None = None
+        self._hooks: list[Any] = []
+        self._plans: dict[Any, Plan] = {}
+        self._pulse: Pulse | None = None
+        self._loss: float | None = None
+        self._began: float | None = None
+        self._closed_step = True
+        self._hit = False  # this step is known to be bad
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._quiet_sites: set[tuple[str, int]] = set()
+        self._verdict: tuple[int, diagnose.Verdict] | None = None
+        self._entered = False
+        self._finished = False
+
+    # -- the block -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Scope:
+        if self._entered:
+            raise NanscopeError("a scope can be entered once; call nanscope.watch again", slug="scope-reused")
+        self._entered = True
+        self._guard.quietly("open-run", self._open_run)
+        self._began = time.perf_counter()
+        for target in self._targets:
+            for module in _modules_of(target):
+                self._modules.seen.add(module)
+        self._modules.install()
+        self._guard.install()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._modules.remove()
+        while self._mode.suspended:
+            self._mode.resume()
+        self._mode.__exit__(kind, error, trace)
+        self._guard.remove()
+        self._guard.quietly("finish", self._finish)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._tape.forget(everything=True)
+        self._recordings.clear()
+
+    def tag(self, **tensors: Tensor) -> None:
+        """Name tensors where the code's own names do not tell: `scope.tag(log_probs=lp, mask=m)`.
+
+        The names are those of `nanscope.roles.Role`. Raises NanscopeError for another name or for something that is not a tensor.
+        """
+        from nanscope.roles import Role
+
+        for name, tensor in tensors.items():
+            if name not in set(Role):
+                raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
+            if not isinstance(tensor, Tensor):
+                raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
+            self._guard.quietly("tag", self._tape.tag, name, tensor)
+
+    @property
+    def verdict(self) -> diagnose.Verdict:
+        """What was found so far; complete after the block. Diagnosing runs when it is first asked for."""
+        if self._verdict is None or self._verdict[0] != len(self.snapshots) or not self._finished:
+            paths = [str(path) if path else None for path in self.paths]
+            found = diagnose.verdict(self.snapshots, paths, notes=self.notes, steps=self.steps, skipped=self.skipped, bad_steps=self.bad_steps)
+            self._verdict = (len(self.snapshots), found)
+        return self._verdict[1]
+
+    # -- the gates (called by Guard) ---------------------------------------------------------------------------------------
+
+    def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None:
+        """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves."""
+        self._modules.reset()
+        self._modules.busy = True
+        if self._closed_step:
+            self._recordings.clear()
+            self._closed_step = False
+            self._hit = False
+        program: Program | None = None
+        tensors: dict[int, Tensor] = {}
+        root = roots[0]
+        if len(roots) == 1 and seeds[0] is None and not self._tape.broken:
+            value = self._tape.find(root)
+            if value is not None and self._tape.made_by.get(value.id) is not None:
+                with contextlib.suppress(LookupError):
+                    program, tensors = self._tape.program(value)
+        recording = Recording(
+            program, tensors, root.detach(), self._modules.finish(), self._tape.scaled, opaque=tuple(sorted(self._tape.opaque))
+        )
+        self._current = recording
+        recording.flags.append(is_finite(recording.loss))
+        if program is not None:
+            self._pulse_of(program, tensors)
+            for leaf in program.leaves:
+                tensor = tensors[leaf.id]
+                if leaf.diff and tensor.requires_grad:
+                    self._hooks.append(tensor.register_hook(self._watch(recording, leaf.id)))
+
+    def _watch(self, recording: Recording, leaf: int) -> Any:
+        limit = self._tape.budget // 64
+
+        def hook(grad: Tensor) -> None:
+            if self._current is recording:
+                recording.flags.append(is_finite(grad))
+                if grad.numel() * grad.element_size() <= limit:
+                    recording.grads[leaf] = grad.detach()
+
+        return hook
+
+    def after_backward(self) -> None:
+        """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
+        recording, self._current = self._current, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._modules.busy = False
+        self._tape.forget()
+        if recording is None:
+            return
+        self._recordings.append(recording)
+        if recording.loss.device.type == "cpu":
+            self._add_loss(recording)
+            if not all(bool(flag) for flag in recording.flags):
+                self._examine(recording, None)
+            elif self._pulse is not None and self._pulse.headroom is not None and self._pulse.headroom < 0:
+                self._absorbed(recording)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
+        waiting = [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
+        if waiting:
+            flags = [torch.stack(r.flags).all() for r in waiting]
+            losses = torch.stack([r.loss.float() for r in waiting])
+            answers = torch.cat([torch.stack(flags).float(), losses]).tolist()  # the one transfer of a step
+            for recording, fine, loss in zip(waiting, answers[: len(waiting)], answers[len(waiting) :], strict=True):
+                self._loss = (self._loss or 0.0) + loss
+                if not fine:
+                    self._examine(recording, optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
+        self._norms = norms(grads) if grads else None
+        total = float(torch.linalg.vector_norm(self._norms)) if self._norms is not None else None
+        self._norm = total
+        if total is None or math.isfinite(total) or not count_bad(grads):
+            return
+        if not self._hit:
+            self._gradient_hit(optimizer, grads)
+        self._mark_gradients(len(grads), count_bad(grads))
+        if self.on_nonfinite == "skip":
+            self._hold_back(parameters)
+        elif self.on_nonfinite == "stop":
+            self._stop()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has stepped: are the weights still finite? Then close the step."""
+        held = bool(self._held)
+        for parameter, grad in self._held:
+            parameter.grad = grad
+        self._held.clear()
+        weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        bad = count_bad(weights)
+        if held:
+            self._mark(stepped="skipped", weights=len(weights), bad_weights=bad)
+        elif bad and not self._hit:
+            self._weights_hit(optimizer, len(weights), bad)
+        elif self._hit:
+            self._mark(stepped="taken", weights=len(weights), bad_weights=bad)
+        if not self._closed_step:
+            self._close_step()
+
+    # -- a hit -------------------------------------------------------------------------------------------------------------
+
+    def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None) -> None:
+        """Something at the edge of the loss was non-finite: was anything harmed, and what did it?"""
+        recording.examined = True
+        loss = float(recording.loss.float().reshape(-1)[0]) if recording.loss.numel() == 1 else math.nan
+        loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(loss))
+        named = self._modules.parameters()
+        grads = [p.grad for _, p in named.values() if p.grad is not None]
+        if recording.program is not None:
+            own = [t for leaf in recording.program.leaves if leaf.diff and (t := recording.tensors[leaf.id]).is_leaf and id(t) not in named]
+            grads += [t.grad for t in own if t.grad is not None]
+        bad = count_bad(grads)
+        if recording.scaled and not loss_bad and optimizer is None:
+            return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
+        if not loss_bad and not bad:
+            self._absorbed(recording)
+            return
+        self._found(recording, Reached(loss=loss, gradients=len(grads), bad_gradients=bad, scaled=recording.scaled), loss_bad)
+        if self.on_nonfinite == "stop":
+            self._stop()
+
+    def _gradient_hit(self, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+        """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it."""
+        candidates = [r for r in self._recordings if r.program is not None or r.calls]
+        for recording in candidates:
+            if self._bad_in_model(recording):
+                self._found(recording, self._reached(recording, grads), loss_bad=False)
+                return
+        if candidates:
+            self._found(candidates[-1], self._reached(candidates[-1], grads), loss_bad=False)
+
+    def _reached(self, recording: Recording, grads: list[Tensor]) -> Reached:
+        loss = float(recording.loss.float().reshape(-1)[0])
+        return Reached(loss=loss, gradients=len(grads), bad_gradients=count_bad(grads), scaled=recording.scaled)
+
+    def _bad_in_model(self, recording: Recording) -> bool:
+        look = self._second_look(recording)
+        return look is not None and look[2] is not None
+
+    def _second_look(self, recording: Recording) -> tuple[Program, Run, Location | None, dict[int, Tensor]] | None:
+        """Run the model's forward once more under a tape, and walk through it."""
+        try:
+            looked = autopsy.second_look(recording.program, recording.tensors, recording.calls, self._tape.budget * 4, self._modules)
+            if looked is None:
+                return None
+            program, tensors = looked
+            run = program.execute(tensors, trace=True)
+            return program, run, locate(program, run), tensors
+        except (ProgramError, LookupError, RuntimeError) as error:
+            log.warning("nanscope [second-look-failed]: %s", error)
+            return None
+
+    def _found(self, recording: Recording, reached: Reached, loss_bad: bool) -> None:
+        """An incident: locate it, save the step."""
+        self._hit = True
+        self.bad_steps += 1
+        if len(self.snapshots) >= self._limit:
+            return
+        program, tensors = recording.program, recording.tensors
+        location: Location | None = None
+        notes: list[tuple[str, str]] = []
+        grads, observed = recording.grads, {}
+        if program is not None:
+            run = program.execute(tensors, trace=True)
+            location = locate(program, run)
+        if location is None or (location.origin.leaf is not None and location.origin.leaf.origin in ("module", "opaque")):
+            look = self._second_look(recording)
+            if look is not None and look[2] is not None:
+                program, _, location, tensors = look
+                grads = {}
+                observed["second_look"] = True
+        framework = recognise({site.file for site in program.sites} if program is not None else ())
+        trainer = self._trainer()
+        notes += _logged_loss(trainer, reached.loss, loss_bad)
+        if program is None:
+            program = Program((), (), -1)
+        program, tensors, grads = autopsy.narrow(program, tensors, grads, location, self._save_tokens)
+        if location is not None:
+            observed["location"] = diagnose.observation(location)
+        snapshot = Snapshot(
+            step=self._step_number(),
+            rank=self._rank,
+            program=program,
+            tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
+            loss=recording.loss.detach().clone(),
+            grads=grads,
+            reached=reached,
+            observed=observed,
+            settings=_settings(trainer, framework.settings if framework else ()),
+            history=tuple(self.ledger.entries),
+            environment=_environment(recording.loss, framework.package if framework else None),
+            opaque=recording.opaque,
+            notes=tuple(notes),
+        )
+        self.snapshots.append(snapshot)
+        self.paths.append(None)
+        self._write(len(self.snapshots) - 1)
+
+    def _weights_hit(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
+        """Loss and gradients were finite, the update was not."""
+        self._hit = True
+        self.bad_steps += 1
+        if len(self.snapshots) >= self._limit:
+            return
+        loss = self._recordings[-1].loss if self._recordings else None
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        reached = Reached(
+            loss=float(loss.float().reshape(-1)[0]) if loss is not None and loss.numel() == 1 else None,
+            gradients=len(grads), bad_gradients=count_bad(grads), weights=total, bad_weights=bad, stepped="taken",
+        )  # fmt: skip
+        location = {"phase": str(Phase.OPTIMIZER), "optimizer": type(optimizer).__name__}
+        named = {id(p): name for name, p in self._modules.parameters().values()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                flat = first_nonfinite(parameter.detach())
+                if flat is not None:
+                    observed = {"location": {**location, **diagnose.weight_observation(named.get(id(parameter)), parameter, flat, group)}}
+                    break
+            else:
+                continue
+            break
+        else:
+            observed = {"location": cast("dict[str, Any]", location)}
+        self.snapshots.append(
+            Snapshot(
+                step=self._step_number(), rank=self._rank, program=Program((), (), -1), tensors={},
+                loss=None if loss is None else loss.clone(), grads={}, reached=reached, observed=observed,
+                history=tuple(self.ledger.entries),
+                environment=_environment(loss if loss is not None else torch.zeros(()), None),
+            )  # fmt: skip
+        )
+        self.paths.append(None)
+        self._write(len(self.snapshots) - 1)
+
+    def _absorbed(self, recording: Recording) -> None:
+        """A value overflowed and did no harm: worth a word, once for each line."""
+        if recording.program is None or len(self.notes) >= NOTES:
+            return
+        run = recording.program.execute(recording.tensors, trace=True, backward=False)
+        location = spotted(recording.program, run)
+        if location is None or location.origin.site is None:
+            return
+        place = (location.origin.site.file, location.origin.site.line)
+        if place in self._quiet_sites:
+            return
+        self._quiet_sites.add(place)
+        self.notes.append(diagnose.absorbed(location, self._step_number()))
+
+    def _mark_gradients(self, total: int, bad: int) -> None:
+        if self.snapshots and self._hit:
+            reached = self.snapshots[-1].reached
+            self._mark(gradients=max(total, reached.gradients or 0), bad_gradients=max(bad, reached.bad_gradients or 0))
+
+    def _mark(self, **changes: Any) -> None:
+        """Add to what the last incident reached, in memory and in its file."""
+        if not self.snapshots or self.snapshots[-1].step != self._step_number():
+            return
+        snapshot = self.snapshots[-1]
+        changed = replace(snapshot, reached=replace(snapshot.reached, **changes))
+        if changed.reached != snapshot.reached:
+            self.snapshots[-1] = changed
+            self._verdict = None
+            self._write(len(self.snapshots) - 1)
+
+    def _write(self, index: int) -> None:
+        try:
+            self.paths[index] = save(self.snapshots[index], self.out)
+        except OSError as error:
+            log.warning("nanscope [snapshot-unwritten]: step %d could not be saved: %s", self.snapshots[index].step, error)
+
+    def _hold_back(self, parameters: list[nn.Parameter]) -> None:
+        """Let the optimizer step over nothing: without gradients it leaves weights and state as they are."""
+        self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in self._held:
+            parameter.grad = None
+        self.skipped += 1
+
+    def _stop(self) -> None:
+        self._mark(stepped="stopped")
+        verdict = self.verdict
+        path = self.paths[-1] if self.paths else None
+        raise NonFiniteError(
+            f"{verdict.sentence}\nsnapshot: {path or 'not written'}", verdict=verdict, snapshot=str(path) if path else None
+        )
+
+    # -- a step ------------------------------------------------------------------------------------------------------------
+
+    def _step_number(self) -> int:
+        """Steps are counted from 1, as trainers log them; a resumed trainer's own count goes on."""
+        for target in self._targets:
+            count = getattr(getattr(target, "state", None), "global_step", None)
+            if isinstance(count, int):
+                return count + 1
+        return self.steps + 1
+
+    def _close_step(self) -> None:
+        now = time.perf_counter()
+        pulse = self._pulse
+        entry = Entry(
+            step=self._step_number(),
+            rank=self._rank,
+            time=round(time.time(), 3),
+            seconds=round(now - self._began, 6) if self._began is not None else None,
+            loss=self._loss,
+            grad_norm=self._norm,
+            log_ratio_max=pulse.highest if pulse else None,
+            log_ratio_max_masked=pulse.highest_masked if pulse else None,
+            headroom=pulse.headroom if pulse else None,
+            clip_fraction=pulse.clipped if pulse else None,
+            nonfinite=self._hit,
+        )
+        self._began, self._loss, self._norm, self._pulse = now, None, None, None
+        self._closed_step = True
+        self.steps += 1
+        self.ledger.append(entry)
+
+    def _add_loss(self, recording: Recording) -> None:
+        if recording.loss.numel() == 1:
+            self._loss = (self._loss or 0.0) + float(recording.loss)
+
+    def _pulse_of(self, program: Program, tensors: dict[int, Tensor]) -> None:
+        key = tuple((call.op, call.site) for call in program.calls)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan.of(program)
+        values = {i: v.tensor for i, v in self._tape.values.items() if v.tensor is not None}
+        pulse = read_pulse(plan, program, values)
+        self._pulse = pulse if self._pulse is None else self._pulse.joined(pulse)
+
+    # -- around the run ----------------------------------------------------------------------------------------------------
+
+    def _open_run(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        from nanscope import __version__
+
+        about = {
+            "nanscope": __version__,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "on_nonfinite": self.on_nonfinite,
+            "targets": [type(target).__qualname__ for target in self._targets],
+            "environment": _environment(torch.zeros(()), None),
+        }
+        (self.out / "run.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        history = self.out / f"history.rank{self._rank}.jsonl"
+        history.unlink(missing_ok=True)
+        self.ledger.path = history
+
+    def _finish(self) -> None:
+        if not self._closed_step and self._recordings:
+            waiting = [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
+            for recording in waiting:
+                if not all(bool(flag) for flag in recording.flags):
+                    self._examine(recording, None)
+            if not self._hit and not any(recording.scaled for recording in self._recordings):
+                self._unstepped()
+        self._logged()
+        self._finished = True
+        self.ledger.close()
+
+    def _unstepped(self) -> None:
+        """No optimizer looked at the last gradients: do it now."""
+        grads = [p.grad for _, p in self._modules.parameters().values() if p.grad is not None]
+        if count_bad(grads):
+            for recording in self._recordings:
+                if self._bad_in_model(recording):
+                    self._found(recording, self._reached(recording, grads), loss_bad=False)
+                    return
+
+    def _logged(self) -> None:
+        """Compare with what the trainer logged at the bad step."""
+        trainer = self._trainer()
+        entries = getattr(getattr(trainer, "state", None), "log_history", None)
+        if not isinstance(entries, list):
+            return
+        for index, snapshot in enumerate(self.snapshots):
+            logged = [e["loss"] for e in entries if isinstance(e, dict) and e.get("step") == snapshot.step and "loss" in e]
+            loss = snapshot.reached.loss
+            if logged and loss is not None and isinstance(logged[0], (int, float)):
+                snapshot.settings["logged_loss"] = float(logged[0])
+                if not math.isfinite(loss) and math.isfinite(logged[0]):
+                    notes = [n for n in snapshot.notes if n[0] != "logged_loss"]
+                    notes.append(("logged_loss", f"the trainer logged {logged[0]} for this step; the true loss was {loss}"))
+                    self.snapshots[index] = replace(snapshot, notes=tuple(notes))
+                    self._verdict = None
+                    self._write(index)
+
+    def _trainer(self) -> Any:
+        """Return the trainer, given or found as `self` of a calling frame."""
+        for target in self._targets:
+            if hasattr(target, "args") and hasattr(target, "state"):
+                return target
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            found = frame.f_locals.get("self")
+            if hasattr(getattr(found, "args", None), "logging_nan_inf_filter"):
+                return found
+            frame = frame.f_back
+        return None
+
+
+def watch(
+    *targets: Any,
+    out: str | os.PathLike[str] = "nanscope-runs",
+    on_nonfinite: OnNonFinite = "record",
+    budget: int = BUDGET,
+    save_tokens: bool = False,
+    limit: int = LIMIT,
+) -> Scope:
+    """Return a scope that watches a training run.
+
+    targets:      a TRL or transformers trainer, an nn.Module, an optimizer, or nothing at all: everything in the block is seen anyway.
+    out:          the run directory: run.json, history.rank0.jsonl, and a snapshot of each bad step.
+    on_nonfinite: "record" changes nothing; "skip" keeps a step with bad gradients from the weights; "stop" raises NonFiniteError, after
+                  the snapshot is on disk.
+    budget:       bytes of tensors that may be held by reference until a step is over.
+    save_tokens:  put integer tensors that look like token ids into snapshots.
+    limit:        bad steps saved per run; later ones are counted.
+    Raises NanscopeError for an argument that is not one of these.
+    """
+    return Scope(targets, out=out, on_nonfinite=on_nonfinite, budget=budget, save_tokens=save_tokens, limit=limit)
+
+
+def _modules_of(target: Any) -> Iterator[nn.Module]:
+    if isinstance(target, nn.Module):
+        yield target
+    elif isinstance(getattr(target, "model", None), nn.Module):
+        yield target.model
+
+
+def _logged_loss(trainer: Any, loss: float | None, loss_bad: bool) -> list[tuple[str, str]]:
+    if trainer is None or not getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False):
+        return []
+    if loss_bad:
+        return [
+            ("logged_loss", f"the true loss is {loss}; the trainer's logging_nan_inf_filter keeps it out of the log, which shows a finite number")
+        ]
+    return [
+        (
+            "logged_loss",
+            f"the logged loss ({loss:.6g}) is finite and does not show that the gradients are not; "
+            "once the weights are NaN, logging_nan_inf_filter logs 0.0 for every further step",
+        )
+    ]
+
+
+def _settings(trainer: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    args = getattr(trainer, "args", None)
+    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {name: value if isinstance(value, (int, float, str, bool, type(None))) else str(value) for name, value in found.items()}
+
+
+def _environment(like: Tensor, package: str | None) -> dict[str, Any]:
+    packages = ("torch", "nanscope", "transformers", "accelerate", *((package,) if package else ()))
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "versions": versions,
+        "python": sys.version.split()[0],
+        "device": like.device.type if like.device.type == "cpu" else torch.cuda.get_device_name(like.device),
+        "dtype": str(like.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -1,0 +1,531 @@
+"""Edits: named changes of a recorded program, each a pure function from a program to a program.
+
+An edit is tried at the origin. Those that mend the operand before the op are candidates; those that mend the result after it are the
+tempting wrong ones, kept as controls: forward looks repaired and backward is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError
+from nanscope.locate import Origin
+from nanscope.ops import base_name
+from nanscope.program import Arg, Call, Leaf, Program, Ref, overload, refs
+
+CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have settled on
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An edited program with the tensors it needs. id: class of the edit. label: what it does, in words, for this program."""
+
+    id: str
+    label: str
+    program: Program
+    tensors: dict[int, Tensor]
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Where an edit may act: the program, the origin in it, all values of its run, and its leaves."""
+
+    program: Program
+    origin: Origin
+    values: Mapping[int, Tensor]
+    tensors: Mapping[int, Tensor]
+
+    @property
+    def call(self) -> Call:
+        """The call that made the origin."""
+        assert self.origin.call is not None
+        return self.program.calls[self.origin.call]
+
+    def operand(self, position: int) -> int | None:
+        """Return the value that the origin's call reads as argument `position`, None if it is a number."""
+        if self.origin.call is None or position >= len(self.call.args):
+            return None
+        arg = self.call.args[position]
+        if isinstance(arg, Ref):
+            return arg.id
+        return next(iter(refs(arg)), None)
+
+
+Insert = tuple[str, tuple[Arg, ...]]  # operator and arguments; Ref(-1) is the value being edited, Ref(-2) the insert before this one
+
+
+def before(patch: Patch, position: int, inserts: Sequence[Insert]) -> Program:
+    """Return the program with `inserts` between the origin's call and what it reads as argument `position`."""
+    index = patch.origin.call
+    assert index is not None
+    value = patch.operand(position)
+    if value is None:
+        raise NanscopeError(f"argument {position} of {patch.call.op} is not a tensor", slug="edit-not-applicable")
+    calls = list(patch.program.calls)
+    added, last = _emit(patch.program, value, inserts, calls[index])
+    args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
+    calls[index : index + 1] = [*added, replace(calls[index], args=args)]
+    return _sorted(replace(patch.program, calls=tuple(calls)))
+
+
+def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
+    """Return the program with `inserts` between the origin's value and everything that reads it."""
+    index = -1 if patch.origin.call is None else patch.origin.call
+    value = patch.origin.value_id
+    calls = list(patch.program.calls)
+    like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
+    added, last = _emit(patch.program, value, inserts, like)
+    rest = [_reading(call, value, last) for call in calls[index + 1 :]]
+    output = last if patch.program.output == value else patch.program.output
+    return replace(patch.program, calls=(*calls[: index + 1], *added, *rest), output=output)
+
+
+def _emit(program: Program, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
+    fresh = program.new_id()
+    added: list[Call] = []
+    last = value
+    for op, args in inserts:
+        mapped = tuple(_mapped(arg, value, last) for arg in args)
+        added.append(Call(op, mapped, (), (fresh,), like.site, like.grad, like.module))
+        last, fresh = fresh, fresh + 1
+    return added, last
+
+
+def _mapped(arg: Arg, value: int, last: int) -> Arg:
+    if isinstance(arg, Ref):
+        return {-1: Ref(value), -2: Ref(last)}.get(arg.id, arg)
+    return arg
+
+
+def _with(arg: Arg, value: int, last: int) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(last) if arg.id == value else arg
+    if isinstance(arg, tuple):
+        return tuple(_with(item, value, last) for item in arg)
+    return arg
+
+
+def _reading(call: Call, value: int, last: int) -> Call:
+    return replace(
+        call, args=tuple(_with(arg, value, last) for arg in call.args), kwargs=tuple((name, _with(arg, value, last)) for name, arg in call.kwargs)
+    )
+
+
+def _sorted(program: Program) -> Program:
+    """Put calls after what they read: an inserted mask may be made later in the recording than the op it now guards."""
+    made = {leaf.id for leaf in program.leaves}
+    waiting, ordered = list(program.calls), []
+    while waiting:
+        ready = [call for call in waiting if all(value in made for value in call.inputs())]
+        if not ready:
+            raise NanscopeError("the mask depends on the value that it should guard", slug="edit-not-applicable")
+        first = ready[0]
+        ordered.append(first)
+        made.update(out for out in first.outs if out is not None)
+        waiting.remove(first)
+    return replace(program, calls=tuple(ordered))
+
+
+def _cast(patch: Patch, value: int) -> torch.dtype:
+    return patch.values[value].dtype
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------------
+
+
+def mask_before_op(patch: Patch) -> Variant | None:
+    """Fill the operand where the mask excludes it, before the op."""
+    mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
+    position = 1 if base_name(patch.program.calls[patch.origin.call].op if patch.origin.call is not None else "") == "div" else 0
+    target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
+    if mask is None or mask.by is None or target is None:
+        return None
+    keep, content = patch.values[mask.by], patch.values[target]
+    if not _broadcasts(keep.shape, content.shape):
+        return None
+    excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() else 0.0
+    neutral = 1.0 if position == 1 else 0.0
+    inserts: list[Insert] = [("aten.ne.Scalar", (Ref(mask.by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+    name = mask.name or "the mask"
+    label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
+    program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts))
+    return Variant("mask_before_op", label, program, dict(patch.tensors))
+
+
+def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
+    """Clamp what is raised to e."""
+    if not _is(patch, "exp", "expm1", "exp2"):
+        return None
+    label = f"clamp {_name(patch, patch.operand(0))} to ±{bound:g} before {_op(patch)}"
+    return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), dict(patch.tensors))
+
+
+def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
+    """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else."""
+    if not _is(patch, "div", "true_divide", "reciprocal", "rsqrt"):
+        return None
+    position = 1 if _is(patch, "div", "true_divide") else 0
+    value = patch.operand(position)
+    if value is None:
+        return None
+    content = patch.values[value]
+    finite = content[torch.isfinite(content)] if content.is_floating_point() else content
+    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all())
+    bound = least if least is not None else (1.0 if count else _small(content.dtype))
+    label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
+    return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), dict(patch.tensors))
+
+
+def clamp_input(patch: Patch) -> Variant | None:
+    """Keep an operand inside the domain of its op."""
+    if not _is(patch, "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "square", "asin", "acos"):
+        return None
+    value = patch.operand(0)
+    if value is None:
+        return None
+    dtype = patch.values[value].dtype
+    low: float
+    if _is(patch, "log1p"):
+        low = -1.0 + torch.finfo(dtype).eps
+    elif _is(patch, "pow", "square"):
+        high = torch.finfo(dtype).max ** 0.25
+        inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
+        return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), dict(patch.tensors))
+    else:
+        low = _small(dtype)
+    label = f"clamp {_name(patch, value)} to at least {low:.3g} before {_op(patch)}"
+    return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), dict(patch.tensors))
+
+
+def stable_function(patch: Patch) -> Variant | None:
+    """Replace the op and what feeds it by the function that numerical libraries provide for the pair."""
+    index = patch.origin.call
+    if index is None:
+        return None
+    if _is(patch, "mul"):
+        return _zero_infinite_factor(patch)
+    if not _is(patch, "log", "log1p"):
+        return None
+    producers = patch.program.producers()
+    value = patch.operand(0)
+    inner = patch.program.calls[producers[value]] if value in producers else None
+    if inner is None:
+        return None
+    name = base_name(inner.op)
+    calls = list(patch.program.calls)
+    fresh = patch.program.new_id()
+    call = calls[index]
+    if _is(patch, "log") and name in ("sigmoid", "softmax", "_softmax"):
+        op, args = {
+            "sigmoid": ("aten.log_sigmoid_forward.default", inner.args[:1]),
+            "_softmax": ("aten._log_softmax.default", inner.args),
+            "softmax": ("aten.log_softmax.int", inner.args),
+        }[name]
+        outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
+        calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
+        return Variant("stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    if _is(patch, "log1p") and name == "neg":
+        source = next(iter(inner.inputs()), None)
+        exp = patch.program.calls[producers[source]] if source in producers else None
+        if exp is not None and base_name(exp.op) == "exp":
+            (x,) = exp.args[:1]
+            tiny = -torch.finfo(patch.values[next(iter(refs(x)))].dtype).eps
+            added = [
+                Call("aten.clamp_max.default", (x, tiny), (), (fresh,), call.site, call.grad),
+                Call("aten.expm1.default", (Ref(fresh),), (), (fresh + 1,), call.site, call.grad),
+                Call("aten.neg.default", (Ref(fresh + 1),), (), (fresh + 2,), call.site, call.grad),
+                Call("aten.log.default", (Ref(fresh + 2),), (), call.outs, call.site, call.grad),
+            ]
+            calls[index : index + 1] = added
+            label = f"log(−expm1(x)) with x at most {tiny:.3g}, in place of log1p(−exp(x))"
+            return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    return None
+
+
+def _zero_infinite_factor(patch: Patch) -> Variant | None:
+    """p · log p: where log p is −inf, its product is 0 by convention; make it 0 before the product."""
+    for position in (0, 1):
+        value = patch.operand(position)
+        if value is not None and bool(torch.isinf(patch.values[value]).any()):
+            inserts: list[Insert] = [
+                ("aten.isinf.default", (Ref(-1),)),
+                ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0)),
+            ]
+            label = f"set {_name(patch, value)} to 0 where it is infinite, before the product"
+            return Variant("stable_function", label, before(patch, position, inserts), dict(patch.tensors))
+    return None
+
+
+def finite_mask_fill(patch: Patch) -> Variant | None:
+    """Replace −inf in the operand by the lowest finite number."""
+    value = patch.operand(0)
+    if not _is(patch, "_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp", "mul", "sub") or value is None:
+        return None
+    inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), torch.finfo(patch.values[value].dtype).min / 4))]
+    label = f"mask {_name(patch, value)} with a large finite number instead of −inf"
+    return Variant("finite_mask_fill", label, before(patch, 0, inserts), dict(patch.tensors))
+
+
+def safe_softmax(patch: Patch) -> Variant | None:
+    """Softmax that gives zeros for a row that is entirely −inf."""
+    if not _is(patch, "_softmax", "softmax") or patch.origin.call is None:
+        return None
+    calls = list(patch.program.calls)
+    calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
+    return Variant("safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+
+
+def upcast_fp32(patch: Patch) -> Variant | None:
+    """Compute the origin's call, and what follows it, in float32."""
+    index = patch.origin.call
+    if index is None or patch.origin.dtype not in ("float16", "bfloat16"):
+        return None
+    program = patch.program
+    half = (torch.float16, torch.bfloat16)
+    lifted: dict[int, int] = {}
+    calls: list[Call] = list(program.calls[:index])
+    fresh = program.new_id()
+    for call in program.calls[index:]:
+        for value in call.inputs():
+            if value in patch.values and patch.values[value].dtype in half and value not in lifted and _made_before(program, value, index):
+                calls.append(Call("aten._to_copy.default", (Ref(value),), (("dtype", torch.float32),), (fresh,), call.site, call.grad))
+                lifted[value] = fresh
+                fresh += 1
+        args = tuple(_swap(arg, lifted) for arg in call.args)
+        kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
+        calls.append(replace(call, args=args, kwargs=kwargs))
+    return Variant("upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), dict(patch.tensors))
+
+
+def _made_before(program: Program, value: int, index: int) -> bool:
+    made = program.producer(value)
+    return made is None or made < index
+
+
+def _swap(arg: Arg, mapping: Mapping[int, int]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(mapping.get(arg.id, arg.id))
+    if isinstance(arg, tuple):
+        return tuple(_swap(item, mapping) for item in arg)
+    return arg
+
+
+def guard_small_group(patch: Patch) -> Variant | None:
+    """Use 0 for the standard deviation of a single element."""
+    if not _is(patch, "std", "var"):
+        return None
+    inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
+    return Variant("guard_small_group", "use 0 for the deviation of a group of one", after(patch, inserts), dict(patch.tensors))
+
+
+def drop_invalid_sample(patch: Patch) -> Variant | None:
+    """Take the bad element out before the op."""
+    if patch.origin.call is None:
+        return _neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
+    if not _is(patch, "sub", "add"):
+        return None
+    program, tensors = patch.program, dict(patch.tensors)
+    for position in (0, 1):
+        inner = Patch(program, patch.origin, patch.values, tensors)
+        value = inner.operand(position)
+        if value is None:
+            continue
+        finite: list[Insert] = [
+            ("aten.abs.default", (Ref(-1),)),
+            ("aten.ne.Scalar", (Ref(-2), float("inf"))),
+            ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
+        ]
+        shift = len(program.calls)
+        program = before(inner, position, finite)
+        moved = replace(patch.origin, call=(patch.origin.call or 0) + len(program.calls) - shift)
+        patch = Patch(program, moved, patch.values, tensors)
+    return Variant("drop_invalid_sample", "drop the tokens whose log-probability is −inf, before the difference", program, tensors)
+
+
+def reject_input(patch: Patch) -> Variant | None:
+    """Leave the bad entry of the batch out."""
+    return _neutralised(patch, "reject_input", "reject the entries that are not finite") if patch.origin.call is None else None
+
+
+def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
+    value = patch.origin.value_id
+    content = patch.values[value]
+    if not content.is_floating_point():
+        return None
+    inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
+    return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), dict(patch.tensors))
+
+
+def avoid_singular_op(patch: Patch) -> Variant | None:
+    """Move the operand off the point where the derivative is infinite."""
+    if not _is(patch, "sqrt", "rsqrt", "linalg_vector_norm", "std", "pow", "norm"):
+        return None
+    value = patch.operand(0)
+    if value is None:
+        return None
+    small = _small(patch.values[value].dtype)
+    label = f"add {small:.0e} to {_name(patch, value)} before {_op(patch)}"
+    return Variant("avoid_singular_op", label, before(patch, 0, [("aten.add.Scalar", (Ref(-1), small))]), dict(patch.tensors))
+
+
+# -- the tempting wrong ones ---------------------------------------------------------------------------------------------------
+
+
+def where_after_op(patch: Patch) -> Variant | None:
+    """Select the good elements after the op: what people try first."""
+    inserts: list[Insert] = [
+        ("aten.abs.default", (Ref(-1),)),
+        ("aten.lt.Scalar", (Ref(-2), float("inf"))),
+        ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
+    ]
+    return Variant("where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+
+
+def nan_to_num_after_op(patch: Patch) -> Variant | None:
+    """nan_to_num on the result."""
+    inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
+    return Variant("nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+
+
+def clamp_after_op(patch: Patch) -> Variant | None:
+    """clamp on the result."""
+    high = 1e4
+    inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
+    return Variant("clamp_after_op", f"clamp on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+
+
+EDITS: dict[str, Callable[[Patch], Variant | None]] = {
+    "mask_before_op": mask_before_op,
+    "clamp_exponent": clamp_exponent,
+    "clamp_denominator": clamp_denominator,
+    "clamp_input": clamp_input,
+    "stable_function": stable_function,
+    "finite_mask_fill": finite_mask_fill,
+    "safe_softmax": safe_softmax,
+    "upcast_fp32": upcast_fp32,
+    "guard_small_group": guard_small_group,
+    "drop_invalid_sample": drop_invalid_sample,
+    "reject_input": reject_input,
+    "avoid_singular_op": avoid_singular_op,
+}
+CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {
+    "where_after_op": where_after_op,
+    "nan_to_num_after_op": nan_to_num_after_op,
+    "clamp_after_op": clamp_after_op,
+}
+SHORT = {"clamp": "clamp_exponent", "mask": "mask_before_op", "where": "where_after_op", "nan_to_num": "nan_to_num_after_op"}
+
+
+def parse_edit(text: str) -> Callable[[Patch], Variant | None]:
+    """Return the edit that a command line names: `clamp:20`, `clamp_denominator:1e-8`, `mask_before_op`, `where_after_op`.
+
+    Raises NanscopeError for an unknown name or a bound that is not a positive number.
+    """
+    name, _, bound = text.partition(":")
+    name = SHORT.get(name, name)
+    known = {**EDITS, **CONTROLS}
+    if name not in known:
+        raise NanscopeError(f"unknown edit {text!r}; known are {', '.join(sorted({*known, *SHORT}))}", slug="unknown-edit")
+    if not bound:
+        return known[name]
+    if not re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", bound) or name not in ("clamp_exponent", "clamp_denominator"):
+        raise NanscopeError(f"{text!r}: only clamp and clamp_denominator take a bound, a positive number as in clamp:20", slug="bad-edit")
+    try:
+        number = float(bound)
+    except ValueError:
+        raise NanscopeError(f"{text!r}: {bound!r} is not a number", slug="bad-edit") from None
+    if name == "clamp_exponent":
+        return lambda patch: clamp_exponent(patch, number)
+    return lambda patch: clamp_denominator(patch, number)
+
+
+# -- the reference -------------------------------------------------------------------------------------------------------------
+
+
+def repaired(patch: Patch) -> Variant | None:
+    """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64."""
+    if patch.origin.call is None:
+        return _neutralised(patch, "reference", "offending elements neutralised")
+    bad = ~torch.isfinite(patch.values[patch.origin.value_id])
+    if not bool(bad.any()):
+        bad = torch.zeros_like(bad)
+        bad[patch.origin.index] = True
+    program, tensors = patch.program, dict(patch.tensors)
+    current = patch
+    touched = False
+    for position in range(min(2, len(patch.call.args))):
+        value = current.operand(position)
+        if value is None or not patch.values[value].is_floating_point() or not _broadcasts(bad.shape, patch.values[value].shape):
+            continue
+        mark = program.new_id()
+        program = replace(program, leaves=(*program.leaves, Leaf(mark, "offending", "data", False)))
+        tensors[mark] = bad.expand(patch.values[value].shape).clone()
+        shift = len(program.calls)
+        neutral = 1.0 if position == 1 or base_name(patch.call.op) in ("log", "sqrt", "rsqrt", "reciprocal") else 0.0
+        program = before(
+            Patch(program, current.origin, patch.values, tensors), position, [("aten.masked_fill.Scalar", (Ref(-1), Ref(mark), neutral))]
+        )
+        moved = replace(current.origin, call=(current.origin.call or 0) + len(program.calls) - shift)
+        current = Patch(program, moved, patch.values, tensors)
+        touched = True
+    return Variant("reference", "offending elements neutralised", program, tensors) if touched else None
+
+
+# -- words -----------------------------------------------------------------------------------------------------------------------
+
+
+def _is(patch: Patch, *names: str) -> bool:
+    return patch.origin.call is not None and base_name(patch.call.op) in names
+
+
+def _op(patch: Patch) -> str:
+    return base_name(patch.call.op) if patch.origin.call is not None else "its first use"
+
+
+def _name(patch: Patch, value: int | None) -> str:
+    for operand in patch.origin.operands:
+        if operand.id == value and operand.name:
+            return operand.name
+    if value == patch.origin.value_id:
+        return _result(patch)
+    position = next((p for p in range(2) if patch.operand(p) == value), None)
+    words = patch.origin.site.args if patch.origin.site else ()
+    return words[position] if position is not None and position < len(words) else "the operand"
+
+
+def _result(patch: Patch) -> str:
+    if patch.origin.variable:
+        return patch.origin.variable
+    return patch.origin.site.expression if patch.origin.site and patch.origin.site.expression else "the result"
+
+
+def _small(dtype: torch.dtype) -> float:
+    return {torch.float16: 1e-4, torch.bfloat16: 1e-6, torch.float64: 1e-12}.get(dtype, 1e-8)
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    try:
+        return tuple(torch.broadcast_shapes(tuple(small), tuple(large))) == tuple(large)
+    except RuntimeError:
+        return False
+
+
+def _at(origin: Origin, content: Tensor) -> tuple[int, ...]:
+    index = origin.index[-content.dim() :] if len(origin.index) >= content.dim() else origin.index
+    return tuple(min(i, n - 1) for i, n in zip(index, content.shape, strict=False))
+
+
+def executable(program: Program) -> bool:
+    """Can every call of the program be executed by the installed torch?"""
+    try:
+        for call in program.calls:
+            overload(call.op)
+    except NanscopeError:
+        return False
+    return True
