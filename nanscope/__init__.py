@@ -1,8 +1,8 @@
 """nanscope finds the first harmful NaN or Inf of an RL post-training run, saves the step, replays it, and proves the fix.
 
-    with nanscope.watch(trainer) as scope:
-        trainer.train()
-    print(scope.verdict.sentence)
+with nanscope.watch(trainer) as scope:
+    trainer.train()
+print(scope.verdict.sentence)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanscope.errors import NanscopeError, NonFiniteError, ProgramError, Snapsho
 
 if TYPE_CHECKING:
     from nanscope.diagnose import Verdict
-    from nanscope.replay import Replay, replay
+    from nanscope.replay import Replay
     from nanscope.scope import Scope, watch
     from nanscope.snapshot import Snapshot, load
 

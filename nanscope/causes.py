@@ -49,7 +49,9 @@ class CauseInfo:
 CAUSES: dict[Cause, CauseInfo] = {
     Cause.EXP_OVERFLOW: CauseInfo("exp overflows on a token that counts", ("clamp_exponent",)),
     Cause.SEQ_RATIO_OVERFLOW: CauseInfo("exp overflows after log-ratios were summed over a sequence", ("clamp_exponent",)),
-    Cause.INF_TIMES_ZERO_MASK: CauseInfo("a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent")),
+    Cause.INF_TIMES_ZERO_MASK: CauseInfo(
+        "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent")
+    ),
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
     Cause.INF_TIMES_ZERO_COEF: CauseInfo("exp overflows where the advantage is exactly 0, and inf · 0 is NaN", ("clamp_exponent",)),
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
@@ -58,7 +60,7 @@ CAUSES: dict[Cause, CauseInfo] = {
         ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "clamp_input"),
     ),
     Cause.LOG_ZERO: CauseInfo("the logarithm of 0", ("stable_function", "clamp_input")),
-    Cause.PLOGP_ZERO: CauseInfo("p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
+    Cause.PLOGP_ZERO: CauseInfo("the product p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
     Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
     Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
     Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator",)),

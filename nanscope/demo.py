@@ -124,9 +124,7 @@ def sample_prompts(settings: DemoSettings, generator: torch.Generator) -> Tensor
 
 
 @torch.no_grad()
-def sample_completions(
-    policy: TinyPolicy, prompts: Tensor, max_new_tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def sample_completions(policy: TinyPolicy, prompts: Tensor, max_new_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sample a completion of each prompt (batch, 2) from the policy at temperature 1.
 
     Returns the completions (batch, length), padded after the end of sequence to the longest of the batch, and their
@@ -231,9 +229,7 @@ def train(settings: DemoSettings) -> Iterator[StepRecord]:
             ref_logps = completion_logps(reference, prompts, completions)
         for _ in range(min(settings.updates_per_batch, settings.steps - step)):
             logps = completion_logps(policy, prompts, completions)
-            loss = grpo_loss(
-                logps, old_logps, ref_logps, advantages, completion_mask, settings.beta, settings.clip
-            )
+            loss = grpo_loss(logps, old_logps, ref_logps, advantages, completion_mask, settings.beta, settings.clip)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)

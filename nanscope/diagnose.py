@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from nanscope.elements import at
 from nanscope.errors import ProgramError
 from nanscope.frameworks import Framework, recognise
 from nanscope.indices import show_index, unravel
-from nanscope.ledger import Entry, show
-from nanscope.locate import Location, Origin, Phase
+from nanscope.ledger import Entry, parse, show
+from nanscope.locate import Location, Namer, Origin, Phase, Step
 from nanscope.ops import base_name
 from nanscope.program import Program, Run
 from nanscope.replay import EXACT, Replay, Row, replay
-from nanscope.roles import ROLES, Role, last_word
+from nanscope.roles import ROLES, Role, last_word, role_of
 from nanscope.snapshot import Snapshot
 from nanscope.summary import exponent_limit, headroom_bits
 
@@ -212,10 +212,14 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         except ProgramError as error:
             replayed = Replay((), None, None, None, None)
             snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", str(error))))
-    location = replayed.location
-    observed = snapshot.observed.get("location") or {}
-    inside = location is not None and (location.origin.born or not observed or observed.get("origin", {}).get("op") == location.origin.op)
-    case = _Case.of(snapshot, location, replayed.run) if location is not None and inside else _Case.observed(snapshot, observed)
+    location, seen = replayed.location, snapshot.observed
+    if location is not None and replayed.run is not None and not seen.get("outside"):
+        case = _Case.of(location, snapshot.program, replayed.run)
+    else:
+        # The origin lies outside the file's program (in the model, in an update): told as it was seen.
+        case = _Case.observed(snapshot, seen.get("location") or {})
+        if seen.get("rows"):
+            replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
     cause = _cause(case)
     framework = recognise({site.file for site in snapshot.program.sites})
     fixes, rejected = _fixes(case, cause, replayed.rows)
@@ -250,7 +254,9 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         environment=snapshot.environment,
         settings=snapshot.settings,
         opaque=snapshot.opaque,
-        picture=_picture(snapshot.program, location, replayed.run) if location is not None and replayed.run is not None else None,
+        picture=_picture(snapshot.program, location, replayed.run)
+        if location is not None and replayed.run is not None and not seen.get("outside")
+        else None,
     )
 
 
@@ -258,117 +264,102 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
 
 
 @dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the rules ask of the program around an origin, kept apart so that it can travel without the program.
+
+    coefficient: a zero advantage or coefficient multiplies the origin. ancestors: operators that made its first operand.
+    mask_denominator: it divides by a sum over a mask. literal_denominator: by a number of the code. eps_underflow, optimizer: of an update.
+    """
+
+    coefficient: bool = False
+    ancestors: tuple[str, ...] = ()
+    mask_denominator: bool = False
+    literal_denominator: bool = False
+    eps_underflow: bool = False
+    optimizer: str = ""
+
+    @staticmethod
+    def of(location: Location, program: Program, run: Run) -> _Facts:
+        origin = location.origin
+        call = program.calls[origin.call] if origin.call is not None else None
+        literal = call is not None and base_name(call.op) == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
+        return _Facts(
+            coefficient=origin.coefficient is not None,
+            ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
+            mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
+            literal_denominator=literal,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Case:
     phase: Phase
     place: Place
     chain: tuple[Link, ...]
-    location: Location | None
-    program: Program
-    run: Run | None
-    facts: dict[str, Any]
+    facts: _Facts
 
     @staticmethod
-    def of(snapshot: Snapshot, location: Location, run: Run | None) -> _Case:
-        place = _place(location.origin, snapshot.program)
-        chain = tuple(
-            Link(f"{last_word(s.variable) if s.variable else s.op}{show_index(s.index)}", s.line, s.value, s.backward) for s in location.chain
-        )
-        return _Case(location.phase, place, chain, location, snapshot.program, run, {})
+    def of(location: Location, program: Program, run: Run) -> _Case:
+        """The case of an origin that was replayed."""
+        chain = tuple(Link(_link_words(s), s.line, s.value, s.backward) for s in location.chain)
+        first = next((position for position, link in enumerate(chain) if link.backward), None)
+        if first is not None and location.origin.born:
+            link = chain[first]
+            if math.isinf(location.origin.value) and location.origin.op in _EXPS:
+                words = f"{link.text} (0 · inf in {location.origin.op}'s backward)"
+                chain = (*chain[:first], replace(link, text=words), *chain[first + 1 :])
+        return _Case(location.phase, _place(location.origin, program), chain, _Facts.of(location, program, run))
 
     @staticmethod
     def observed(snapshot: Snapshot, seen: dict[str, Any]) -> _Case:
-        """What was seen in the process and is not in the file's program."""
-        origin = seen.get("origin") or {}
-        place = Place(
-            op=str(origin.get("op", "unknown")),
-            index=tuple(origin.get("index") or ()),
-            shape=tuple(origin.get("shape") or ()),
-            value=float(origin.get("value", math.nan)),
-            dtype=str(origin.get("dtype", "")),
-            variable=origin.get("variable"),
-            expression=origin.get("expression"),
-            role=origin.get("role"),
-            masked=origin.get("masked"),
-            masked_by=origin.get("masked_by"),
-            file=origin.get("file"),
-            line=origin.get("line"),
-            function=origin.get("function"),
-            module=origin.get("module"),
-            operands=tuple((str(name), float(value)) for name, value in origin.get("operands") or ()),
-            source=tuple((int(number), str(text)) for number, text in origin.get("source") or ()),
-            headroom=origin.get("headroom"),
-        )
+        """The case of an origin that was seen in the process and is not in the file's program."""
+        origin = dict(seen.get("origin") or {})
         default = Phase.FORWARD if snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss) else Phase.BACKWARD
         phase = Phase(seen["phase"]) if seen.get("phase") in set(Phase) else default
         chain = tuple(Link(str(t), line, float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
-        return _Case(phase, place, chain, None, snapshot.program, None, seen)
-
-    @property
-    def origin(self) -> Origin | None:
-        return self.location.origin if self.location is not None else None
+        known = {name: value for name, value in (seen.get("facts") or {}).items() if name in _Facts.__slots__}
+        facts = _Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
+        return _Case(phase, _place_from_json(origin), chain, facts)
 
     def number(self, position: int) -> float:
         """The value of an operand, NaN if there is none."""
         return self.place.operands[position][1] if position < len(self.place.operands) else math.nan
 
-    def made_by(self, position: int) -> str:
-        """The operator that made an operand of the origin, through views and casts; "" if it came in."""
-        origin = self.origin
-        if origin is None or position >= len(origin.operands):
-            return ""
-        return _maker(self.program, origin.operands[position].id)
 
-    def ancestors(self, position: int) -> set[str]:
-        """The operators that an operand was made by, a few steps back."""
-        origin = self.origin
-        if origin is None or position >= len(origin.operands):
-            return set()
-        producers = self.program.producers()
-        found, stack = set(), [(origin.operands[position].id, 0)]
-        while stack:
-            value, depth = stack.pop()
-            index = producers.get(value)
-            if index is None or depth > 4:
-                continue
-            found.add(base_name(self.program.calls[index].op))
-            stack += [(v, depth + 1) for v in self.program.calls[index].inputs()]
-        return found
-
-    def comes_from_mask(self, position: int) -> bool:
-        """Is an operand a sum over a mask?"""
-        from nanscope.locate import Namer
-        from nanscope.roles import role_of
-
-        origin = self.origin
-        if origin is None or position >= len(origin.operands):
-            return False
-        producers, namer = self.program.producers(), Namer(self.program)
-        value: int | None = origin.operands[position].id
-        for _ in range(12):
-            if value is None:
-                return False
-            if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
-                return True
-            index = producers.get(value)
-            if index is None:
-                tensor = self.run.values[value] if self.run is not None else None
-                return tensor is not None and tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
-            value = next(iter(self.program.calls[index].inputs()), None)
-        return False
+def _link_words(step: Step) -> str:
+    return f"{last_word(step.variable) if step.variable else step.op}{show_index(step.index)}"
 
 
-def _maker(program: Program, value: int) -> str:
+def _ancestors(program: Program, value: int) -> set[str]:
+    """The operators that a value was made by, a few steps back."""
     producers = program.producers()
+    found: set[str] = set()
+    stack = [(value, 0)]
+    while stack:
+        current, depth = stack.pop()
+        index = producers.get(current)
+        if index is None or depth > 4:
+            continue
+        found.add(base_name(program.calls[index].op))
+        stack += [(v, depth + 1) for v in program.calls[index].inputs()]
+    return found
+
+
+def _from_mask(program: Program, run: Run, value: int) -> bool:
+    """Is a value a sum over a mask?"""
+    producers, namer = program.producers(), Namer(program)
     for _ in range(12):
+        if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
+            return True
         index = producers.get(value)
         if index is None:
-            return ""
-        call = program.calls[index]
-        name = base_name(call.op)
-        if name not in ("view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "_to_copy", "detach", "alias", "clone", "select", "slice", "neg"):
-            return name
-        value = next(iter(call.inputs()), value)
-    return ""
+            tensor = run.values[value]
+            return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
+        following = next(iter(program.calls[index].inputs()), None)
+        if following is None:
+            return False
+        value = following
+    return False
 
 
 # -- causes: rules, the first that fits ------------------------------------------------------------------------------------------
@@ -383,8 +374,14 @@ def _zero(number: float) -> bool:
 
 
 def _sequence(case: _Case) -> bool:
-    made = case.ancestors(0)
-    return bool(made & {"sum", "mean", "cumsum"}) and case.place.role in (Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.LOG_RATIO, None, Role.LOSS)
+    return bool({"sum", "mean", "cumsum"} & set(case.facts.ancestors)) and case.place.role in (
+        Role.RATIO,
+        Role.IS_WEIGHT,
+        Role.KL,
+        Role.LOG_RATIO,
+        None,
+        Role.LOSS,
+    )
 
 
 _EXPS = ("exp", "expm1", "exp2")
@@ -392,7 +389,7 @@ _HALF_OPS = ("sum", "mul", "add", "sub", "mm", "bmm", "addmm", "pow", "square", 
 # (op names or None for any, condition, cause)
 _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...] = (
     (None, lambda c: c.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
-    (None, lambda c: c.phase is Phase.OPTIMIZER and c.facts.get("eps_underflow") is True, Cause.EPS_UNDERFLOW),
+    (None, lambda c: c.phase is Phase.OPTIMIZER and c.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     (None, lambda c: c.phase is Phase.OPTIMIZER, Cause.ZERO_DIV_ZERO),
     (None, lambda c: c.phase is Phase.INPUT and c.place.masked is True, Cause.NAN_TIMES_ZERO_MASK),
     (None, lambda c: c.phase is Phase.INPUT, Cause.BAD_INPUT),
@@ -403,7 +400,7 @@ _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...
     (("sqrt", "linalg_vector_norm", "norm", "std", "pow", "rsqrt"), lambda c: c.phase is Phase.BACKWARD, Cause.SQRT_ZERO_GRAD),
     (_EXPS, lambda c: c.phase is Phase.BACKWARD, Cause.WHERE_GRAD_TRAP),
     (_EXPS, lambda c: c.place.masked is True, Cause.INF_TIMES_ZERO_MASK),
-    (_EXPS, lambda c: c.origin is not None and c.origin.coefficient is not None, Cause.INF_TIMES_ZERO_COEF),
+    (_EXPS, lambda c: c.facts.coefficient, Cause.INF_TIMES_ZERO_COEF),
     (_EXPS, _sequence, Cause.SEQ_RATIO_OVERFLOW),
     (_EXPS, lambda c: True, Cause.EXP_OVERFLOW),
     (("log", "log1p", "log2", "log10", "xlogy"), lambda c: True, Cause.LOG_ZERO),
@@ -412,8 +409,9 @@ _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...
     (("sub", "add", "rsub"), lambda c: math.isinf(c.number(0)) and math.isinf(c.number(1)), Cause.INF_MINUS_INF),
     (("div",), lambda c: _is_half(c) and _zero(c.number(1)), Cause.EPS_UNDERFLOW),
     (("div",), lambda c: c.phase is Phase.BACKWARD and _zero(c.number(1)), Cause.WHERE_GRAD_TRAP),
-    (("div",), lambda c: _zero(c.number(1)) and c.comes_from_mask(1), Cause.EMPTY_MASK_MEAN),
-    (("div",), lambda c: _zero(c.number(0)) and (_zero(c.number(1)) or len(c.place.operands) < 2), Cause.ZERO_DIV_ZERO),
+    (("div",), lambda c: _zero(c.number(1)) and c.facts.mask_denominator, Cause.EMPTY_MASK_MEAN),
+    (("div",), lambda c: c.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
+    (("div",), lambda c: _zero(c.number(0)) and _zero(c.number(1)), Cause.ZERO_DIV_ZERO),
     (("div", "reciprocal", "rsqrt"), lambda c: True, Cause.ZERO_DENOMINATOR),
     (("mean", "nanmean"), lambda c: math.isnan(c.place.value), Cause.EMPTY_MASK_MEAN),
     (_HALF_OPS, _is_half, Cause.FP16_OVERFLOW),
@@ -439,18 +437,21 @@ def _cause(case: _Case) -> Cause:
 def _fixes(case: _Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Return the fixes that work, best first, and what was tried and does not."""
     where = f"{Path(case.place.file).name}:{case.place.line}" if case.place.file and case.place.line else None
-    natural = {name: position for position, name in enumerate(CAUSES[cause].fixes)}
+    wanted = CAUSES[cause].fixes
+    if case.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:
+        wanted = ("representable_eps", "upcast_fp32")  # the update cannot be replayed; eps is the setting people can change
+    natural = {name: position for position, name in enumerate(wanted)}
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and row.loss is not None]
     working = [fix for fix in tried if fix.works and not fix.id.endswith("_after_op")]
     working.sort(key=lambda fix: (fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 99)))
     advised = [
         Fix(name, ADVICE[name], where, False, None)
-        for name in CAUSES[cause].fixes
+        for name in wanted
         if name not in {fix.id for fix in tried} and name in ("validate_config", "fix_upstream", "initialise_memory", "skip_bad_step")
     ]
     rejected = tuple(fix for fix in tried if not fix.works or fix.id.endswith("_after_op"))
     if not working and not advised:
-        advised = [Fix(name, ADVICE[name], where, False, None) for name in CAUSES[cause].fixes if name not in {fix.id for fix in rejected}]
+        advised = [Fix(name, ADVICE[name], where, False, None) for name in wanted if name not in {fix.id for fix in rejected}]
     return (*advised, *working), rejected
 
 
@@ -524,7 +525,7 @@ def _drop_words(how: str, name: str | None) -> str:
     return {
         "mask": f"multiplied by {name or 'a mask'} = 0",
         "select": f"not selected by {name or 'an index'}",
-        "clip": f"{name} picked the other side",
+        "clip": f"{name} {_CLIPPED}",
         "replace": f"replaced by {name}",
     }[how]
 
@@ -549,27 +550,34 @@ def _headline(snapshot: Snapshot, phase: str) -> str:
         parts.append(f"{r.bad_gradients} of {r.gradients} gradients non-finite" if r.bad_gradients else "gradients clean")
     if r.bad_weights is not None:
         parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
-    parts.append({"taken": "optimizer stepped", "skipped": "optimizer step skipped", "stopped": "run stopped before the optimizer step"}.get(r.stepped, ""))
+    parts.append(
+        {"taken": "optimizer stepped", "skipped": "optimizer step skipped", "stopped": "run stopped before the optimizer step"}.get(
+            r.stepped, ""
+        )
+    )
     return f"step {snapshot.step} · rank {snapshot.rank} · {phase}   " + " · ".join(part for part in parts if part)
 
 
+_CLIPPED = "picked the other side"
 _BORN: dict[str, str] = {"+inf": "overflowed to +inf", "−inf": "gave −inf", "NaN": "gave NaN"}
 
 
 def _sentence(snapshot: Snapshot, case: _Case, cause: Cause) -> str:
     p, r = case.place, snapshot.reached
     where = f"{Path(p.file).name}:{p.line}" if p.file and p.line else "an unknown line"
-    token = "element" if len(p.shape) != 2 else "token"
-    inside = {True: f" at a {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at a {token} outside the loss", False: "", None: ""}[
-        p.masked
-    ]
+    token = "an element" if len(p.shape) != 2 else "a token"
+    inside = ""
+    if p.masked and p.masked_by and p.masked_by.endswith(_CLIPPED):
+        inside = f" at {token} where {p.masked_by}"
+    elif p.masked:
+        inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
     index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
     if case.phase is Phase.INPUT:
         what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{inside}, read at {where}"
     elif case.phase is Phase.WEIGHTS:
         what = f"the weight {p.variable or p.op} was already {number(p.value)} at {index} before the step"
     elif case.phase is Phase.OPTIMIZER:
-        what = f"the update of {case.facts.get('optimizer', 'the optimizer')} made {p.variable or 'a weight'} {number(p.value)} at {index}"
+        what = f"the update of {case.facts.optimizer or 'the optimizer'} made {p.variable or 'a weight'} {number(p.value)} at {index}"
     elif p.op in ("unknown", "module"):
         what = f"{p.variable or 'a value'} came out of the model as {number(p.value)} {('at ' + index) if index else ''}".rstrip()
     else:
@@ -580,7 +588,11 @@ def _sentence(snapshot: Snapshot, case: _Case, cause: Cause) -> str:
 
 
 def _made(p: Place) -> str:
-    args = ", ".join(number(value) for _, value in p.operands[:2]) if p.op not in ("sum", "mean", "std", "var", "_softmax", "logsumexp") else "…"
+    args = (
+        ", ".join(number(value) for _, value in p.operands[:2])
+        if p.op not in ("sum", "mean", "std", "var", "_softmax", "logsumexp")
+        else "…"
+    )
     result = number(p.value)
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
     if math.isfinite(p.value):
@@ -597,13 +609,19 @@ def _end(loss: float | None, bad: int | None, total: int | None, weights: int | 
         if clean and not weights:
             parts.append("weights and gradients stayed clean")
         elif bad:
-            parts.append(f"{'all' if bad == total else bad} of {total} gradients are non-finite" if bad != total else f"all {total} gradients are non-finite")
+            parts.append(_of(bad, total, "gradient"))
     if weights:
         parts.append(f"{weights} weights went bad with the update")
     if stepped == "skipped":
         parts.append("the optimizer step was skipped and the weights stayed clean")
     text = ", ".join(parts)
     return text[:1].upper() + text[1:]
+
+
+def _of(bad: int, total: int, what: str) -> str:
+    if total == 1:
+        return f"its {what} is non-finite"
+    return f"all {total} {what}s are non-finite" if bad == total else f"{bad} of {total} {what}s are non-finite"
 
 
 def absorbed(location: Location, step: int) -> Note:
@@ -623,18 +641,24 @@ def absorbed(location: Location, step: int) -> Note:
 # -- observations that travel in a snapshot ----------------------------------------------------------------------------------------
 
 
-def observation(location: Location) -> dict[str, Any]:
-    """Return a location as JSON data, for origins that the file's program does not hold."""
-    place = _place(location.origin, Program((), tuple(), -1)) if location.origin.call is None else _place_without_call(location.origin)
+def observation(location: Location, program: Program, run: Run) -> dict[str, Any]:
+    """Return a location as JSON data: what a file keeps of an origin that its program does not hold."""
+    case = _Case.of(location, program, run)
     return {
-        "phase": str(location.phase),
-        "origin": _place_json(place),
-        "chain": [[f"{last_word(s.variable) if s.variable else s.op}{show_index(s.index)}", s.line, show(s.value), s.backward] for s in location.chain[:200]],
+        "phase": str(case.phase),
+        "origin": _place_json(case.place),
+        "chain": [[link.text, link.line, show(link.value), link.backward] for link in case.chain[:200]],
+        "facts": asdict(case.facts),
     }
 
 
-def _place_without_call(origin: Origin) -> Place:
-    return _place(replace(origin, call=None), Program((), (), -1))
+def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows of a replay as JSON data."""
+    return [{name: show(value) for name, value in asdict(row).items()} for row in rows]
+
+
+def _row_from_json(data: dict[str, Any]) -> Row:
+    return Row(**{field.name: parse(data.get(field.name)) for field in fields(Row)})
 
 
 def weight_observation(name: str | None, parameter: Tensor, flat: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -654,7 +678,7 @@ def weight_observation(name: str | None, parameter: Tensor, flat: int, group: di
         "masked": None,
         "operands": operands,
     }
-    return {"origin": origin, "eps": eps, "eps_underflow": small}
+    return {"origin": origin, "facts": {"eps_underflow": small}}
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------------------------
@@ -680,6 +704,21 @@ def _place_json(p: Place) -> dict[str, Any]:
         "source": [[line, text] for line, text in p.source],
         "headroom_bits": p.headroom,
     }
+
+
+def _place_from_json(data: dict[str, Any]) -> Place:
+    known: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Place)}
+    read: dict[str, Any] = {
+        "op": str(data.get("op") or "unknown"),
+        "index": tuple(data.get("index") or ()),
+        "shape": tuple(data.get("shape") or ()),
+        "value": float(data.get("value", math.nan)),
+        "dtype": str(data.get("dtype") or ""),
+        "operands": tuple((str(name), float(value)) for name, value in data.get("operands") or ()),
+        "source": tuple((int(number), str(text)) for number, text in data.get("source") or ()),
+        "headroom": data.get("headroom_bits"),
+    }
+    return Place(**{**known, **read})
 
 
 def _fix_json(fix: Fix) -> dict[str, Any]:

@@ -66,7 +66,9 @@ def read_header(path: Path | str) -> Header:
     except (ValueError, RecursionError):
         raise SnapshotError(f"{path}: not a safetensors file, or damaged (its header is not readable)", slug="snapshot-header") from None
     if not isinstance(text, str):
-        raise SnapshotError(f"{path}: a safetensors file, but not a nanscope snapshot (no {KEY!r} in its metadata)", slug="snapshot-foreign")
+        raise SnapshotError(
+            f"{path}: a safetensors file, but not a nanscope snapshot (no {KEY!r} in its metadata)", slug="snapshot-foreign"
+        )
     try:
         about = json.loads(text)
         schema = about["schema"]

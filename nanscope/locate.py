@@ -178,8 +178,8 @@ class _Walker:
         if flat is not None:
             root = self.walk_back(program.output, flat, 0)
             origin = self.origin(root.call, root.value, root.flat)
-            chain = tuple(self.step(value, position) for value, position in reversed(root.path))
-            return Location(self._phase(origin, Phase.FORWARD), origin, chain, bad, bool(bad))
+            forward = tuple(self.step(value, position) for value, position in reversed(root.path))
+            return Location(self._phase(origin, Phase.FORWARD), origin, forward, bad, bool(bad))
         if not bad:
             return None
         path, call, value, position = self._walk_gradient(bad[0])
@@ -408,7 +408,7 @@ class _Walker:
             value=at(tensor, flat),
             operands=tuple(operands),
             variable=self.names.name(value),
-            role=self.names.role(value, via=via),
+            role=Role.WEIGHTS if leaf is not None and leaf.origin == "parameter" else self.names.role(value, via=via),
             site=site,
             leaf=leaf,
             masked=masked,
@@ -466,13 +466,13 @@ class _Walker:
             return True, (*drops, at_mask), coefficient
         if self.program.output not in marked and drops:
             return True, tuple(drops), coefficient
-        if not drops and tensor.dim() == 0:
+        made = self.producers.get(value)
+        in_model = made is not None and bool(self.program.calls[made].module)
+        if not drops and tensor.dim() == 0 and not in_model:
             return (False if coefficient else None), (), coefficient
         return False, tuple(drops), coefficient
 
-    def _kept(
-        self, index: int, call: Call, out: int, mark: Tensor, marked: dict[int, Tensor]
-    ) -> tuple[Tensor, Drop | None, str | None]:
+    def _kept(self, index: int, call: Call, out: int, mark: Tensor, marked: dict[int, Tensor]) -> tuple[Tensor, Drop | None, str | None]:
         name, values = base_name(call.op), self.run.values
         result = values[out]
         others = [v for v in call.inputs() if v not in marked]
@@ -658,20 +658,22 @@ class Namer:
         index = self.producers.get(value)
         site = self.program.site_of(self.program.calls[index]) if index is not None else None
         if index is not None and self.program.calls[index].module:
-            return role_of(self.program.calls[index].module) if site is None else self._inside(site, self.program.calls[index].module)
+            return self._inside(site, self.program.calls[index].module, self._ancestors(value))
         if site is None:
             return self._downstream(value)
         function = role_of(site.function.rsplit(".", 1)[-1])
         return role_of(site.within) or (function if function is not Role.LOSS else None) or self._downstream(value if via is None else via)
 
     @staticmethod
-    def _inside(site: Site, module: str) -> Role:
+    def _inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
         """Inside a model a value is an activation; attention and routing are told by the names around it."""
-        for text in (site.within, site.function, module):
-            role = role_of(text.rsplit(".", 1)[-1]) if text else None
-            if role in (Role.ATTENTION, Role.ROUTER, Role.LOGITS, Role.LOSS, Role.LOG_PROBS):
-                return role
-        return Role.HIDDEN
+        part = module.split(" ")[0].rsplit(".", 1)[-1]
+        texts = (site.within, site.function.rsplit(".", 1)[-1], part) if site is not None else (part,)
+        named = [role for role in map(role_of, texts) if role is not None]
+        for wanted in (Role.ATTENTION, Role.ROUTER):
+            if wanted in named or wanted in ancestors:
+                return wanted
+        return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.HIDDEN)
 
     def _computed(self, value: int, depth: int) -> Role | None:
         index = self.producers.get(value)

@@ -35,7 +35,7 @@ class Ref:
 
 
 # Scalars as they are; torch.dtype, torch.device and torch.memory_format by name in a file.
-Arg: TypeAlias = Union[Ref, "tuple[Arg, ...]", bool, int, float, str, None, torch.dtype, torch.device, torch.memory_format, torch.layout]
+Arg: TypeAlias = Union[Ref, "tuple[Arg, ...]", bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +236,10 @@ class Program:
         flows: dict[int, tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]] = {}
         order: list[int] = []
 
-        def keep_grad(value: int) -> Callable[[Tensor], None]:
-            def hook(grad: Tensor) -> None:
-                grads[value] = grad.detach()
+        def keep_grad(value: int) -> Callable[[Tensor | None], None]:
+            def hook(grad: Tensor | None) -> None:
+                if grad is not None:
+                    grads[value] = grad.detach()
 
             return hook
 
@@ -297,7 +298,15 @@ class Program:
         return {
             "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by] for leaf in self.leaves],
             "calls": [
-                [call.op, encode(call.args), {name: encode(arg) for name, arg in call.kwargs}, list(call.outs), call.site, call.grad, call.module]
+                [
+                    call.op,
+                    encode(call.args),
+                    {name: encode(arg) for name, arg in call.kwargs},
+                    list(call.outs),
+                    call.site,
+                    call.grad,
+                    call.module,
+                ]
                 for call in self.calls
             ],
             "output": self.output,
@@ -392,6 +401,14 @@ def decode(data: Any) -> Arg:
     if kind in ("dtype", "memory_format", "layout") and isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
         return found
     raise ValueError(f"cannot read the argument {data!r}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Are two tensors the same, bit by bit (a NaN equals itself)?"""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
+    return bool(same.all())
 
 
 def join(programs: Iterable[Program]) -> Program:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate import Location, locate
-from nanscope.program import Call, Leaf, Program, Ref, Run
+from nanscope.program import Call, Leaf, Program, Ref, Run, same_bits
 from nanscope.snapshot import Snapshot
 from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
 
@@ -87,7 +87,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     if full:
         candidates += [(name, "fix", edit) for name, edit in EDITS.items()]
     candidates += [(name, "asked", edit) for name, edit in edits]
-    if full:
+    if full and (location.origin.born or location.origin.leaf is None or location.origin.leaf.origin == "data"):
         candidates += [(name, "control", edit) for name, edit in CONTROLS.items()]
     for name, kind, edit in candidates:
         try:
@@ -105,16 +105,14 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     return Replay(tuple(rows), reproduces, gradients, location, run)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Are two tensors the same, bit by bit (a NaN equals itself)?"""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
-    return bool(same.all())
-
-
 def _try(
-    name: str, label: str, kind: str, program: Program, tensors: dict[int, Tensor], healthy: _Healthy | None, dtype: torch.dtype | None = None
+    name: str,
+    label: str,
+    kind: str,
+    program: Program,
+    tensors: dict[int, Tensor],
+    healthy: _Healthy | None,
+    dtype: torch.dtype | None = None,
 ) -> Row:
     try:
         run = program.execute(tensors, dtype=dtype)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from nanscope.frameworks import recognise
 from nanscope.ledger import Entry, Ledger
 from nanscope.locate import Location, Phase, locate, spotted
 from nanscope.program import Program, Run
+from nanscope.replay import replay
 from nanscope.snapshot import Reached, Snapshot, save
 from nanscope.summary import count_bad, is_finite, norms
 
@@ -61,7 +62,6 @@ class Recording:
     scaled: bool
     flags: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
-    opaque: tuple[str, ...] = ()
     examined: bool = False
 
 
@@ -113,6 +113,8 @@ class Scope:
         self._began: float | None = None
         self._closed_step = True
         self._hit = False  # this step is known to be bad
+        self._foreign = False  # weights were already spoilt by gradients that were not made here
+        self._norm: float | None = None
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._quiet_sites: set[tuple[str, int]] = set()
         self._verdict: tuple[int, diagnose.Verdict] | None = None
@@ -132,14 +134,14 @@ class Scope:
                 self._modules.seen.add(module)
         self._modules.install()
         self._guard.install()
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._modules.remove()
         while self._mode.suspended:
             self._mode.resume()
-        self._mode.__exit__(kind, error, trace)
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._guard.remove()
         self._guard.quietly("finish", self._finish)
         for hook in self._hooks:
@@ -167,7 +169,9 @@ class Scope:
         """What was found so far; complete after the block. Diagnosing runs when it is first asked for."""
         if self._verdict is None or self._verdict[0] != len(self.snapshots) or not self._finished:
             paths = [str(path) if path else None for path in self.paths]
-            found = diagnose.verdict(self.snapshots, paths, notes=self.notes, steps=self.steps, skipped=self.skipped, bad_steps=self.bad_steps)
+            found = diagnose.verdict(
+                self.snapshots, paths, notes=self.notes, steps=self.steps, skipped=self.skipped, bad_steps=self.bad_steps
+            )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
 
@@ -185,13 +189,9 @@ class Scope:
         tensors: dict[int, Tensor] = {}
         root = roots[0]
         if len(roots) == 1 and seeds[0] is None and not self._tape.broken:
-            value = self._tape.find(root)
-            if value is not None and self._tape.made_by.get(value.id) is not None:
-                with contextlib.suppress(LookupError):
-                    program, tensors = self._tape.program(value)
-        recording = Recording(
-            program, tensors, root.detach(), self._modules.finish(), self._tape.scaled, opaque=tuple(sorted(self._tape.opaque))
-        )
+            with contextlib.suppress(LookupError):
+                program, tensors = self._tape.program(self._tape.value_of(root))
+        recording = Recording(program, tensors, root.detach(), self._modules.finish(), self._tape.scaled)
         self._current = recording
         recording.flags.append(is_finite(recording.loss))
         if program is not None:
@@ -199,7 +199,7 @@ class Scope:
             for leaf in program.leaves:
                 tensor = tensors[leaf.id]
                 if leaf.diff and tensor.requires_grad:
-                    self._hooks.append(tensor.register_hook(self._watch(recording, leaf.id)))
+                    self._hooks.append(tensor.register_hook(self._watch(recording, leaf.id)))  # type: ignore[no-untyped-call]
 
     def _watch(self, recording: Recording, leaf: int) -> Any:
         limit = self._tape.budget // 64
@@ -243,12 +243,15 @@ class Scope:
                     self._examine(recording, optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
-        self._norms = norms(grads) if grads else None
-        total = float(torch.linalg.vector_norm(self._norms)) if self._norms is not None else None
+        total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
         self._norm = total
         if total is None or math.isfinite(total) or not count_bad(grads):
             return
-        if not self._hit:
+        if not self._recordings:
+            # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
+            self._foreign = True
+            self._note("foreign_gradients", "an optimizer stepped on non-finite gradients that no backward pass in the watched block made")
+        elif not self._hit:
             self._gradient_hit(optimizer, grads)
         self._mark_gradients(len(grads), count_bad(grads))
         if self.on_nonfinite == "skip":
@@ -266,7 +269,7 @@ class Scope:
         bad = count_bad(weights)
         if held:
             self._mark(stepped="skipped", weights=len(weights), bad_weights=bad)
-        elif bad and not self._hit:
+        elif bad and not self._hit and not self._foreign:
             self._weights_hit(optimizer, len(weights), bad)
         elif self._hit:
             self._mark(stepped="taken", weights=len(weights), bad_weights=bad)
@@ -333,44 +336,55 @@ class Scope:
         if len(self.snapshots) >= self._limit:
             return
         program, tensors = recording.program, recording.tensors
-        location: Location | None = None
-        notes: list[tuple[str, str]] = []
-        grads, observed = recording.grads, {}
+        grads, location, run = recording.grads, None, None
         if program is not None:
             run = program.execute(tensors, trace=True)
             location = locate(program, run)
         if location is None or (location.origin.leaf is not None and location.origin.leaf.origin in ("module", "opaque")):
             look = self._second_look(recording)
             if look is not None and look[2] is not None:
-                program, _, location, tensors = look
+                program, run, location, tensors = look
                 grads = {}
-                observed["second_look"] = True
         framework = recognise({site.file for site in program.sites} if program is not None else ())
         trainer = self._trainer()
-        notes += _logged_loss(trainer, reached.loss, loss_bad)
-        if program is None:
-            program = Program((), (), -1)
-        program, tensors, grads = autopsy.narrow(program, tensors, grads, location, self._save_tokens)
-        if location is not None:
-            observed["location"] = diagnose.observation(location)
         snapshot = Snapshot(
             step=self._step_number(),
             rank=self._rank,
-            program=program,
-            tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
+            program=program if program is not None else Program((), (), -1),
+            tensors=tensors,
             loss=recording.loss.detach().clone(),
             grads=grads,
             reached=reached,
-            observed=observed,
             settings=_settings(trainer, framework.settings if framework else ()),
             history=tuple(self.ledger.entries),
             environment=_environment(recording.loss, framework.package if framework else None),
-            opaque=recording.opaque,
-            notes=tuple(notes),
+            opaque=tuple(sorted({leaf.made_by for leaf in program.leaves if leaf.origin == "opaque"})) if program is not None else (),
+            notes=tuple(_logged_loss(trainer, reached.loss, loss_bad)),
         )
+        snapshot = self._narrowed(snapshot, location, run)
         self.snapshots.append(snapshot)
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
+
+    def _narrowed(self, snapshot: Snapshot, location: Location | None, run: Run | None) -> Snapshot:
+        """Return what of a snapshot is saved. Where that loses the origin, what was seen of it is written down instead."""
+        program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, self._save_tokens)
+        observed: dict[str, Any] = {}
+        if location is not None and run is not None:
+            left = {leaf.id for leaf in program.leaves} | {out for call in program.calls for out in call.outs}
+            made = set(program.producers())
+            lost = location.origin.value_id not in left or (location.origin.born and location.origin.value_id not in made)
+            if lost:
+                observed = {"outside": True, "location": diagnose.observation(location, snapshot.program, run)}
+                with contextlib.suppress(ProgramError):
+                    observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
+        return replace(
+            snapshot,
+            program=program,
+            tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
+            grads={value: grad.detach().clone() for value, grad in grads.items()},
+            observed=observed,
+        )
 
     def _weights_hit(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
@@ -384,26 +398,34 @@ class Scope:
             loss=float(loss.float().reshape(-1)[0]) if loss is not None and loss.numel() == 1 else None,
             gradients=len(grads), bad_gradients=count_bad(grads), weights=total, bad_weights=bad, stepped="taken",
         )  # fmt: skip
-        location = {"phase": str(Phase.OPTIMIZER), "optimizer": type(optimizer).__name__}
+        location: dict[str, Any] = {"phase": str(Phase.OPTIMIZER)}
         named = {id(p): name for name, p in self._modules.parameters().values()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 flat = first_nonfinite(parameter.detach())
                 if flat is not None:
-                    observed = {"location": {**location, **diagnose.weight_observation(named.get(id(parameter)), parameter, flat, group)}}
+                    seen = diagnose.weight_observation(named.get(id(parameter)), parameter, flat, group)
+                    seen["facts"]["optimizer"] = type(optimizer).__name__
+                    observed = {"location": {**location, **seen}}
                     break
             else:
                 continue
             break
         else:
-            observed = {"location": cast("dict[str, Any]", location)}
+            observed = {"location": location}
         self.snapshots.append(
             Snapshot(
-                step=self._step_number(), rank=self._rank, program=Program((), (), -1), tensors={},
-                loss=None if loss is None else loss.clone(), grads={}, reached=reached, observed=observed,
+                step=self._step_number(),
+                rank=self._rank,
+                program=Program((), (), -1),
+                tensors={},
+                loss=None if loss is None else loss.clone(),
+                grads={},
+                reached=reached,
+                observed=observed,
                 history=tuple(self.ledger.entries),
                 environment=_environment(loss if loss is not None else torch.zeros(()), None),
-            )  # fmt: skip
+            )
         )
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
@@ -421,6 +443,10 @@ class Scope:
             return
         self._quiet_sites.add(place)
         self.notes.append(diagnose.absorbed(location, self._step_number()))
+
+    def _note(self, slug: str, text: str) -> None:
+        if len(self.notes) < NOTES and not any(note.slug == slug and note.text == text for note in self.notes):
+            self.notes.append(diagnose.Note(slug, text, self._step_number()))
 
     def _mark_gradients(self, total: int, bad: int) -> None:
         if self.snapshots and self._hit:
@@ -608,7 +634,10 @@ def _logged_loss(trainer: Any, loss: float | None, loss_bad: bool) -> list[tuple
         return []
     if loss_bad:
         return [
-            ("logged_loss", f"the true loss is {loss}; the trainer's logging_nan_inf_filter keeps it out of the log, which shows a finite number")
+            (
+                "logged_loss",
+                f"the true loss is {loss}; the trainer's logging_nan_inf_filter keeps it out of the log, which shows a finite number",
+            )
         ]
     return [
         (

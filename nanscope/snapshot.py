@@ -93,7 +93,11 @@ def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
     """A tensor name that is readable and unique: the last word of what the code calls it."""
     found = re.findall(r"[A-Za-z_]\w*", name or "")
     keyed = re.search(r"""\[["'](\w+)["']\]""", name or "")
-    plain = keyed.group(1) if keyed else (found[-1] if found and re.fullmatch(r"[\w.]+", name or "") else (found[0] if found else f"value_{value}"))
+    plain = (
+        keyed.group(1)
+        if keyed
+        else (found[-1] if found and re.fullmatch(r"[\w.]+", name or "") else (found[0] if found else f"value_{value}"))
+    )
     unique, count = plain, 2
     while unique in taken or unique == "loss":
         unique, count = f"{plain}_{count}", count + 1

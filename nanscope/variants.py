@@ -47,6 +47,11 @@ class Patch:
         assert self.origin.call is not None
         return self.program.calls[self.origin.call]
 
+    def siblings(self) -> list[int]:
+        """Return the indices of all calls that the origin's source expression made: one a chunk, or one a turn of a loop."""
+        call = self.call
+        return [i for i, c in enumerate(self.program.calls) if i == self.origin.call or (c.op == call.op and c.site == call.site >= 0)]
+
     def operand(self, position: int) -> int | None:
         """Return the value that the origin's call reads as argument `position`, None if it is a number."""
         if self.origin.call is None or position >= len(self.call.args):
@@ -61,33 +66,42 @@ Insert = tuple[str, tuple[Arg, ...]]  # operator and arguments; Ref(-1) is the v
 
 
 def before(patch: Patch, position: int, inserts: Sequence[Insert]) -> Program:
-    """Return the program with `inserts` between the origin's call and what it reads as argument `position`."""
-    index = patch.origin.call
-    assert index is not None
-    value = patch.operand(position)
-    if value is None:
+    """Return the program with `inserts` between the origin's call (and its siblings) and what they read as argument `position`."""
+    if patch.operand(position) is None:
         raise NanscopeError(f"argument {position} of {patch.call.op} is not a tensor", slug="edit-not-applicable")
     calls = list(patch.program.calls)
-    added, last = _emit(patch.program, value, inserts, calls[index])
-    args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
-    calls[index : index + 1] = [*added, replace(calls[index], args=args)]
+    fresh = patch.program.new_id()
+    for index in reversed(patch.siblings()):
+        value = next(refs(calls[index].args[position]), None) if position < len(calls[index].args) else None
+        if value is None:
+            continue
+        added, last = _emit(fresh, value, inserts, calls[index])
+        fresh += len(added)
+        args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
+        calls[index : index + 1] = [*added, replace(calls[index], args=args)]
     return _sorted(replace(patch.program, calls=tuple(calls)))
 
 
 def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
-    """Return the program with `inserts` between the origin's value and everything that reads it."""
-    index = -1 if patch.origin.call is None else patch.origin.call
-    value = patch.origin.value_id
+    """Return the program with `inserts` between the origin's value (and its siblings') and everything that reads it."""
     calls = list(patch.program.calls)
-    like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
-    added, last = _emit(patch.program, value, inserts, like)
-    rest = [_reading(call, value, last) for call in calls[index + 1 :]]
-    output = last if patch.program.output == value else patch.program.output
-    return replace(patch.program, calls=(*calls[: index + 1], *added, *rest), output=output)
+    output, fresh = patch.program.output, patch.program.new_id()
+    places = (
+        [(index, calls[index].outs[0]) for index in patch.siblings()] if patch.origin.call is not None else [(-1, patch.origin.value_id)]
+    )
+    for index, value in reversed(places):
+        if value is None:
+            continue
+        like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
+        added, last = _emit(fresh, value, inserts, like)
+        fresh += len(added)
+        rest = [_reading(call, value, last) for call in calls[index + 1 :]]
+        output = last if output == value else output
+        calls = [*calls[: index + 1], *added, *rest]
+    return replace(patch.program, calls=tuple(calls), output=output)
 
 
-def _emit(program: Program, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
-    fresh = program.new_id()
+def _emit(fresh: int, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
     added: list[Call] = []
     last = value
     for op, args in inserts:
@@ -113,7 +127,9 @@ def _with(arg: Arg, value: int, last: int) -> Arg:
 
 def _reading(call: Call, value: int, last: int) -> Call:
     return replace(
-        call, args=tuple(_with(arg, value, last) for arg in call.args), kwargs=tuple((name, _with(arg, value, last)) for name, arg in call.kwargs)
+        call,
+        args=tuple(_with(arg, value, last) for arg in call.args),
+        kwargs=tuple((name, _with(arg, value, last)) for name, arg in call.kwargs),
     )
 
 
@@ -147,6 +163,8 @@ def mask_before_op(patch: Patch) -> Variant | None:
     if mask is None or mask.by is None or target is None:
         return None
     keep, content = patch.values[mask.by], patch.values[target]
+    if _descends(patch.program, mask.by, target):
+        return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
     if not _broadcasts(keep.shape, content.shape):
         return None
     excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() else 0.0
@@ -156,6 +174,11 @@ def mask_before_op(patch: Patch) -> Variant | None:
     label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
     program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts))
     return Variant("mask_before_op", label, program, dict(patch.tensors))
+
+
+def _descends(program: Program, value: int, ancestor: int) -> bool:
+    """Is a value computed from another one?"""
+    return any(ancestor in call.inputs() for call in program.slice(value).calls)
 
 
 def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
@@ -229,7 +252,9 @@ def stable_function(patch: Patch) -> Variant | None:
         }[name]
         outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
         calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
-        return Variant("stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+        return Variant(
+            "stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
+        )
     if _is(patch, "log1p") and name == "neg":
         source = next(iter(inner.inputs()), None)
         exp = patch.program.calls[producers[source]] if source in producers else None
@@ -278,7 +303,9 @@ def safe_softmax(patch: Patch) -> Variant | None:
         return None
     calls = list(patch.program.calls)
     calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
-    return Variant("safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    return Variant(
+        "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
+    )
 
 
 def upcast_fp32(patch: Patch) -> Variant | None:
@@ -300,7 +327,9 @@ def upcast_fp32(patch: Patch) -> Variant | None:
         args = tuple(_swap(arg, lifted) for arg in call.args)
         kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
         calls.append(replace(call, args=args, kwargs=kwargs))
-    return Variant("upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), dict(patch.tensors))
+    return Variant(
+        "upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), dict(patch.tensors)
+    )
 
 
 def _made_before(program: Program, value: int, index: int) -> bool:
@@ -341,10 +370,8 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
             ("aten.ne.Scalar", (Ref(-2), float("inf"))),
             ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
         ]
-        shift = len(program.calls)
         program = before(inner, position, finite)
-        moved = replace(patch.origin, call=(patch.origin.call or 0) + len(program.calls) - shift)
-        patch = Patch(program, moved, patch.values, tensors)
+        patch = Patch(program, replace(patch.origin, call=program.producer(patch.origin.value_id)), patch.values, tensors)
     return Variant("drop_invalid_sample", "drop the tokens whose log-probability is −inf, before the difference", program, tensors)
 
 
@@ -354,10 +381,10 @@ def reject_input(patch: Patch) -> Variant | None:
 
 
 def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
-    value = patch.origin.value_id
+    value, leaf = patch.origin.value_id, patch.origin.leaf
     content = patch.values[value]
-    if not content.is_floating_point():
-        return None
+    if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+        return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
     return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), dict(patch.tensors))
 
@@ -384,13 +411,17 @@ def where_after_op(patch: Patch) -> Variant | None:
         ("aten.lt.Scalar", (Ref(-2), float("inf"))),
         ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
     ]
-    return Variant("where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+    return Variant(
+        "where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
+    )
 
 
 def nan_to_num_after_op(patch: Patch) -> Variant | None:
     """nan_to_num on the result."""
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant("nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+    return Variant(
+        "nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
+    )
 
 
 def clamp_after_op(patch: Patch) -> Variant | None:
@@ -452,28 +483,34 @@ def repaired(patch: Patch) -> Variant | None:
     """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64."""
     if patch.origin.call is None:
         return _neutralised(patch, "reference", "offending elements neutralised")
-    bad = ~torch.isfinite(patch.values[patch.origin.value_id])
-    if not bool(bad.any()):
-        bad = torch.zeros_like(bad)
-        bad[patch.origin.index] = True
     program, tensors = patch.program, dict(patch.tensors)
-    current = patch
+    name = base_name(patch.call.op)
     touched = False
-    for position in range(min(2, len(patch.call.args))):
-        value = current.operand(position)
-        if value is None or not patch.values[value].is_floating_point() or not _broadcasts(bad.shape, patch.values[value].shape):
+    for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
+        if out is None:
             continue
-        mark = program.new_id()
-        program = replace(program, leaves=(*program.leaves, Leaf(mark, "offending", "data", False)))
-        tensors[mark] = bad.expand(patch.values[value].shape).clone()
-        shift = len(program.calls)
-        neutral = 1.0 if position == 1 or base_name(patch.call.op) in ("log", "sqrt", "rsqrt", "reciprocal") else 0.0
-        program = before(
-            Patch(program, current.origin, patch.values, tensors), position, [("aten.masked_fill.Scalar", (Ref(-1), Ref(mark), neutral))]
-        )
-        moved = replace(current.origin, call=(current.origin.call or 0) + len(program.calls) - shift)
-        current = Patch(program, moved, patch.values, tensors)
-        touched = True
+        bad = ~torch.isfinite(patch.values[out])
+        if out == patch.origin.value_id and not bool(bad.any()):
+            bad[patch.origin.index] = True
+        if not bool(bad.any()):
+            continue
+        for position in (0, 1):
+            index = program.producer(out)
+            arg = program.calls[index].args[position] if index is not None and position < len(program.calls[index].args) else None
+            if index is None or not isinstance(arg, Ref) or arg.id not in patch.values:
+                continue
+            content = patch.values[arg.id]
+            if not content.is_floating_point() or not _broadcasts(bad.shape, content.shape):
+                continue
+            mark, fresh = program.new_id(), program.new_id() + 1
+            neutral = 1.0 if position == 1 or name in ("log", "sqrt", "rsqrt", "reciprocal") else 0.0
+            call = program.calls[index]
+            mended = Call("aten.masked_fill.Scalar", (arg, Ref(mark), neutral), (), (fresh,), call.site, call.grad)
+            args = tuple(Ref(fresh) if place == position else other for place, other in enumerate(call.args))
+            calls = (*program.calls[:index], mended, replace(call, args=args), *program.calls[index + 1 :])
+            program = replace(program, leaves=(*program.leaves, Leaf(mark, "offending", "data", False)), calls=calls)
+            tensors[mark] = bad.expand(content.shape).clone()
+            touched = True
     return Variant("reference", "offending elements neutralised", program, tensors) if touched else None
 
 
@@ -511,7 +548,7 @@ def _small(dtype: torch.dtype) -> float:
 
 def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
     try:
-        return tuple(torch.broadcast_shapes(tuple(small), tuple(large))) == tuple(large)
+        return torch.empty(tuple(small), device="meta").expand(tuple(large)).shape == torch.Size(large)
     except RuntimeError:
         return False
 

@@ -17,8 +17,8 @@ from torch.nn.modules import module as hooks
 
 from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.locate import LOG_PROBS, Location, Namer
-from nanscope.program import Arg, Leaf, Program, join, refs, substitute
+from nanscope.locate import LOG_PROBS, Namer
+from nanscope.program import Arg, Leaf, Program, join, refs, same_bits, substitute
 from nanscope.roles import Role, role_of
 
 WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss is one over the vocabulary
@@ -36,46 +36,40 @@ def second_look(
     if program is None or not any(call.args is not None for call in calls):
         return None
     parts: list[Program] = []
-    leaves: dict[int, Tensor] = {}
-    made: dict[tuple[object, ...], int] = {}  # where an output of an earlier call lies → its id
-    wanted = {address(tensor): value for value, tensor in tensors.items()}
-    offset = program.new_id() + 1
-    for call in calls:
-        if call.args is None:
+    leaves: dict[int, Tensor] = dict(tensors)
+    wanted = {address(tensor): value for value, tensor in tensors.items() if tensor.is_floating_point()}
+    offset = program.new_id()
+    for call in reversed(calls):  # the last call first: what it reads may be what an earlier one made
+        if call.args is None or not any(place in wanted for place in call.outputs):
             continue
         tape = Tape(budget)
         tape.is_parameter = watch.parameter_name
         outputs = _run_again(call, tape, watch)
         mapping: dict[int, int] = {}
         for place, tensor in zip(call.outputs, outputs, strict=False):
-            value = tape.find(tensor)
-            if value is None:
-                continue
-            target = wanted.get(place)
-            if target is None or not tensor.is_floating_point():
-                continue
+            target, value = wanted.get(place), tape.find(tensor)
+            if target is None or value is None or not same_bits(tensor, leaves[target]):
+                continue  # not read by the loss, or transient: it does not come out again
             try:
                 part, own = tape.program(value)
             except LookupError:
                 continue
-            ids = sorted({leaf.id for leaf in part.leaves} | {out for c in part.calls for out in c.outs if out is not None})
-            for old in ids:
+            for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
                 mapping.setdefault(old, offset + old)
-            mapping[part.output] = target
             for leaf in part.leaves:
-                known = made.get(address(own[leaf.id])) or (wanted.get(address(own[leaf.id])) if leaf.origin != "parameter" else None)
-                if known is not None:
+                known = wanted.get(address(own[leaf.id]))
+                if known is not None and leaf.origin != "parameter":
                     mapping[leaf.id] = known
-            parts.append(_renumber(part, mapping))
-            leaves.update({mapping[value_id]: tensor for value_id, tensor in own.items()})
-            made[place] = target
+                leaves[mapping[leaf.id]] = own[leaf.id]
+                if leaf.origin not in ("parameter", "data"):
+                    wanted.setdefault(address(own[leaf.id]), mapping[leaf.id])
+            mapping[part.output] = target
+            parts.insert(0, _renumber(part, mapping))
         offset += tape.length
     if not parts:
         return None
-    whole = join([*parts, program])
-    made_here = {out for call in whole.calls for out in call.outs if out is not None}
-    leaves.update({value: tensor for value, tensor in tensors.items() if value not in made_here})
-    return whole.slice(), {leaf.id: leaves[leaf.id] for leaf in whole.slice().leaves}
+    whole = join([*parts, program]).slice()
+    return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
 
 
 def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]:
@@ -152,7 +146,7 @@ def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:
 
 
 def narrow(
-    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], location: Location | None, save_tokens: bool
+    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], save_tokens: bool
 ) -> tuple[Program, dict[int, Tensor], dict[int, Tensor]]:
     """Return what of a program goes into a file: nothing over the vocabulary, no weights of a real model, no token ids unasked.
 
@@ -220,4 +214,3 @@ def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
             if role in wanted and "gather" not in call.op and "softmax" not in call.op and 0 < values[value].dim() <= 2:
                 found.append(values[value].numel())
     return sorted(found)[len(found) // 2] if found else None
-

@@ -88,7 +88,7 @@ class ModuleWatch:
         self._outputs: dict[Address, str] = {}
         self._handles: list[Any] = []
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._parameters: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+        self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
 
     def install(self) -> None:
         """Register the hooks."""
@@ -163,13 +163,9 @@ class ModuleWatch:
         """Return the name of a parameter of the modules seen, None if the tensor is not one."""
         if not isinstance(tensor, nn.Parameter):
             return None
-        return self._named().get(tensor, "parameter")
-
-    def _named(self) -> Mapping[nn.Parameter, str]:
-        if not self._parameters:
-            for module in list(self.seen):
-                self._parameters.update({parameter: name for name, parameter in module.named_parameters()})
-        return self._parameters
+        if not self._names:
+            self._names = {key: name for key, (name, _) in self.parameters().items()}
+        return self._names.get(id(tensor), "parameter")
 
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
@@ -177,5 +173,5 @@ class ModuleWatch:
 
     def finish(self) -> list[ModuleCall]:
         """Return the calls remembered since the last time, and forget them."""
-        calls, self.calls, self._outputs = self.calls, [], {}
+        calls, self.calls, self._outputs, self._names = self.calls, [], {}, {}
         return calls

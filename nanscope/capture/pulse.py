@@ -74,18 +74,19 @@ class Pulse:
 def read_pulse(plan: Plan, program: Program, values: Mapping[int, Tensor]) -> Pulse:
     """Read the extremes off the tensors of a step; what is not held is not seen. Transfers a few numbers, on a CPU only."""
     highest = masked_highest = headroom = clipped = None
-    masks = [values[arg.id] for index, position in plan.masks if isinstance(arg := program.calls[index].args[position], Ref) and arg.id in values]
+    masks = [
+        values[arg.id] for index, position in plan.masks if isinstance(arg := program.calls[index].args[position], Ref) and arg.id in values
+    ]
     for index in plan.exponents:
         arg = program.calls[index].args[0]
         operand = values.get(arg.id) if isinstance(arg, Ref) else None
         if operand is None or operand.device.type != "cpu" or not operand.is_floating_point() or not operand.numel():
             continue
         operand = operand.detach()
-        mask = next((m for m in masks if m.shape == operand.shape), None)
-        if mask is None:
+        counted = _counted(masks, operand)
+        if counted is None:
             inside, outside = float(operand.amax()), None
         else:
-            counted = mask.bool()
             low = operand.new_full((), -float("inf"))
             inside = float(operand.where(counted, low).amax())
             outside = float(operand.where(~counted, low).amax()) if not bool(counted.all()) else None
@@ -100,9 +101,18 @@ def read_pulse(plan: Plan, program: Program, values: Mapping[int, Tensor]) -> Pu
         if ratio is None or ratio.device.type != "cpu" or not ratio.numel():
             continue
         out = (ratio.detach() < low_bound) | (ratio.detach() > high_bound)
-        mask = next((m.bool() for m in masks if m.shape == ratio.shape), None)
-        counted_tokens = int(mask.sum()) if mask is not None else ratio.numel()
-        if counted_tokens:
-            clipped = float((out & mask if mask is not None else out).sum()) / counted_tokens
+        counted = _counted(masks, ratio)
+        tokens = int(counted.sum()) if counted is not None else ratio.numel()
+        if tokens:
+            clipped = float((out & counted if counted is not None else out).sum()) / tokens
         break
     return Pulse(highest, masked_highest, headroom, clipped)
+
+
+def _counted(masks: list[Tensor], like: Tensor) -> Tensor | None:
+    """The tokens that every mask of that shape lets through, None if there is no such mask."""
+    counted: Tensor | None = None
+    for mask in masks:
+        if mask.shape == like.shape:
+            counted = mask.bool() if counted is None else counted & mask.bool()
+    return counted

@@ -118,7 +118,7 @@ def _args(node: ast.AST) -> tuple[str, ...]:
 
 def _is_module(node: ast.expr) -> bool:
     """`torch.exp(x)` has no receiver, `x.exp()` has: told apart by the names modules go by."""
-    return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np", "functional") or (
+    return (isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np", "functional")) or (
         isinstance(node, ast.Attribute) and _is_module(node.value)
     )
 

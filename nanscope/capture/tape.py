@@ -38,6 +38,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
+_DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
@@ -106,8 +107,9 @@ class Tape:
         self.made_by: dict[int, int] = {}
         self.held = 0
         self.broken = ""
-        self.opaque: set[str] = set()
+        self.opaque: dict[Key, str] = {}  # results of calls that cannot be replayed, until they are read
         self.tags: dict[str, int] = {}
+        self._replay_cache: tuple[int, dict[int, bool]] = (-1, {})
         self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
         self._users: dict[CodeType, bool] = {}
@@ -124,7 +126,7 @@ class Tape:
             return call()
         known = self._known.get(func)
         if known is None:
-            if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
+            if not hasattr(func, "_schema"):  # a higher-order operator
                 return call()
             known = self._know(func)
         name, mutable = known.name, known.mutable
@@ -199,8 +201,9 @@ class Tape:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
         return self.find(tensor) or self._leaf(tensor)
 
-    def _leaf(self, tensor: Tensor, opaque: str = "") -> Value:
+    def _leaf(self, tensor: Tensor) -> Value:
         diff = bool(tensor.requires_grad)
+        opaque = self.opaque.pop(self._key(tensor, diff), "") if self.opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
         if opaque:
@@ -221,7 +224,7 @@ class Tape:
     def _register(self, tensor: Tensor, diff: bool) -> Value:
         key = self._key(tensor, diff)
         item = key[3].itemsize
-        pointer = key[0] - tensor.storage_offset() * item if key[0] else 0
+        pointer = key[0] - int(tensor.storage_offset()) * item if key[0] else 0
         size = tensor.numel() * item
         keep = size <= self.budget // LARGEST and self.held + size <= self.budget
         guard = None if keep else _StorageHandle(tensor.untyped_storage())
@@ -239,8 +242,9 @@ class Tape:
         if not any(isinstance(item, Tensor) for item in results):
             return
         if not known.replayable:
-            self.opaque.add(known.name)
-            self._forget_results(result)  # it becomes a leaf when it is read: only then is known whether a gradient flows through
+            self._forget_results(
+                result, known.name
+            )  # it becomes a leaf when it is read: only then is known whether a gradient flows through
             return
         self._append(known.overload, noted, results, known.name not in _DETACHING and self._flows(noted))
 
@@ -250,9 +254,7 @@ class Tape:
         values = self.values
         return any(values[i].diff for arg in noted[0] for i in _ids(arg)) or any(values[i].diff for _, arg in noted[1] for i in _ids(arg))
 
-    def _append(
-        self, op: str, noted: Noted, results: Sequence[Any], diff: bool
-    ) -> list[int | None]:
+    def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool) -> list[int | None]:
         outs: list[int | None] = []
         index = len(self.entries)
         for item in results:
@@ -273,11 +275,14 @@ class Tape:
             self._trim()
         return outs
 
-    def _forget_results(self, result: Any) -> None:
+    def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, Tensor) and item.layout is torch.strided:
                 for diff in (False, True):
-                    self.by_key.pop((item.data_ptr(), tuple(item.shape), item.stride(), item.dtype, diff), None)
+                    key = (item.data_ptr(), tuple(item.shape), item.stride(), item.dtype, diff)
+                    self.by_key.pop(key, None)
+                    if op and op not in _DATA:
+                        self.opaque[key] = op
 
     # -- in-place writes -------------------------------------------------------------------------------------------------
 
@@ -297,9 +302,7 @@ class Tape:
                 self.held -= value.bytes
         return target
 
-    def _after_write(
-        self, known: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any
-    ) -> None:
+    def _after_write(self, known: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         tensor = args[0] if args else None
         if not isinstance(tensor, Tensor) or target is None:
             self._forget_results(result)
@@ -312,7 +315,7 @@ class Tape:
             target.tensor = None
             self.held -= target.bytes
         if known.functional is None or known.name.rstrip("_") not in FLOW or not known.name.endswith("_"):
-            self.opaque.add(known.name)
+            self._forget_results(tensor, known.name)
             return  # whoever is read next becomes a leaf with the content it has then
         written = self._append(known.functional, noted, [tensor], self._flows(noted))[0]
         if written is None:
@@ -333,7 +336,14 @@ class Tape:
         self.made_by[written] = len(self.entries)
         self.entries.append(
             Entry(
-                "aten._to_copy.default", (Ref(raw),), (("dtype", tensor.dtype),), (written,), entry.grad, entry.code, entry.lasti, entry.module
+                "aten._to_copy.default",
+                (Ref(raw),),
+                (("dtype", tensor.dtype),),
+                (written,),
+                entry.grad,
+                entry.code,
+                entry.lasti,
+                entry.module,
             )
         )
         return written
@@ -489,11 +499,9 @@ class Tape:
     @property
     def _replayable(self) -> dict[int, bool]:
         # Valid for as long as the tape has this length.
-        cached = getattr(self, "_replay_cache", None)
-        if cached is None or cached[0] != len(self.entries):
-            cached = (len(self.entries), {})
-            self._replay_cache = cached
-        return cached[1]
+        if self._replay_cache[0] != len(self.entries):
+            self._replay_cache = (len(self.entries), {})
+        return self._replay_cache[1]
 
     def _name_of(self, value: Value, calls: list[Call], order: list[int], sites: list[Site]) -> str | None:
         """A value is called what its first reader calls it, or what it was bound to where it was made."""
@@ -507,7 +515,7 @@ class Tape:
             if value.position is not None and value.position[0] != index and value.id not in set(call.inputs()):
                 continue
             for position, arg in enumerate(call.args):
-                if value.id in _ids(arg) and 0 <= call.site:
+                if value.id in _ids(arg) and call.site >= 0:
                     if call.op.startswith("aten.lift_fresh"):  # a literal: `torch.tensor(…)` is called what it is bound to
                         return sites[call.site].name
                     words = sites[call.site].args
@@ -544,8 +552,8 @@ class Tape:
         self.tags = tagged
         self.broken = ""
         self.scaled = False
-        self.opaque = set()
-        self._replay_cache = None
+        self.opaque = {}
+        self._replay_cache = (-1, {})
 
     def _any_diff(self, entry: Entry) -> bool:
         return any(self.values[out].diff for out in entry.outs if out is not None and out in self.values)
@@ -629,7 +637,7 @@ class _StorageHandle:
             free(self._pointer)
 
 
-class TapeMode(TorchDispatchMode):
+class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves."""
 
     supports_higher_order_operators = True
@@ -639,7 +647,7 @@ class TapeMode(TorchDispatchMode):
         return True
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.suspended = 0
         self._popped = 0

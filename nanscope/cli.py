@@ -1,0 +1,254 @@
+"""The command line: parse, call one function, choose a renderer, set the exit status.
+
+Exit status: 0 healthy, 3 something non-finite was found, 1 an error that is explained in one line, 2 wrong usage. A watched script that
+fails by itself keeps its own status.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from nanscope.errors import NanscopeError
+
+if TYPE_CHECKING:
+    from nanscope.diagnose import Verdict
+    from nanscope.scope import OnNonFinite
+
+HEALTHY, FAILED, USAGE, FOUND = 0, 1, 2, 3
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the first harmful NaN of a training run, replay its step, prove the fix.\n\n"
+    "Start with `nanscope demo`, then put `nanscope run` before your own script.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app(prog_name="nanscope")
+    except NanscopeError as error:
+        print(f"nanscope: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(FAILED)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from nanscope import __version__
+
+        print(f"nanscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    out: Annotated[Path, typer.Option("--out", help="Run directory: history, snapshots, reports.")] = Path("nanscope-runs"),
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
+    on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+) -> None:
+    """Run a training script and watch it.
+
+    The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found.
+
+    Example: nanscope run train.py --lr 1e-6
+    """
+    if on_nonfinite not in ("record", "skip", "stop"):
+        raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
+    from nanscope import launch
+
+    outcome = launch.run(target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite))
+    verdict = outcome.scope.verdict
+    if outcome.error is not None and not isinstance(outcome.error, SystemExit):
+        traceback.print_exception(outcome.error)
+    elif outcome.error is not None:
+        print(outcome.error, file=sys.stderr)
+    _finish(verdict, out, json_file)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+
+
+def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
+    """Show a verdict, and leave the page and the picture beside the snapshots."""
+    from nanscope.report import render
+    from nanscope.report.terminal import print_verdict
+
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
+    written = []
+    if not verdict.healthy:
+        with _writing(out):
+            for name in ("report.html", "report.png"):
+                render(verdict, out / name)
+                written.append(str(out / name))
+    print_verdict(verdict, written, file=sys.stderr)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NanscopeError(f"{path} cannot be written ({error.strerror or error})", slug="not-writable") from None
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    edit: Annotated[
+        list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, …")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+) -> None:
+    """Run a saved step again, and see what would have prevented it.
+
+    As recorded, in float64, and with edits at the origin, each forward and backward. The tempting wrong fixes are shown failing.
+
+    Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10
+    """
+    from nanscope import diagnose
+    from nanscope.replay import replay as execute
+    from nanscope.report.terminal import print_replay, progress
+    from nanscope.snapshot import load
+    from nanscope.variants import parse_edit
+
+    edits = [(text, parse_edit(text)) for text in edit or []]
+    snapshot = load(file)
+    with progress(f"replaying {file.name}", file=sys.stderr):
+        replayed = execute(snapshot, edits)
+        incident = diagnose.diagnose(snapshot, str(file), replayed)
+    if json_file is not None:
+        with _writing(json_file):
+            verdict = diagnose.Verdict((incident,), steps=1, bad_steps=1)
+            data = {"rows": [_row_json(row) for row in replayed.rows], **verdict.to_json()}
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print_replay(incident, replayed.location is not None, file=sys.stdout)
+    raise typer.Exit(FOUND if replayed.location is not None or not replayed.rows else HEALTHY)
+
+
+def _row_json(row: Any) -> dict[str, Any]:
+    from nanscope.ledger import show
+
+    return {name: show(getattr(row, name)) for name in row.__slots__}
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, or one snapshot.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
+) -> None:
+    """Draw the report of a run; the suffix of the output chooses its form.
+
+    Example: nanscope report nanscope-runs -o report.html
+    """
+    from nanscope.report import render, suffixes
+    from nanscope.report.terminal import progress
+
+    if output.suffix not in suffixes():
+        raise NanscopeError(f"no renderer for {output.suffix or output.name!r}; known are {', '.join(suffixes())}", slug="unknown-format")
+    verdict = _read(path)
+    with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
+        render(verdict, output)
+    print(output)
+    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+
+
+def _read(path: Path) -> Verdict:
+    """Return the verdict on a run directory or a snapshot."""
+    from nanscope import diagnose
+    from nanscope.ledger import read
+    from nanscope.report.terminal import track
+    from nanscope.snapshot import load
+
+    if path.is_file():
+        return diagnose.verdict([load(path)], [str(path)])
+    if not path.is_dir():
+        raise NanscopeError(f"there is no run directory or snapshot {str(path)!r}", slug="no-run")
+    files = sorted(path.glob("step-*.rank*.safetensors"))
+    histories = sorted(path.glob("history.rank*.jsonl"))
+    if not files and not histories and not (path / "run.json").exists():
+        raise NanscopeError(f"{path} is not a run directory: no run.json, history or snapshot in it", slug="no-run")
+    entries = [entry for history in histories for entry in read(history)]
+    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
+    return diagnose.verdict(
+        snapshots,
+        [str(file) for file in files],
+        steps=len({entry.step for entry in entries}),
+        bad_steps=sum(entry.nonfinite for entry in entries),
+    )
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,
+    program: Annotated[bool, typer.Option("--program", help="Also list the recorded calls.")] = False,
+) -> None:
+    """Show what is in a snapshot, before you attach it to a public issue.
+
+    Reads the file's head only; neither torch nor the training code is needed.
+
+    Example: nanscope inspect step-000412.rank0.safetensors
+    """
+    from nanscope.header import read_header
+    from nanscope.report.terminal import print_header
+
+    header = read_header(file)
+    if json_file is not None:
+        with _writing(json_file):
+            data = {"tensors": [[t.name, t.dtype, list(t.shape), t.bytes] for t in header.tensors], "nanscope": header.about}
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print_header(header, str(file), program, file=sys.stdout)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where to put the snapshot and the reports.")] = Path("nanscope-demo"),
+    seed: Annotated[int | None, typer.Option("--seed", help="Another run; most of them fail, some stay healthy.")] = None,
+) -> None:
+    """Watch a tiny policy learn with GRPO until it dies of NaN by itself.
+
+    Nothing is staged: log-ratios at padding positions, which the loss does not count, drift until exp overflows. Takes seconds.
+
+    Example: nanscope demo --out nanscope-demo
+    """
+    from nanscope import demo as training
+    from nanscope.report.terminal import print_demo_end, steps_bar
+    from nanscope.scope import watch
+
+    settings = training.DemoSettings() if seed is None else training.DemoSettings(seed=seed)
+    with watch(out=out) as scope, steps_bar("training a tiny policy with GRPO", settings.steps, file=sys.stderr) as advance:
+        for record in training.train(settings):
+            advance(f"reward {record.mean_reward:.2f}  loss {record.loss:+.4f}")
+            if scope.snapshots:
+                break
+    verdict = scope.verdict
+    _finish(verdict, out, None)
+    print_demo_end(verdict, out, file=sys.stderr)
+    raise typer.Exit(HEALTHY)

@@ -1,0 +1,2 @@
+def render(v,p): pass
+def suffixes(): return ('.html',)

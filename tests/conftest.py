@@ -1,0 +1,65 @@
+"""What holds for every test: the same seed, one thread, no network, and nothing left installed in torch or in the interpreter."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+from torch.nn.modules import module
+from torch.optim import optimizer
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+torch.set_num_threads(1)  # the tensors are tiny: on a busy machine a second thread makes a test 20 times slower
+
+hypothesis.settings.register_profile("nanscope", deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.load_profile("nanscope")
+
+BACKWARD = torch.autograd.backward
+TRACE, PROFILE = sys.gettrace(), sys.getprofile()  # a coverage tool may have installed its own
+
+
+def left_installed() -> list[str]:
+    """Name everything that is installed in torch or the interpreter and should not be there between two tests."""
+    found = {
+        "a dispatch mode": _get_current_dispatch_mode() is not None,
+        "a function mode": bool(_get_current_function_mode_stack()),
+        "a global module hook": any(
+            bool(getattr(module, name))
+            for name in (
+                "_global_forward_hooks",
+                "_global_forward_pre_hooks",
+                "_global_forward_hooks_always_called",
+                "_global_forward_hooks_with_kwargs",
+                "_global_backward_hooks",
+                "_global_backward_pre_hooks",
+            )
+        ),
+        "a global optimizer hook": bool(optimizer._global_optimizer_pre_hooks) or bool(optimizer._global_optimizer_post_hooks),
+        "a wrapper of torch.autograd.backward": torch.autograd.backward is not BACKWARD
+        or BACKWARD.__module__ != "torch.autograd"
+        or hasattr(BACKWARD, "__wrapped__"),
+        "a trace function": sys.gettrace() is not TRACE,
+        "a profile function": sys.getprofile() is not PROFILE,
+        "no_grad": not torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "another default dtype": torch.get_default_dtype() is not torch.float32,
+    }
+    return [name for name, installed in found.items() if installed]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    """Every test begins with the same seed, and neither inherits nor leaves a hook, a mode or a tracer."""
+    assert left_installed() == [], "left by somebody before this test"
+    torch.manual_seed(0)
+    yield
+    assert left_installed() == [], "left by this test"

@@ -1,0 +1,114 @@
+"""The operator table: what is in it exists, is functional, and draws no random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanscope.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.program import overload
+
+RANDOM = (
+    "bernoulli", "rand", "normal", "multinomial", "dropout", "poisson", "binomial", "uniform", "exponential", "geometric", "cauchy", "gumbel",
+    "rrelu", "shuffle", "random", "sample", "empty", "log_normal", "gamma", "dirichlet",
+)  # fmt: skip
+NOT_RANDOM = frozenset(("digamma", "lgamma", "mvlgamma", "polygamma"))
+
+
+def overloads(name: str) -> list[torch._ops.OpOverload]:
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload_name) for overload_name in packet.overloads()]
+
+
+@pytest.mark.parametrize("name", sorted(FLOW))
+def test_an_operator_of_the_table_exists(name: str) -> None:
+    """A row that names no operator guards nothing and hides a spelling mistake."""
+    assert hasattr(torch.ops.aten, name), f"torch {torch.__version__} has no aten.{name}"
+    assert any(not overload._schema.is_mutable for overload in overloads(name)), f"aten.{name} has no functional overload"
+
+
+@pytest.mark.parametrize("name", sorted(FLOW))
+def test_only_functional_overloads_can_be_reached(name: str) -> None:
+    """A name from a file reaches an overload only if its schema writes to no argument."""
+    from nanscope.errors import ProgramError
+
+    for found in overloads(name):
+        op = f"aten.{name}.{found._overloadname}"
+        writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in found._schema.arguments)
+        assert writes == found._schema.is_mutable
+        if found._schema.is_mutable:
+            with pytest.raises(ProgramError):
+                overload(op)
+        else:
+            assert overload(op) is found
+
+
+def test_no_operator_draws_random_numbers_or_leaves_memory_unwritten() -> None:
+    """Replaying must give the same bits: no generator, no uninitialised memory."""
+    suspicious = [name for name in FLOW if any(word in name for word in RANDOM) and name not in NOT_RANDOM]
+    assert suspicious == []
+    for name in FLOW:
+        for found in overloads(name):
+            assert torch.Tag.nondeterministic_seeded not in found.tags, f"{found} draws random numbers"
+            if not found._schema.is_mutable:
+                assert not any("Generator" in str(argument.type) for argument in found._schema.arguments), f"{found} takes a generator"
+
+
+def test_no_operator_is_in_place_by_name() -> None:
+    """In-place operators are recorded in their functional form."""
+    assert [name for name in FLOW if name.endswith("_")] == []
+
+
+def test_each_operator_has_one_row() -> None:
+    """An operator that stands in two rows would flow as the later one says."""
+    from nanscope.ops import _TABLE
+
+    names = [name for row in _TABLE.values() for name in row.split()]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_the_other_tables_speak_of_rows_that_exist() -> None:
+    """Payloads belong to copying operators, selectors to known ones."""
+    assert {name for name in PAYLOAD if FLOW.get(name) is not Flow.MOVE} == set()
+    assert set(SELECTORS) - set(FLOW) == set()
+
+
+@pytest.mark.parametrize("name", sorted(PAYLOAD))
+def test_a_payload_position_takes_elements(name: str) -> None:
+    """The positions in the payload table are tensors (or the number that stands for one) in at least one overload."""
+    for position in PAYLOAD[name]:
+        types = {
+            str(found._schema.arguments[position].type)
+            for found in overloads(name)
+            if not found._schema.is_mutable and position < len(found._schema.arguments)
+        }
+        assert types & {"Tensor", "List[Tensor]", "number"}, (name, position, types)
+
+
+def test_a_selector_gives_no_floating_numbers() -> None:
+    """What says "which" gives bools or integers, so it can carry no NaN forward."""
+    x, y = torch.tensor([[1.5, -2.0], [0.25, 4.0]]), torch.tensor([[1.0, -2.0], [3.0, 0.5]])
+    other = {"one_hot": (torch.tensor([0, 1]),), "searchsorted": (x[0], y), "bucketize": (x, y[0])}
+    binary = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "equal")
+    for name in SELECTORS:
+        args = other.get(name, (x, y) if name in binary else (x.bool(),) if name == "bitwise_not" else (x,))
+        result = getattr(torch.ops.aten, name)(*args)
+        assert isinstance(result, bool) or not result.is_floating_point(), name
+
+
+@pytest.mark.parametrize(
+    ("op", "base", "flow"),
+    [
+        ("aten.exp.default", "exp", Flow.POINTWISE),
+        ("aten.sum.dim_IntList", "sum", Flow.REDUCE),
+        ("exp", "exp", Flow.POINTWISE),
+        ("aten._log_softmax.default", "_log_softmax", Flow.ALONG),
+        ("aten.view.default", "view", Flow.MOVE),
+        ("aten.mm.default", "mm", Flow.MATMUL),
+        ("aten.bernoulli.default", "bernoulli", None),
+    ],
+)
+def test_an_overload_belongs_to_its_base_name(op: str, base: str, flow: Flow | None) -> None:
+    """The table is looked up by the bare operator name."""
+    assert base_name(op) == base
+    assert flow_of(op) is flow
