@@ -33,6 +33,7 @@ from nanscope.capture import autopsy
 from nanscope.capture.guard import Guard
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.pulse import Plan, Pulse, read_pulse
+from nanscope.capture.quiet import Quiet
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
 from nanscope.elements import first_nonfinite
 from nanscope.errors import NanscopeError, NonFiniteError, ProgramError
@@ -100,8 +101,9 @@ class Scope:
         self._rank = int(os.environ.get("RANK", "0") or 0)
         self._tape = Tape(budget)
         self._mode = TapeMode(self._tape)
-        self._modules = ModuleWatch(self._mode.suspend, self._mode.resume)
-        self._guard = Guard(self, self._mode.suspend, self._mode.resume)
+        self._quietly = Quiet()
+        self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._quietly)
+        self._guard = Guard(self, self._mode.suspend, self._mode.resume, self._quietly)
         self._tape.module_outputs = self._modules.output_of
         self._tape.is_parameter = self._modules.parameter_name
         self._recordings: list[Recording] = []
@@ -127,7 +129,7 @@ class Scope:
         if self._entered:
             raise NanscopeError("a scope can be entered once; call nanscope.watch again", slug="scope-reused")
         self._entered = True
-        self._guard.quietly("open-run", self._open_run)
+        self._quietly("open-run", self._open_run)
         self._began = time.perf_counter()
         for target in self._targets:
             for module in _modules_of(target):
@@ -143,12 +145,15 @@ class Scope:
             self._mode.resume()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._guard.remove()
-        self._guard.quietly("finish", self._finish)
+        self._quietly("finish", self._finish)
+        self._quietly("finish", self._let_go)
+
+    def _let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._tape.forget(everything=True)
         self._recordings.clear()
+        self._tape.forget(everything=True)
 
     def tag(self, **tensors: Tensor) -> None:
         """Name tensors where the code's own names do not tell: `scope.tag(log_probs=lp, mask=m)`.
@@ -162,7 +167,7 @@ class Scope:
                 raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
             if not isinstance(tensor, Tensor):
                 raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
-            self._guard.quietly("tag", self._tape.tag, name, tensor)
+            self._quietly("tag", self._tape.tag, name, tensor)
 
     @property
     def verdict(self) -> diagnose.Verdict:
@@ -204,11 +209,14 @@ class Scope:
     def _watch(self, recording: Recording, leaf: int) -> Any:
         limit = self._tape.budget // 64
 
+        def look(grad: Tensor) -> None:
+            recording.flags.append(is_finite(grad))
+            if grad.numel() * grad.element_size() <= limit:
+                recording.grads[leaf] = grad.detach()
+
         def hook(grad: Tensor) -> None:
             if self._current is recording:
-                recording.flags.append(is_finite(grad))
-                if grad.numel() * grad.element_size() <= limit:
-                    recording.grads[leaf] = grad.detach()
+                self._quietly("gradient-hook", look, grad)
 
         return hook
 

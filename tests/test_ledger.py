@@ -95,7 +95,14 @@ def test_a_half_written_last_line_is_skipped(tmp_path: Path) -> None:
         assert [entry.step for entry in read(path)] == [0, 1], f"cut after {cut} bytes"
 
 
-@pytest.mark.parametrize("rest", [b"[]", b"3", b'"text"', b"{}", b"null", b'{"step": 1}', b"{nonsense", b"\x00\x00\x00", b"\xff\xfe{"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"[]", b"3", b'"text"', b"{}", b"null", b'{"step": 1}', b"{nonsense", b"\x00\x00\x00", b"\xff\xfe{", b"[" * 100_000,
+        b'{"step": "x", "rank": 0, "time": 0.0}', b'{"step": 1, "rank": 0, "time": 0.0, "loss": "lots"}',
+        b'{"step": 1, "rank": 0, "time": 0.0, "loss": [1]}', b'{"step": null, "rank": 0, "time": 0.0}',
+    ],
+)  # fmt: skip
 def test_a_damaged_line_is_skipped(tmp_path: Path, rest: bytes) -> None:
     """A line that is no entry costs this line only, whatever is in it."""
     path = tmp_path / "history.jsonl"

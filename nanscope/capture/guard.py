@@ -7,7 +7,6 @@ global step hooks. What a callback of ours raises never reaches the trainer, exc
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nanscope.errors import NonFiniteError
-
-log = logging.getLogger("nanscope")
+from nanscope.capture.quiet import Quiet
 
 
 class Observer(Protocol):
@@ -33,15 +30,14 @@ class Observer(Protocol):
 class Guard:
     """Installs the gates and calls the observer, from the thread that opened it only."""
 
-    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None]) -> None:
+    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], quietly: Quiet) -> None:
         self._observer = observer
-        self._suspend, self._resume = suspend, resume
+        self._suspend, self._resume, self._quietly = suspend, resume, quietly
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
         self._wrapped: Any = None
         self._original: Any = None
         self._inside = False
-        self.failures: list[str] = []
 
     def install(self) -> None:
         """Put the gates up."""
@@ -52,15 +48,15 @@ class Guard:
             if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
             self._inside = True
-            self._suspend()
+            self._quietly("suspend", self._suspend)
             try:
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 seeds = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-                self.quietly("before-backward", self._observer.before_backward, roots, seeds)
+                self._quietly("before-backward", self._observer.before_backward, roots, seeds)
                 original(roots, grad_tensors, *args, **kwargs)
-                self.quietly("after-backward", self._observer.after_backward)
+                self._quietly("after-backward", self._observer.after_backward)
             finally:
-                self._resume()
+                self._quietly("resume", self._resume)
                 self._inside = False
             return None
 
@@ -80,32 +76,20 @@ class Guard:
             torch.autograd.backward = self._original
         self._inside = True
 
-    def quietly(self, what: str, function: Callable[..., None], *args: Any) -> None:
-        """Call one of ours: a failure becomes one logged warning, NonFiniteError passes."""
-        try:
-            function(*args)
-        except NonFiniteError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the training run must go on whatever fails in here
-            message = f"{what}-failed"
-            if message not in self.failures:
-                self.failures.append(message)
-                log.warning("nanscope [%s]: %s: %s; training goes on, this was not observed", message, type(error).__name__, error)
-
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
-        self._suspend()
+        self._quietly("suspend", self._suspend)
         try:
-            self.quietly("before-step", self._observer.before_step, optimizer)
+            self._quietly("before-step", self._observer.before_step, optimizer)
         except BaseException:
-            self._resume()
+            self._quietly("resume", self._resume)
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
         try:
-            self.quietly("after-step", self._observer.after_step, optimizer)
+            self._quietly("after-step", self._observer.after_step, optimizer)
         finally:
-            self._resume()
+            self._quietly("resume", self._resume)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from nanscope.capture.quiet import Quiet
+
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
+
+_HOOK_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -76,11 +81,11 @@ def autocast_state() -> dict[str, torch.dtype]:
 class ModuleWatch:
     """Installs the hooks; `suspend` and `resume` are called around every outermost call of a module that has weights."""
 
-    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None]) -> None:
+    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], quietly: Quiet) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.busy = False  # during a backward pass or a second look
-        self._suspend, self._resume = suspend, resume
+        self._suspend, self._resume, self._quietly = suspend, resume, quietly
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
@@ -92,6 +97,8 @@ class ModuleWatch:
 
     def install(self) -> None:
         """Register the hooks."""
+        # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
+        warnings.filterwarnings("ignore", message=_HOOK_WARNING)
         self._handles = [
             hooks.register_module_forward_pre_hook(self._before),
             hooks.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -101,7 +108,12 @@ class ModuleWatch:
         """Remove the hooks, in reverse order."""
         for handle in reversed(self._handles):
             handle.remove()
+            hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch's handle forgets this one
         self._handles = []
+        for entry in warnings.filters[:]:
+            if entry[1] is not None and getattr(entry[1], "pattern", None) == _HOOK_WARNING:
+                warnings.filters.remove(entry)  # type: ignore[attr-defined]
+                break
         self.reset()
         self.calls.clear()
 
@@ -118,17 +130,17 @@ class ModuleWatch:
             if module is self._open:
                 self._depth += 1
             return
-        if self.busy or threading.get_ident() != self._thread:
-            return
+        if not self.busy and threading.get_ident() == self._thread:
+            self._quietly("module-begins", self._begin, module)
+
+    def _begin(self, module: nn.Module) -> None:
         weighted = self._weighted.get(module)
         if weighted is None:
-            weighted = next(module.parameters(), None) is not None
-            self._weighted[module] = weighted
-        if not weighted:
-            return
-        self._open, self._depth = module, 1
-        self._began = (rng_state(), autocast_state()) if torch.is_grad_enabled() else None
-        self._suspend()
+            weighted = self._weighted[module] = next(module.parameters(), None) is not None
+        if weighted:
+            self._began = (rng_state(), autocast_state()) if torch.is_grad_enabled() else None
+            self._suspend()
+            self._open, self._depth = module, 1
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._open or threading.get_ident() != self._thread:
@@ -137,11 +149,9 @@ class ModuleWatch:
         if self._depth:
             return
         self._open = None
-        try:
-            if self._began is not None and output is not None:
-                self._remember(module, args, kwargs, output)
-        finally:
-            self._resume()
+        if self._began is not None and output is not None:
+            self._quietly("module-ends", self._remember, module, args, kwargs, output)
+        self._quietly("module-ends", self._resume)
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._began is None:

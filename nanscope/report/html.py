@@ -229,9 +229,9 @@ class Grid:
         value = self.values[row][column]
         if value is None or not math.isfinite(value):
             return None
-        if self.scale <= 0 or value == 0:
+        if self.scale <= 0:
             return 0
-        return int(math.copysign(min(LEVELS, math.ceil(LEVELS * abs(value) / self.scale)), value))
+        return int(math.copysign(min(LEVELS, round(LEVELS * abs(value) / self.scale)), value))
 
 
 def exponent_limit_of(place: Place) -> float | None:
@@ -513,9 +513,10 @@ def _outcome(row: Row, incident: Incident, limits: Limits) -> tuple[str, str]:
     if row.loss is None:
         return note or "does not apply", "quiet"
     if row.kind == "recorded":
-        return note or "the failure", "quiet" if row.works else "harm"
+        remark = f" ({note})" if (note and not incident.reproduces) or "gradients" in note else ""
+        return ("finite" + remark, "quiet") if row.works else ("✗ the failure" + remark, "harm")
     if row.kind == "float64":
-        return ("finite: a question of range", "quiet") if row.works else ("fails in float64, too", "quiet")
+        return ("finite: the range was the limit", "quiet") if row.works else ("fails in float64, too", "quiet")
     if row.kind == "control":
         return ("✗", "harm") if not row.works else ("finite here", "quiet")
     return ("✓ works", "proven") if row.works else ("✗ fails", "harm")
@@ -607,7 +608,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel as drawn, in units of CHART. limit_y: where the limit lies; cross_x: where the incident lies."""
+    """A panel as drawn, in units of CHART. limit_y, limit_at: where the limit lies, in units and in percent; cross_x: where the incident lies."""
 
     title: str
     unit: str
@@ -615,6 +616,8 @@ class Chart:
     y: tuple[Tick, ...]
     x: tuple[Tick, ...]
     limit_y: str
+    limit_at: str
+    limit: str
     limit_words: str
     cross_x: str
     label: str
@@ -980,7 +983,9 @@ def _chart(panel: Panel) -> Chart:
         y=tuple(Tick(at, text) for at, text in labels.items()),
         x=(Tick("0", numeral_step(left)), Tick("100", numeral_step(right), right == panel.incident)),
         limit_y="" if limit_y is None else f"{limit_y:.1f}",
-        limit_words="" if panel.limit is None else f"{panel.limit_name} at {panel.limit:.2f}" if panel.limit else panel.limit_name,
+        limit_at="" if limit_y is None else f"{100 * limit_y / height:.1f}",
+        limit="" if panel.limit is None else f"{panel.limit:.2f}" if panel.limit else "0",
+        limit_words=panel.limit_name if panel.limit is not None else "",
         cross_x=f"{x(panel.incident):.1f}" if panel.incident is not None and left <= panel.incident <= right else "",
         label=f"{panel.title} from step {numeral_step(left)} to {numeral_step(right)}",
     )
