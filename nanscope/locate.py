@@ -287,7 +287,7 @@ class _Walker:
         leaf = self.program.leaf(value)
         if number != -math.inf or leaf is None:
             return "fed"
-        if leaf.origin == "module":
+        if leaf.origin in ("module", "opaque", "cut"):
             return "intended"  # the model masks its own logits
         tensor = self.run.values[value]
         finite = tensor[torch.isfinite(tensor)]

@@ -290,7 +290,10 @@ class Program:
                 raise ProgramError("the program does not make its output", slug="program-missing-value")
             output = values[self.output]
             if backward and output.requires_grad:
-                torch.autograd.backward([output], [torch.ones_like(output)])
+                try:
+                    torch.autograd.backward([output], [torch.ones_like(output)])
+                except RuntimeError as error:
+                    raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
         return Run({value: tensor.detach() for value, tensor in values.items()}, grads, flows, tuple(order))
 
     def to_json(self) -> dict[str, Any]:

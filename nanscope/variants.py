@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.locate import Origin
+from nanscope.locate import Drop, Origin
 from nanscope.ops import base_name
 from nanscope.program import Arg, Call, Leaf, Program, Ref, overload, refs
 
@@ -47,10 +47,12 @@ class Patch:
         assert self.origin.call is not None
         return self.program.calls[self.origin.call]
 
-    def siblings(self) -> list[int]:
-        """Return the indices of all calls that the origin's source expression made: one a chunk, or one a turn of a loop."""
-        call = self.call
-        return [i for i, c in enumerate(self.program.calls) if i == self.origin.call or (c.op == call.op and c.site == call.site >= 0)]
+    def siblings(self, index: int | None = None) -> list[int]:
+        """Return the indices of all calls that one source expression made (the origin's by default): one a chunk, one a turn of a loop."""
+        own = self.origin.call if index is None else index
+        assert own is not None
+        call = self.program.calls[own]
+        return [i for i, c in enumerate(self.program.calls) if i == own or (c.op == call.op and c.site == call.site >= 0)]
 
     def operand(self, position: int) -> int | None:
         """Return the value that the origin's call reads as argument `position`, None if it is a number."""
@@ -65,17 +67,20 @@ class Patch:
 Insert = tuple[str, tuple[Arg, ...]]  # operator and arguments; Ref(-1) is the value being edited, Ref(-2) the insert before this one
 
 
-def before(patch: Patch, position: int, inserts: Sequence[Insert]) -> Program:
-    """Return the program with `inserts` between the origin's call (and its siblings) and what they read as argument `position`."""
+def before(patch: Patch, position: int, inserts: Sequence[Insert] | Callable[[int], Sequence[Insert]]) -> Program:
+    """Return the program with `inserts` between the origin's call (and its siblings) and what they read as argument `position`.
+
+    inserts: the same for all siblings, or a function of a sibling's ordinal.
+    """
     if patch.operand(position) is None:
         raise NanscopeError(f"argument {position} of {patch.call.op} is not a tensor", slug="edit-not-applicable")
     calls = list(patch.program.calls)
     fresh = patch.program.new_id()
-    for index in reversed(patch.siblings()):
+    for ordinal, index in reversed(list(enumerate(patch.siblings()))):
         value = next(refs(calls[index].args[position]), None) if position < len(calls[index].args) else None
         if value is None:
             continue
-        added, last = _emit(fresh, value, inserts, calls[index])
+        added, last = _emit(fresh, value, inserts(ordinal) if callable(inserts) else inserts, calls[index])
         fresh += len(added)
         args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
         calls[index : index + 1] = [*added, replace(calls[index], args=args)]
@@ -169,11 +174,28 @@ def mask_before_op(patch: Patch) -> Variant | None:
         return None
     excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() else 0.0
     neutral = 1.0 if position == 1 else 0.0
-    inserts: list[Insert] = [("aten.ne.Scalar", (Ref(mask.by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+    masks = _masks(patch, mask)
+
+    def inserts(ordinal: int) -> list[Insert]:
+        by = masks[ordinal] if ordinal < len(masks) else masks[0]
+        return [("aten.ne.Scalar", (Ref(by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+
     name = mask.name or "the mask"
     label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
-    program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts))
+    program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts(0)))
     return Variant("mask_before_op", label, program, dict(patch.tensors))
+
+
+def _masks(patch: Patch, drop: Drop) -> list[int]:
+    """The mask of every sibling: chunks of a batch have a chunk of the mask each."""
+    assert drop.by is not None
+    if patch.origin.call is None:
+        return [drop.by]
+    calls, ours = patch.program.calls, patch.siblings(drop.call)
+    position = next((p for p, arg in enumerate(calls[drop.call].args) if drop.by in refs(arg)), None)
+    if position is None or len(ours) != len(patch.siblings()):
+        return [drop.by]
+    return [next(refs(calls[index].args[position]), drop.by) for index in ours]
 
 
 def _descends(program: Program, value: int, ancestor: int) -> bool:

@@ -140,7 +140,7 @@ def test_a_trace_holds_what_went_in_and_out_of_every_call() -> None:
     assert returned[0] is not None and returned[0][0] == 1 and math.isnan(float(returned[0][1]))
 
 
-def test_calls_with_several_results(fresh: None = None) -> None:
+def test_calls_with_several_results() -> None:
     """A result that nobody reads has no id; the others have theirs."""
     program = Program(
         (Leaf(0, "x", "data", True),),
@@ -412,8 +412,7 @@ def test_a_missing_leaf_is_named() -> None:
         (chain(("aten.view.default", (Ref(0), (7, 7)))), "program-call-failed"),
         (chain(("aten.as_strided.default", (Ref(0), (100,), (1,)))), "program-call-failed"),
         (chain(("aten.index.Tensor", (Ref(0), ()))), "program-call-failed"),
-        (chain(("aten.histc.default", (Ref(0), 3)), ("aten.sum.default", (Ref(1),))), "program-call-failed"),  # has no derivative
-        (chain(("aten.nextafter.default", (Ref(0), Ref(0))), ("aten.sum.default", (Ref(1),))), "program-call-failed"),
+        (chain(("aten.heaviside.default", (Ref(0), Ref(0))), ("aten.sum.default", (Ref(1),))), "program-call-failed"),  # has no derivative
     ],
 )  # fmt: skip
 def test_a_call_that_cannot_be_made_is_one_clear_error(program: Program, slug: str) -> None:
@@ -483,7 +482,7 @@ def test_sizes_of_a_real_step_are_fine() -> None:
     for op, args in (
         ("aten.permute.default", (Ref(0), (1, 0))),
         ("aten.constant_pad_nd.default", (Ref(0), (0, 3, 0, 0))),
-        ("aten.zeros.default", ((0, BIG, BIG),)),
+        ("aten.zeros.default", ((0, 4096, 50_000),)),
         ("aten.sum.dim_IntList", (Ref(0), (0, 1))),
         ("aten.slice.Tensor", (Ref(0), 0, 0, 9223372036854775807)),
         ("aten.clamp.default", (Ref(0), -1e38, 1e38)),

@@ -38,6 +38,7 @@ class Guard:
         self._wrapped: Any = None
         self._original: Any = None
         self._inside = False
+        self._stepping = False  # between an optimizer's two hooks; a step that raises never reaches the second
 
     def install(self) -> None:
         """Put the gates up."""
@@ -47,6 +48,7 @@ class Guard:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
+            self._end_step()
             self._inside = True
             self._quietly("suspend", self._suspend)
             try:
@@ -76,20 +78,35 @@ class Guard:
             torch.autograd.backward = self._original
         self._inside = True
 
+    def _end_step(self) -> None:
+        if self._stepping:
+            self._stepping = False
+            self._quietly("resume", self._resume)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
+        self._end_step()
         self._quietly("suspend", self._suspend)
+        self._stepping = True
         try:
-            self._quietly("before-step", self._observer.before_step, optimizer)
+            self._ours("before-step", self._observer.before_step, optimizer)
         except BaseException:
-            self._quietly("resume", self._resume)
+            self._end_step()
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
+        if threading.get_ident() != self._thread or torch.compiler.is_compiling() or not self._stepping:
             return
         try:
-            self._quietly("after-step", self._observer.after_step, optimizer)
+            self._ours("after-step", self._observer.after_step, optimizer)
         finally:
-            self._quietly("resume", self._resume)
+            self._end_step()
+
+    def _ours(self, what: str, function: Callable[..., None], *args: Any) -> None:
+        """Call the observer; the backward passes that it runs are its own and go past the gate."""
+        inside, self._inside = self._inside, True
+        try:
+            self._quietly(what, function, *args)
+        finally:
+            self._inside = inside

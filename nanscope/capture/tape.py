@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,11 @@ class Tape:
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.budget = budget
-        self.entries: list[Entry] = []
+        self.entries: dict[int, Entry] = {}  # by number, in order
+        self.count = 0  # calls numbered so far
+        self._passing: list[int] = []  # calls that a finished backward pass takes with it
+        self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
+        self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
         self.values: dict[int, Value] = {}
         self.by_key: dict[Key, int] = {}
         self.by_storage: dict[int, list[int]] = {}
@@ -256,24 +261,35 @@ class Tape:
 
     def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool) -> list[int | None]:
         outs: list[int | None] = []
-        index = len(self.entries)
+        index = self.count
+        lasting = not diff
         for item in results:
             if isinstance(item, Tensor):
                 value = self._register(item, diff and (item.is_floating_point() or item.is_complex()))
                 self.made_by[value.id] = index
                 outs.append(value.id)
+                lasting = lasting and value.bytes <= REMEMBERED
             else:
                 outs.append(None)
         code, lasti = self._caller()
-        self.entries.append(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.current_module))
+        self._number(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.current_module), lasting)
         for position, arg in enumerate(noted[0]):
             for value_id in _ids(arg):
                 value = self.values[value_id]
                 if value.leaf is not None and value.position is None:
                     value.position = (index, position)
-        if len(self.entries) > 2 * RING and not torch.is_grad_enabled():
-            self._trim()
+                    self._owned.setdefault(index, []).append(value_id)
         return outs
+
+    def _number(self, entry: Entry, lasting: bool) -> None:
+        self.entries[self.count] = entry
+        if lasting:
+            self._lasting.append(self.count)
+            if len(self._lasting) > RING:
+                self._drop(self._lasting.popleft())
+        else:
+            self._passing.append(self.count)
+        self.count += 1
 
     def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
@@ -314,37 +330,42 @@ class Tape:
         if target.tensor is not None and target.leaf is None:
             target.tensor = None
             self.held -= target.bytes
-        if known.functional is None or known.name.rstrip("_") not in FLOW or not known.name.endswith("_"):
+        overload, noted = self._without_write(known, noted, tensor)
+        if overload is None:
             self._forget_results(tensor, known.name)
             return  # whoever is read next becomes a leaf with the content it has then
-        written = self._append(known.functional, noted, [tensor], self._flows(noted))[0]
+        written = self._append(overload, noted, [tensor], self._flows(noted))[0]
         if written is None:
             return
         if self.values[written].dtype is not _promoted(noted, self.values):
             written = self._cast(written, tensor)
         self._spread(self.values[written], target, live, tensor)
 
+    def _without_write(self, known: Operator, noted: Noted, tensor: Tensor) -> tuple[str | None, Noted]:
+        """Return the functional form of an in-place call and its arguments, None if it has none that can be replayed."""
+        args, kwargs = noted
+        if known.name == "copy_":
+            return "aten.expand.default", ((args[1], tuple(tensor.shape)), ())  # aten.copy has no derivative
+        if known.name == "zero_":
+            return "aten.fill.Scalar", ((args[0], 0.0 if tensor.is_floating_point() else 0), ())
+        if known.functional is None or not known.name.endswith("_") or known.name.rstrip("_") not in FLOW:
+            return None, noted
+        return known.functional, (args, kwargs)
+
     def _cast(self, written: int, tensor: Tensor) -> int:
         """In place keeps the target's dtype where the functional form would promote: add the cast."""
-        entry = self.entries[-1]
+        last = self.count - 1
+        entry = self.entries[last]
         value = self.values[written]
         raw = self._next
         self._next += 1
-        self.entries[-1] = Entry(entry.op, entry.args, entry.kwargs, (raw,), entry.grad, entry.code, entry.lasti, entry.module)
+        self.entries[last] = Entry(entry.op, entry.args, entry.kwargs, (raw,), entry.grad, entry.code, entry.lasti, entry.module)
         self.values[raw] = Value(raw, (0, (), (), tensor.dtype, False), None, 0, None, -1, value.diff, value.shape, tensor.dtype)
-        self.made_by[raw] = len(self.entries) - 1
-        self.made_by[written] = len(self.entries)
-        self.entries.append(
-            Entry(
-                "aten._to_copy.default",
-                (Ref(raw),),
-                (("dtype", tensor.dtype),),
-                (written,),
-                entry.grad,
-                entry.code,
-                entry.lasti,
-                entry.module,
-            )
+        self.made_by[raw] = last
+        self.made_by[written] = self.count
+        cast = (("dtype", tensor.dtype),)
+        self._number(
+            Entry("aten._to_copy.default", (Ref(raw),), cast, (written,), entry.grad, entry.code, entry.lasti, entry.module), not value.diff
         )
         return written
 
@@ -380,9 +401,9 @@ class Tape:
         self.values[value.id] = value
         self.by_key[key] = value.id
         self.by_storage.setdefault(like.storage, []).append(value.id)
-        self.made_by[value.id] = len(self.entries)
-        last = self.entries[-1]
-        self.entries.append(Entry(op, noted[0], noted[1], (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module))
+        self.made_by[value.id] = self.count
+        last = self.entries[self.count - 1]
+        self._number(Entry(op, noted[0], noted[1], (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module), not diff)
         return value
 
     # -- positions -------------------------------------------------------------------------------------------------------
@@ -499,8 +520,8 @@ class Tape:
     @property
     def _replayable(self) -> dict[int, bool]:
         # Valid for as long as the tape has this length.
-        if self._replay_cache[0] != len(self.entries):
-            self._replay_cache = (len(self.entries), {})
+        if self._replay_cache[0] != self.count:
+            self._replay_cache = (self.count, {})
         return self._replay_cache[1]
 
     def _name_of(self, value: Value, calls: list[Call], order: list[int], sites: list[Site]) -> str | None:
@@ -528,44 +549,45 @@ class Tape:
     def forget(self, everything: bool = False) -> None:
         """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
         (rewards, advantages) is still explained in its later micro-batches."""
-        keep: list[Entry] = []
-        if not everything and not self.broken:
-            recent = [entry for entry in self.entries[-RING:] if not entry.grad or not self._any_diff(entry)]
-            keep = [entry for entry in recent if self._small(entry)]
-        alive = {out for entry in keep for out in entry.outs if out is not None}
-        read = {i for entry in keep for arg in (*entry.args, *(a for _, a in entry.kwargs)) for i in _ids(arg)}
-        old = self.values
-        wanted = alive | {i for i in read if i in old and (old[i].tensor is None or old[i].bytes <= REMEMBERED)}
-        tagged = {name: i for name, i in self.tags.items() if i in wanted}
-        self.entries = keep
-        self.values = {i: value for i, value in old.items() if i in wanted}
-        self.by_key = {key: i for key, i in self.by_key.items() if i in wanted}
-        self.by_storage = {}
-        for i, value in self.values.items():
-            self.by_storage.setdefault(value.storage, []).append(i)
-            value.position = None
-        self.made_by = {out: index for index, entry in enumerate(keep) for out in entry.outs if out is not None}
-        self.held = sum(value.bytes for value in self.values.values() if value.tensor is not None)
-        if self.held > self.budget // 4:
-            self.forget(everything=True)
-            return
-        self.tags = tagged
+        if everything or self.broken or self.held > self.budget // 2:
+            self.entries.clear()
+            self.values.clear()
+            self.by_key.clear()
+            self.by_storage.clear()
+            self.made_by.clear()
+            self._lasting.clear()
+            self._owned.clear()
+            self.held = 0
+        else:
+            for index in self._passing:
+                self._drop(index)
+        self._passing.clear()
+        self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.broken = ""
         self.scaled = False
         self.opaque = {}
         self._replay_cache = (-1, {})
 
-    def _any_diff(self, entry: Entry) -> bool:
-        return any(self.values[out].diff for out in entry.outs if out is not None and out in self.values)
-
-    def _small(self, entry: Entry) -> bool:
-        return all(self.values[out].bytes <= REMEMBERED for out in entry.outs if out is not None and out in self.values)
-
-    def _trim(self) -> None:
-        """Forget the oldest calls of a long stretch without gradient."""
-        if any(self._any_diff(entry) for entry in self.entries):
+    def _drop(self, index: int) -> None:
+        """Forget one call, what it made, and the leaves that only it introduced."""
+        entry = self.entries.pop(index, None)
+        if entry is None:
             return
-        self.forget()
+        for value_id in (*(out for out in entry.outs if out is not None), *self._owned.pop(index, ())):
+            value = self.values.pop(value_id, None)
+            if value is None:
+                continue
+            self.made_by.pop(value_id, None)
+            if self.by_key.get(value.key) == value_id:
+                del self.by_key[value.key]
+            relatives = self.by_storage.get(value.storage)
+            if relatives is not None:
+                if value_id in relatives:
+                    relatives.remove(value_id)
+                if not relatives:
+                    del self.by_storage[value.storage]
+            if value.tensor is not None:
+                self.held -= value.bytes
 
 
 def _is_user(file: str) -> bool:

@@ -9,6 +9,7 @@ never lands in a style, a script or an id. However large the run, the page stays
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
@@ -173,7 +174,8 @@ def facts_of(incident: Incident) -> tuple[Fact, ...]:
             facts.append(Fact(name, "–", "not looked at"))
             continue
         bad[name], total = counts
-        facts.append(Fact(name, f"{bad[name]} of {total}", "non-finite", "harm") if bad[name] else Fact(name, "finite", f"all {total}", "proven"))
+        harmed = Fact(name, f"{bad[name]} of {total}", "non-finite", "harm")
+        facts.append(harmed if bad[name] else Fact(name, "finite", f"all {total}", "proven"))
     stepped = incident.reached.get("stepped")
     words = _STEPPED.get(str(stepped), clean(stepped or "–", 24))
     facts.append(Fact("optimizer", words, "", "harm" if stepped == "taken" and any(bad.values()) else ""))
@@ -183,9 +185,19 @@ def facts_of(incident: Incident) -> tuple[Fact, ...]:
 def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:
     """Split the sentence of the verdict: what happened, and why and how far it got."""
     sentence = clean(incident.sentence, limits.long)
+    if sentence.startswith("the "):  # a sentence that begins with code keeps its first letter
+        sentence = f"T{sentence[1:]}"
     title = CAUSES[incident.cause].title if incident.cause in CAUSES else ""
     at = sentence.find(f". {title[:1].upper()}{title[1:]}") if title else -1
     return (sentence[: at + 1], sentence[at + 2 :]) if at >= 0 else (sentence, "")
+
+
+def calm(verdict: Verdict, limit: int = 600) -> str:
+    """Return the sentence of a healthy run without the note that it repeats."""
+    sentence = verdict.sentence
+    for note in verdict.notes:
+        sentence = sentence.removesuffix(f"; {note.text}")
+    return clean(sentence, limit)
 
 
 # -- the map -------------------------------------------------------------------------------------------------------------------------
@@ -206,7 +218,6 @@ class Grid:
     what: str
     values: tuple[tuple[float | None, ...], ...]
     masked: tuple[tuple[bool, ...], ...]
-    has_mask: bool
     bad: tuple[tuple[bool, ...], ...]
     ring: tuple[int, int] | None
     first_row: int
@@ -231,7 +242,7 @@ class Grid:
             return None
         if self.scale <= 0:
             return 0
-        return int(math.copysign(min(LEVELS, round(LEVELS * abs(value) / self.scale)), value))
+        return int(math.copysign(round(LEVELS * min(1.0, abs(value) / self.scale)), value))
 
 
 def exponent_limit_of(place: Place) -> float | None:
@@ -270,7 +281,6 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
         what=clean(picture.what, 80),
         values=values,
         masked=masked,
-        has_mask=picture.masked is not None,
         bad=bad,
         ring=(row, column) if inside else None,
         first_row=first_row,
@@ -293,13 +303,14 @@ def _axes(place: Place) -> tuple[str, str]:
     if len(place.shape) < 2:
         return "", "element"
     if len(place.shape) > 2:
-        return "leading dimensions", "last dimension"
+        return "row", "column"  # all dimensions but the last are flattened into rows
     return ("row", "column") if place.role in ("weights", "optimizer", "grad", "hidden", "router", "attention") else ("row", "token")
 
 
 def _scale(values: Sequence[Sequence[float | None]], bad: Sequence[Sequence[bool]]) -> tuple[float, bool]:
     """The magnitude of full colour: the largest, unless a few outliers would wash out everything else."""
-    sizes = sorted(abs(v) for line, marks in zip(values, bad, strict=True) for v, mark in zip(line, marks, strict=True) if v is not None and not mark)
+    cells = zip(itertools.chain.from_iterable(values), itertools.chain.from_iterable(bad), strict=True)
+    sizes = sorted(abs(value) for value, mark in cells if value is not None and not mark)
     if not sizes:
         return 0.0, False
     most, usual = sizes[-1], sizes[int(0.95 * (len(sizes) - 1))]
@@ -310,19 +321,18 @@ def _cut(row_name: str, column_name: str, rows: tuple[int, int, int], columns: t
     parts = []
     for name, (first, shown, whole) in ((row_name, rows), (column_name, columns)):
         if name:
-            many = f"{name}s" if not name.endswith("s") else name
-            parts.append(f"{many} {first}–{first + shown - 1} of {whole}" if shown < whole else plural(whole, name) if many != name else f"{whole} {name}")
-    return " × ".join(parts) if all(" of " not in part for part in parts) else ", ".join(parts)
+            parts.append(f"{name}s {first}–{first + shown - 1} of {whole}" if shown < whole else plural(whole, name))
+    return (", " if rows[1] < rows[2] or columns[1] < columns[2] else " × ").join(parts)
 
 
 def _count(
     values: Sequence[Sequence[float | None]], masked: Sequence[Sequence[bool]], bad: Sequence[Sequence[bool]], limit: float | None
 ) -> str:
-    marks = [(mark, out) for line, outs in zip(bad, masked, strict=True) for mark, out in zip(line, outs, strict=True)]
+    marks = list(zip(itertools.chain.from_iterable(bad), itertools.chain.from_iterable(masked), strict=True))
     hits = sum(mark for mark, _ in marks)
     if not hits:
         return ""
-    total = sum(value is not None for line in values for value in line)
+    total = sum(value is not None for value in itertools.chain.from_iterable(values))
     hidden = sum(mark and out for mark, out in marks)
     kind = "beyond the limit" if limit is not None else "non-finite"
     words = f"{hits} of {total} shown {'is' if hits == 1 else 'are'} {kind}"
@@ -352,6 +362,34 @@ class Panel:
     limit_name: str
     incident: float | None
     log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The axes of a panel: what lies at which end, and where a point lies between them, from 0 to 1."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    log: bool
+
+    @staticmethod
+    def of(panel: Panel) -> Scale:
+        """Return axes that hold every finite point and the limit."""
+        steps = [step for line in panel.series for step, _ in line.points]
+        sizes = [value for line in panel.series for _, value in line.points if math.isfinite(value)]
+        bounds = [*sizes, *([] if panel.limit is None else [panel.limit])] or [0.0]
+        return Scale(min(steps), max(steps), min(bounds), max(bounds), panel.log)
+
+    def x(self, step: float) -> float:
+        """Where a step lies, from left to right."""
+        return (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+
+    def y(self, value: float) -> float:
+        """Where a finite value lies, from bottom to top."""
+        low, high, v = (math.log10(n) if self.log else n / 4 for n in (self.low, self.high, value))  # /4: the distance must not overflow
+        return (v - low) / (high - low) if high > low else 0.5
 
 
 def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
@@ -471,13 +509,14 @@ def groups_of(incident: Incident, limits: Limits = LIMITS[0]) -> tuple[Group, ..
     """Return the replay table: what was recorded, fixes, edits asked for, and the tempting wrong ones."""
     rows = incident.rows[: limits.rows]
     ran = [row for row in rows if row.loss is not None]
+    own = ("recorded", "float64", "fix", "control")
     parts = (
         ("as it was", [row for row in ran if row.kind in ("recorded", "float64")]),
         ("fixes", [row for row in ran if row.kind == "fix"]),
-        ("asked for", [row for row in rows if row.kind == "asked"]),
+        ("asked for", [row for row in rows if row.kind not in own]),
         ("tempting, and wrong", [row for row in ran if row.kind == "control" and not row.works]),
         ("pass here, but mend the result and not its cause", [row for row in ran if row.kind == "control" and row.works]),
-        ("not run", [row for row in rows if row.loss is None and row.kind != "asked"]),
+        ("not run", [row for row in rows if row.loss is None and row.kind in own]),
     )
     best = best_of(incident)
     return tuple(Group(title, tuple(_tried(row, incident, best, limits) for row in found)) for title, found in parts if found)
@@ -608,7 +647,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel as drawn, in units of CHART. limit_y, limit_at: where the limit lies, in units and in percent; cross_x: where the incident lies."""
+    """A panel as drawn, in units of CHART.
+
+    limit_y, limit_at: where the limit lies, in units and in percent. cross_x: where the incident lies.
+    """
 
     title: str
     unit: str
@@ -677,29 +719,34 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     told = {(note.slug, note.text) for incident in shown for note in incident.notes}
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
     bad = max(verdict.bad_steps, len(verdict.incidents))
-    counts = [Fact("steps watched", clean(verdict.steps, 24)), Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
+    watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
+    counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
     if verdict.healthy:
         default = "nanscope · healthy run"
     else:
-        default = clean(f"nanscope · step {verdict.incidents[0].step} · {verdict.incidents[0].phase}", limits.text)
-    contents = [
-        (f"#incident-{index}" if index <= len(shown) else "", f"step {clean(i.step, 24)} · rank {clean(i.rank, 24)} · {clean(i.phase, 24)}", lead_and_rest(i, limits)[0])
-        for index, i in enumerate(listed, 1)
-    ]
+        default = f"nanscope · {_name(verdict.incidents[0])}"
+    contents = [(f"#incident-{n}" if n <= len(shown) else "", _name(i), lead_and_rest(i, limits)[0]) for n, i in enumerate(listed, 1)]
     return Page(
         title=clean(title, limits.text) if title else default,
         heading=clean(title, limits.text) if title else "",
         version=clean(verdict.version, 40),
         counts=tuple(counts),
         healthy=verdict.healthy,
-        sentence=clean(verdict.sentence, limits.long),
+        sentence=calm(verdict, limits.long) if verdict.healthy else "",
         sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
         more=f"… {len(verdict.incidents) - len(listed)} more" if len(verdict.incidents) > len(listed) else "",
         notes=_notes(notes, limits),
     )
+
+
+_REPRODUCES = {True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program", None: ""}
+
+
+def _name(incident: Incident) -> str:
+    return f"step {clean(incident.step, 24)} · rank {clean(incident.rank, 24)} · {clean(incident.phase, 24)}"
 
 
 def _section(incident: Incident, index: int, limits: Limits) -> Section:
@@ -724,9 +771,7 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         map=_map(incident, limits),
         charts=tuple(_chart(panel) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
-        replayed={True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program", None: ""}[
-            incident.reproduces
-        ],
+        replayed=_REPRODUCES[incident.reproduces],
         replayed_state="proven" if incident.reproduces else "harm",
         advised=tuple(
             (clean(fix.id, 60), clean(fix.label, limits.text), clean(fix.where or "", limits.text))
@@ -755,7 +800,7 @@ def _command(path: str, limits: Limits) -> str:
 
 def _segments(text: str, place: Place, limits: Limits) -> tuple[Segment, ...]:
     """Split a sentence into words and the code it quotes."""
-    spans = [subject(place, limits.text), where(place, limits.text), calculation(place, limits.text)]
+    spans = [subject(place, limits.text), where(place, limits.text), *([calculation(place, limits.text)] if place.operands else [])]
     spans += [clean(word, limits.text) for word in (place.expression, place.variable, *(name for name, _ in place.operands[:4])) if word]
     wanted = "|".join(re.escape(span) for span in sorted(set(spans), key=len, reverse=True) if len(span) > 2)
     if not text or not wanted:
@@ -788,18 +833,19 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
 
 def _source(place: Place, limits: Limits) -> Iterator[SourceLine]:
     lines = list(place.source)
-    marked = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
-    lines = lines[max(0, marked - 7) : marked + 8]
+    middle = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
+    lines = lines[max(0, middle - 7) : middle + 8]
     while lines and not str(lines[0][1]).strip():
         del lines[0]
     while lines and not str(lines[-1][1]).strip():
         del lines[-1]
-    wanted = clean(place.expression or "", limits.text)
+    wanted = re.escape(clean((place.variable if place.op == "input" else place.expression) or "", limits.text))
     for line, text in lines:
         words = clean(str(text).expandtabs(4).rstrip(), limits.text)
-        hit = line == place.line
-        before, found, after = words.partition(wanted) if hit and wanted else (words, "", "")
-        yield SourceLine(clean(line, 12), before, found, after, hit)
+        marked = line == place.line
+        found = re.search(rf"(?<!\w){wanted}(?!\w)", words) if marked and wanted else None
+        start, end = found.span() if found else (len(words), len(words))
+        yield SourceLine(clean(line, 12), words[:start], words[start:end], words[end:], marked)
 
 
 def _chain(incident: Incident, limits: Limits) -> Iterator[ChainItem]:
@@ -894,7 +940,7 @@ def _map(incident: Incident, limits: Limits) -> Map | None:
     cell = max(10, min(34, 896 // max(columns, 1)))
     ring = grid.ring
     share = (ring[1] + 0.5) / columns if ring else 0.0
-    around = ()
+    around: tuple[tuple[str, str, str], ...] = ()
     if ring:
         near = range(max(0, ring[1] - 4), min(columns, ring[1] + 5))
         around = tuple(
@@ -952,42 +998,31 @@ def _ticks(count: int, first: int, strong: int | None, every: int) -> tuple[Tick
 
 
 def _chart(panel: Panel) -> Chart:
+    scale = Scale.of(panel)
     width, height = CHART
-    steps = [x for line in panel.series for x, _ in line.points]
-    sizes = [y for line in panel.series for _, y in line.points if math.isfinite(y)]
-    bounds = [*sizes, *([panel.limit] if panel.limit is not None else [])] or [0.0, 1.0]
-    low, high = min(bounds), max(bounds)
-    to_y = (lambda v: math.log10(v)) if panel.log else (lambda v: v)
-    bottom, top = to_y(low), to_y(high)
-    if not math.isfinite(top - bottom):  # the distance itself overflows
-        bottom, top, to_y = -1.0, 1.0, (lambda v: math.copysign(1.0, v) if v else 0.0)
-    if top == bottom:
-        bottom, top = bottom - (abs(bottom) or 1.0), top + (abs(top) or 1.0)
-    left, right = min(steps), max(steps)
-    pad = 10.0  # room for the marks at the top, and for the line at the bottom
 
     def x(step: float) -> float:
-        return 6 + (width - 12) * ((step - left) / (right - left) if right > left else 0.5)
+        return 6 + (width - 12) * scale.x(step)
 
     def y(value: float) -> float:
-        return height - pad - (height - 2.2 * pad) * (to_y(value) - bottom) / (top - bottom)
+        return height - 10 - (height - 22) * scale.y(value)  # room for the marks at the top, and for the line at the bottom
 
-    labels = {f"{100 * y(v) / height:.1f}": numeral(v) for v in ((low, high) if low != high else (low,))} if sizes or panel.limit is not None else {}
-    limit_y = y(panel.limit) if panel.limit is not None else None
-    if limit_y is not None:  # the limit is labelled on its own line
-        labels = {at: text for at, text in labels.items() if abs(float(at) - 100 * limit_y / height) > 12}
+    limit_at = None if panel.limit is None else 100 * y(panel.limit) / height
+    labels = {100 * y(value) / height: numeral(value) for value in (scale.low, scale.high)}
+    shown = [Tick(f"{at:.1f}", text) for at, text in labels.items() if limit_at is None or abs(at - limit_at) > 12]  # it has a label, too
+    crossed = panel.incident is not None and scale.first <= panel.incident <= scale.last
     return Chart(
         title=panel.title + (" (log)" if panel.log else ""),
         unit=panel.unit,
         curves=tuple(_curve(line, x, y) for line in panel.series if line.points),
-        y=tuple(Tick(at, text) for at, text in labels.items()),
-        x=(Tick("0", numeral_step(left)), Tick("100", numeral_step(right), right == panel.incident)),
-        limit_y="" if limit_y is None else f"{limit_y:.1f}",
-        limit_at="" if limit_y is None else f"{100 * limit_y / height:.1f}",
+        y=tuple(shown),
+        x=(Tick("0", numeral_step(scale.first)), Tick("100", numeral_step(scale.last), scale.last == panel.incident)),
+        limit_y="" if panel.limit is None else f"{y(panel.limit):.1f}",
+        limit_at="" if limit_at is None else f"{limit_at:.1f}",
         limit="" if panel.limit is None else f"{panel.limit:.2f}" if panel.limit else "0",
         limit_words=panel.limit_name if panel.limit is not None else "",
-        cross_x=f"{x(panel.incident):.1f}" if panel.incident is not None and left <= panel.incident <= right else "",
-        label=f"{panel.title} from step {numeral_step(left)} to {numeral_step(right)}",
+        cross_x=f"{x(panel.incident):.1f}" if crossed and panel.incident is not None else "",
+        label=f"{panel.title} from step {numeral_step(scale.first)} to {numeral_step(scale.last)}",
     )
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -234,26 +234,40 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the main table. peak: bytes. syncs: waits for the device in one step, None on a CPU."""
+    """One line of the main table. seconds, ratio: by the clock. cpu_ratio: by processor time, which other work on the machine stretches
+    less; None on a GPU. peak: bytes. syncs: waits for the device in one step, None on a CPU."""
 
     variant: str
     seconds: Spread
     ratio: Spread
+    cpu_ratio: Spread | None
     peak: Spread
     peak_ratio: float
     same_bits: bool
     syncs: int | None
 
 
-def seconds_of(function: Callable[[], object], device: str = "cpu") -> float:
+class Seconds(NamedTuple):
+    """How long something took: by the clock, and of this process's processor time."""
+
+    wall: float
+    cpu: float
+
+
+def seconds_of(function: Callable[[], object], device: str = "cpu") -> Seconds:
     """Time one call, with the device idle before and after."""
     if device == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     function()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return Seconds(time.perf_counter() - began, time.process_time() - began_cpu)
+
+
+def ratios(own: list[list[float]], base: list[list[float]]) -> Spread:
+    """Return the spread of the rounds' ratios, median over median."""
+    return Spread.of([statistics.median(ours) / statistics.median(theirs) for ours, theirs in zip(own, base, strict=True)])
 
 
 def bits_equal(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -284,7 +298,7 @@ def compare_steps(device: str, steps: int, peaks: dict[str, Spread]) -> list[Row
     steps: timed steps per variant. peaks: memory, where it was measured elsewhere; otherwise the device is asked.
     """
     work = Work(device)
-    times: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
+    times: dict[str, list[list[Seconds]]] = {variant: [] for variant in VARIANTS}
     allocated: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     same = dict.fromkeys(VARIANTS, True)
     syncs: dict[str, int] = {}
@@ -308,11 +322,22 @@ def compare_steps(device: str, steps: int, peaks: dict[str, Spread]) -> list[Row
     if not all(bool(weight.isfinite().all()) for weight in expected):
         raise Failed("the weights are not finite")
     rows = []
-    for variant, rounds in times.items():
-        ratios = [statistics.median(own) / statistics.median(other) for own, other in zip(rounds, times["bare"], strict=True)]
-        peak, base = (peaks.get(name) or Spread.of(allocated[name][1:]) for name in (variant, "bare"))
-        seconds = Spread.of([second for group in rounds for second in group])
-        rows.append(Row(variant, seconds, Spread.of(ratios), peak, peak.median / base.median, same[variant], syncs.get(variant)))
+    for variant in VARIANTS:
+        peak, base_peak = (peaks.get(name) or Spread.of(allocated[name][1:]) for name in (variant, "bare"))
+        wall, base_wall = ([[seconds.wall for seconds in group] for group in times[name]] for name in (variant, "bare"))
+        cpu, base_cpu = ([[seconds.cpu for seconds in group] for group in times[name]] for name in (variant, "bare"))
+        rows.append(
+            Row(
+                variant=variant,
+                seconds=Spread.of([seconds for group in wall for seconds in group]),
+                ratio=ratios(wall, base_wall),
+                cpu_ratio=ratios(cpu, base_cpu) if device == "cpu" else None,
+                peak=peak,
+                peak_ratio=peak.median / base_peak.median,
+                same_bits=same[variant],
+                syncs=syncs.get(variant),
+            )
+        )
     return rows
 
 
@@ -341,13 +366,11 @@ def measure_peaks() -> dict[str, Spread]:
 
 def print_steps(device: str, rows: list[Row]) -> None:
     """Print the main table and whether nanscope left the run as it was. Raises Failed if it did not."""
-    memory = "peak MB allocated" if device == "cuda" else "peak MB of the process"
-    waits = f"{'waits':>7}" if device == "cuda" else ""
-    print(f"{'variant':<23}{'seconds per step':>22}{'ratio to bare':>22}  {memory:<26}{'ratio':>6}{waits}")
+    last = "waits per step" if device == "cuda" else "ratio, CPU time"
+    print(f"{'variant':<23}{'seconds per step':>22}{'ratio':>22}{last:>22}{'peak MB':>21}{'ratio':>7}")
     for row in rows:
-        waits = f"{row.syncs:>7}" if row.syncs is not None else ""
-        peak = row.peak.over(1e6).show(0)
-        print(f"{row.variant:<23}{row.seconds.show():>22}{row.ratio.show():>22}  {peak:<26}{row.peak_ratio:>6.3f}{waits}")
+        extra = str(row.syncs) if row.cpu_ratio is None else row.cpu_ratio.show()
+        print(f"{row.variant:<23}{row.seconds.show():>22}{row.ratio.show():>22}{extra:>22}{row.peak.over(1e6).show(0):>21}{row.peak_ratio:>7.3f}")
     same = {row.variant: row.same_bits for row in rows}
     if not (same["bare"] and same["bare again"]):
         print("weights: bare does not repeat itself to the last bit here, so nothing can be said about nanscope")
@@ -399,12 +422,13 @@ def generate(policy: Policy, prompts: Tensor) -> Tensor:
 def compare_generation(rounds: int) -> dict[str, Any]:
     """Time generation bare and watched, by turns, for a large and a small policy, and print it."""
     found: dict[str, Any] = {}
-    print(f"{'policy':<9}{'bare ms per token':>26}{'nanscope ms per token':>26}{'ratio':>22}{'added µs per token':>22}{'calls':>7}")
+    print(f"{SAMPLED} tokens for each of {GROUPS * GROUP_SIZE} prompts, {rounds} rounds; calls: those outside the model, per token")
+    print(f"{'policy':<7}{'calls':>7}{'bare, ms per token':>26}{'nanscope, ms per token':>26}{'ratio, CPU time':>24}{'added, CPU µs per token':>28}")
     for name, policy in {"24 M": Policy(), "1 M": Policy(64, 2, 2)}.items():
         prompts = torch.randint(2, VOCABULARY, (GROUPS * GROUP_SIZE, PROMPT))
         with Counter() as counter, torch.no_grad():
             pick(torch.zeros(prompts.shape[0], 1, VOCABULARY), prompts, torch.zeros(prompts.shape[0], 1, dtype=torch.bool))
-        times: dict[str, list[float]] = {"bare": [], "nanscope": []}
+        times: dict[str, list[Seconds]] = {"bare": [], "nanscope": []}
         expected = generate(policy, prompts)
         for turn in range(rounds):
             for variant in rotated(list(times), turn):
@@ -412,16 +436,14 @@ def compare_generation(rounds: int) -> dict[str, Any]:
                     if variant == "nanscope":
                         stack.enter_context(nanscope.watch(out=stack.enter_context(tempfile.TemporaryDirectory())))
                     ids: list[Tensor] = []
-                    seconds = seconds_of(lambda: ids.append(generate(policy, prompts)))
-                    times[variant].append(seconds / SAMPLED)
+                    times[variant].append(seconds_of(lambda: ids.append(generate(policy, prompts))))
                 if not torch.equal(ids[0], expected):
                     raise Failed(f"{variant}: other tokens were sampled")
-        pairs = list(zip(times["bare"], times["nanscope"], strict=True))
-        added = Spread.of([own - other for other, own in pairs]).over(1e-6)
-        ratio = Spread.of([own / other for other, own in pairs])
-        own, other = (Spread.of(times[variant]).over(1e-3) for variant in ("nanscope", "bare"))
-        print(f"{name:<9}{other.show(2):>26}{own.show(2):>26}{ratio.show():>22}{added.show(0):>22}{counter.count:>7}")
-        found[name] = {"bare_ms": asdict(other), "nanscope_ms": asdict(own), "ratio": asdict(ratio), "added_us": asdict(added)}
+        ratio = ratios([[own.cpu] for own in times["nanscope"]], [[base.cpu] for base in times["bare"]])
+        own, base = (Spread.of([seconds.wall for seconds in times[variant]]).over(SAMPLED * 1e-3) for variant in ("nanscope", "bare"))
+        added = Spread.of([own.cpu - base.cpu for base, own in zip(*times.values(), strict=True)]).over(SAMPLED * 1e-6)
+        print(f"{name:<7}{counter.count:>7}{base.show(2):>26}{own.show(2):>26}{ratio.show():>24}{added.show(0):>28}")
+        found[name] = {"bare_ms": asdict(base), "nanscope_ms": asdict(own), "cpu_ratio": asdict(ratio), "added_cpu_us": asdict(added)}
     return found
 
 

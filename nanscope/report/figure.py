@@ -1,0 +1,480 @@
+"""The report as one picture, to paste into an issue or a chat: the sentence, the line, the map, the exponents, and what would fix it.
+
+    render_figure(scope.verdict, "report.png")
+
+Drawn from top to bottom on a sheet of WIDTH pixels that is cut off where the drawing ends. Nothing here reads or sets matplotlib's global
+state: no pyplot, every colour and font named, and text never read as mathematics, since `$` in a string from a run is a dollar.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from nanscope.diagnose import Incident, Verdict
+from nanscope.indices import show_index
+from nanscope.report.html import (
+    LEVELS,
+    LIMITS,
+    Fact,
+    Grid,
+    Group,
+    Panel,
+    Scale,
+    best_of,
+    calm,
+    clean,
+    distortion_words,
+    facts_of,
+    grid_of,
+    groups_of,
+    lead_and_rest,
+    numeral,
+    numeral_step,
+    panels_of,
+    subject,
+    where,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.ft2font import FT2Font
+
+WIDTH, TALLEST = 1600, 1400  # pixels
+DPI = 100
+MARGIN = 56
+PAPER, INK, SOFT, QUIET, HAIR, PANEL = "#ffffff", "#17191c", "#4a4f57", "#757b84", "#e2e2dc", "#f4f4f0"
+HARM, HARM_VEIL, PROVEN, PROVEN_VEIL = "#c8290b", "#fbe9e4", "#0b7250", "#e5f3ed"
+COUNTED, MASKED = "#2a5a8c", "#9a6b12"
+COLOURS = (  # of Grid.level, −LEVELS to LEVELS
+    "#2a5f92", "#5083b0", "#7da3c6", "#a9c1d8", "#cfdbe7", "#ececE6", "#eadfc6", "#dec798", "#cdab68", "#b58c3d", "#936c1d",
+)  # fmt: skip
+STATES = {"harm": HARM, "proven": PROVEN}
+ROWS = 9  # of the replay table
+
+
+def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
+    """Write a PNG of the first incident, or a small one that says that all is well.
+
+    Raises OSError if the file cannot be written.
+    """
+    sheet = Sheet(WIDTH, TALLEST)
+    if verdict.healthy:
+        _healthy(sheet, verdict)
+    else:
+        _incident(sheet, verdict, verdict.incidents[0])
+    sheet.write(path)
+
+
+class Sheet:
+    """A figure that is drawn in pixels from the top left; `y` is where the next thing goes."""
+
+    def __init__(self, width: int, height: int) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.width, self.height = width, height
+        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=PAPER, edgecolor=PAPER)
+        self.figure.set_layout_engine("none")
+        self.canvas = FigureCanvasAgg(self.figure)
+        self.fonts = {name: _Font(file) for name, file in _FONTS.items()}
+        self.y = float(MARGIN - 12)
+
+    def text(
+        self, x: float, y: float, text: str, size: float = 16, colour: str = INK, font: str = "plain", align: str = "left", clip: float = 0
+    ) -> float:
+        """Write one line with its baseline at y and return where it ends. size: pixels. clip: pixels after which it is cut."""
+        face = self.fonts[font]
+        text = face.known(text)
+        if clip:
+            text = face.cut(text, size, clip)
+        self.figure.text(
+            x / self.width, 1 - y / self.height, text,
+            fontproperties=face.properties, fontsize=size * 72 / DPI, color=colour, ha=align, va="baseline", usetex=False, parse_math=False,
+        )  # fmt: skip
+        return x + face.width(text, size)
+
+    def paragraph(self, text: str, size: float, colour: str = INK, font: str = "plain", lines: int = 4) -> None:
+        """Write wrapped text across the sheet and move on."""
+        for line in self.fonts[font].wrap(text, size, self.width - 2 * MARGIN, lines):
+            self.y += size * 1.4
+            self.text(MARGIN, self.y, line, size, colour, font)
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        """Fill a rectangle; y is its top."""
+        from matplotlib.patches import Rectangle
+
+        place = (x / self.width, 1 - (y + height) / self.height)
+        box = Rectangle(place, width / self.width, height / self.height, facecolor=colour, edgecolor="none", linewidth=0, zorder=-1)
+        box.set_transform(self.figure.transFigure)
+        self.figure.add_artist(box)
+
+    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
+        """Return bare axes in a rectangle; y is its top."""
+        axes = self.figure.add_axes((x / self.width, 1 - (y + height) / self.height, width / self.width, height / self.height))
+        axes.set_axis_off()
+        return axes
+
+    def write(self, path: str | Path | BinaryIO) -> None:
+        """Cut the sheet off under the drawing and write it."""
+        import numpy
+        from matplotlib.image import imsave
+
+        self.canvas.draw()  # type: ignore[no-untyped-call]
+        buffer = self.canvas.buffer_rgba()  # type: ignore[no-untyped-call]
+        pixels = numpy.asarray(buffer)[: min(self.height, math.ceil(self.y + MARGIN - 16)), :, :3]
+        imsave(path, numpy.ascontiguousarray(pixels), format="png", origin="upper", dpi=DPI)
+
+
+_FONTS = {"plain": "DejaVuSans", "bold": "DejaVuSans-Bold", "code": "DejaVuSansMono", "code bold": "DejaVuSansMono-Bold"}
+
+
+class _Font:
+    """A font that comes with matplotlib: its metrics, and which characters it has."""
+
+    def __init__(self, name: str) -> None:
+        from matplotlib import get_data_path
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.ft2font import FT2Font
+
+        file = Path(get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+        self.properties: FontProperties = FontProperties(fname=str(file))
+        self._face: FT2Font = FT2Font(str(file))
+        self._face.set_size(100, 72)
+        self._characters = self._face.get_charmap()
+
+    def known(self, text: str) -> str:
+        """Return text with a box for what the font does not have."""
+        return "".join(char if ord(char) in self._characters else "□" for char in text)
+
+    def width(self, text: str, size: float) -> float:
+        """Return the width of text in pixels."""
+        self._face.set_text(self.known(text), 0.0)
+        return float(self._face.get_width_height()[0]) / 64 * size / 100 * 1.02  # hinting widens small sizes
+
+    def cut(self, text: str, size: float, width: float) -> str:
+        """Return as much of text as fits."""
+        if self.width(text, size) <= width:
+            return text
+        low, high = 0, len(text)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.width(text[:middle] + "…", size) <= width else (low, middle - 1)
+        return text[:low] + "…"
+
+    def wrap(self, text: str, size: float, width: float, lines: int) -> Iterator[str]:
+        """Yield the lines of a paragraph; the last one is cut if there are more."""
+        words = text.split()
+        for number in range(lines):
+            line = words.pop(0) if words else ""
+            while words and number < lines - 1 and self.width(f"{line} {words[0]}", size) <= width:
+                line += f" {words.pop(0)}"
+            if number == lines - 1:
+                line = " ".join([line, *words])
+            if line:
+                yield self.cut(line, size, width)
+
+
+# -- the sheet, from top to bottom -----------------------------------------------------------------------------------------------
+
+
+def _healthy(sheet: Sheet, verdict: Verdict) -> None:
+    _head(sheet, verdict, ())
+    sheet.y += 56
+    sheet.text(MARGIN, sheet.y, "● healthy", 18, PROVEN, "bold")
+    sheet.y += 6
+    sheet.paragraph(calm(verdict), 26, INK, "bold")
+    for note in verdict.notes[:4]:
+        sheet.paragraph(f"{clean(note.text, 400)}  ({clean(note.slug, 60)})", 15, SOFT, lines=2)
+
+
+def _incident(sheet: Sheet, verdict: Verdict, incident: Incident) -> None:
+    _head(sheet, verdict, facts_of(incident))
+    lead, rest = lead_and_rest(incident, LIMITS[1])
+    sheet.y += 16
+    sheet.paragraph(lead, 24, INK, "bold", lines=4)
+    sheet.y += 8
+    sheet.paragraph(rest, 17, SOFT, lines=2)
+    _fix(sheet, incident)
+    _source(sheet, incident)
+    _pictures(sheet, incident)
+    _table(sheet, groups_of(incident, LIMITS[1]))
+    _foot(sheet, incident)
+
+
+def _head(sheet: Sheet, verdict: Verdict, facts: Sequence[Fact]) -> None:
+    end = sheet.text(MARGIN, sheet.y, "nanscope", 16, INK, "bold")
+    sheet.text(end + 8, sheet.y, clean(verdict.version, 24), 13, QUIET)
+    x: float = sheet.width - MARGIN
+    names = [f"{fact.detail} {fact.name}".strip() if fact.state == "harm" else fact.name for fact in facts]
+    plain, bold = sheet.fonts["plain"], sheet.fonts["bold"]
+    widths = [max(plain.width(name, 13), bold.width(fact.value, 17)) + 30 for name, fact in zip(names, facts, strict=True)]
+    x -= sum(widths) - 30
+    for fact, name, width in zip(facts, names, widths, strict=True):
+        sheet.text(x, sheet.y - 6, name, 13, QUIET)
+        sheet.text(x, sheet.y + 16, fact.value, 17, HARM if fact.state == "harm" else INK, "bold")
+        x += width
+    sheet.y += 32
+    _rule(sheet)
+
+
+def _rule(sheet: Sheet) -> None:
+    sheet.box(MARGIN, sheet.y, sheet.width - 2 * MARGIN, 1, HAIR)
+
+
+def _fix(sheet: Sheet, incident: Incident) -> None:
+    fix = best_of(incident)
+    if fix is None:
+        return
+    sheet.y += 20
+    sheet.box(MARGIN, sheet.y, sheet.width - 2 * MARGIN, 40, PROVEN_VEIL)
+    sheet.box(MARGIN, sheet.y, 3, 40, PROVEN)
+    base = sheet.y + 26
+    end = sheet.text(MARGIN + 18, base, "Proven fix", 16, PROVEN, "bold")
+    healthy = distortion_words(fix)
+    result = f"loss {numeral(fix.loss)} · gradients finite" + (f" · healthy elements {healthy}" if healthy != "–" else "")
+    right = sheet.width - MARGIN - 16
+    sheet.text(right, base, result, 14, SOFT, align="right")
+    room = right - sheet.fonts["plain"].width(result, 14) - end - 40
+    sheet.text(end + 14, base, clean(fix.label, 240), 16, INK, clip=room)
+    sheet.y += 40
+
+
+def _source(sheet: Sheet, incident: Incident) -> None:
+    """The marked line between its neighbours; the code alone where no source is known."""
+    place = incident.origin
+    lines = list(place.source)
+    marked = next((n for n, (line, _) in enumerate(lines) if line == place.line), None)
+    shown = [(place.line, subject(place))] if marked is None else lines[max(0, marked - 1) : marked + 2]
+    shown = [(line, text) for line, text in shown if str(text).strip() or line == place.line]
+    sheet.y += 20
+    title = where(place) or clean(place.module or "no source line", 120)
+    if place.function and place.file:
+        title += f", in {clean(place.function, 80)}"
+    element = f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape else ""
+    sheet.text(sheet.width - MARGIN, sheet.y + 14, clean(element, 60), 14, SOFT, "code", align="right")
+    sheet.text(MARGIN, sheet.y + 14, title, 14, SOFT, "code", clip=sheet.width - 2 * MARGIN - 260)
+    sheet.y += 24
+    top, height = sheet.y, 24 * len(shown)
+    sheet.box(MARGIN, top, sheet.width - 2 * MARGIN, height + 12, PANEL)
+    for row, (line, text) in enumerate(shown):
+        base = top + 23 + 24 * row
+        hit = marked is None or line == place.line
+        if hit:
+            sheet.box(MARGIN, base - 17, sheet.width - 2 * MARGIN, 24, HARM_VEIL)
+            sheet.box(MARGIN, base - 17, 3, 24, HARM)
+        if line is not None:
+            sheet.text(MARGIN + 62, base, clean(line, 8), 13, QUIET, "code", align="right")
+        words = clean(str(text).expandtabs(4).rstrip(), 240)
+        sheet.text(MARGIN + 80, base, words, 15, INK if hit else SOFT, "code bold" if hit else "code", clip=sheet.width - 2 * MARGIN - 100)
+    sheet.y = top + height + 12
+
+
+def _pictures(sheet: Sheet, incident: Incident) -> None:
+    grid = grid_of(incident, LIMITS[0].map_rows, LIMITS[0].map_columns)
+    panels = panels_of(incident)
+    panel = next((p for p in panels if p.title == "largest exponent"), panels[0] if panels else None)
+    whole = sheet.width - 2 * MARGIN
+    draws: list[Callable[[float, float], float]] = []
+    if grid is not None:
+        draws.append(partial(_map, sheet, grid, incident))
+    if panel is not None:
+        draws.append(partial(_history, sheet, panel))
+    if not draws:
+        return
+    sheet.y += 22
+    widths = [whole] if len(draws) == 1 else [0.56 * whole, 0.38 * whole]
+    starts = [MARGIN, MARGIN + 0.62 * whole]
+    sheet.y = max(draw(x, width) for draw, x, width in zip(draws, starts, widths, strict=False))
+
+
+def _map(sheet: Sheet, grid: Grid, incident: Incident, x: float, width: float) -> float:
+    """Draw the map in a column of the sheet and return where it ends."""
+    import numpy
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
+
+    rows, columns = len(grid.values), grid.width
+    left = 44 if grid.row_name else 0
+    cell = min((width - left) / columns, 260 / rows, 34)
+    top = sheet.y + 52
+    end = sheet.text(x, sheet.y + 14, grid.what, 15, INK, "code bold", clip=width / 2)
+    words = ", ".join(part for part in (grid.cut, grid.count) if part)
+    sheet.text(end + 12, sheet.y + 14, words, 13, QUIET, clip=width - (end - x) - 12)
+    axes = sheet.axes(x + left, top, cell * columns, cell * rows)
+    colours = numpy.array([[_colour(grid, r, c, to_rgba) for c in range(columns)] for r in range(rows)])
+    axes.imshow(colours, interpolation="nearest", aspect="auto", origin="upper", extent=(0, columns, rows, 0))
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
+    spots = [(r, c) for r in range(rows) for c in range(columns)]
+    hatch = [stroke for r, c in spots if grid.masked[r][c] and not grid.bad[r][c] for stroke in _strokes(c, r)]
+    cross = [stroke for r, c in spots if grid.bad[r][c] for stroke in _cross(c, r)]
+    gaps = [((0, n), (columns, n)) for n in range(rows + 1)] + [((n, 0), (n, rows)) for n in range(columns + 1)]
+    axes.add_collection(LineCollection(hatch, colors=[(0.24, 0.26, 0.29, 0.55)], linewidths=0.8))
+    axes.add_collection(LineCollection(cross, colors=[PAPER], linewidths=max(0.8, cell / 12)))
+    axes.add_collection(LineCollection(gaps, colors=[PAPER], linewidths=0.8 if cell > 8 else 0.3))
+    if grid.ring is not None:
+        row, column = grid.ring
+        pad = max(0.14, 2 / cell)
+        ring = Rectangle(
+            (column - pad, row - pad), 1 + 2 * pad, 1 + 2 * pad, facecolor="none", edgecolor=INK, linewidth=2.2, clip_on=False, zorder=5
+        )
+        axes.add_patch(ring)
+        lead = ((column + 0.5, -6 / cell), (column + 0.5, row - pad))
+        axes.add_collection(LineCollection([lead], colors=[HARM], linewidths=1.2, clip_on=False))
+        words = f"{show_index(incident.origin.index)}  {numeral(grid.values[row][column])}"
+        wide = sheet.fonts["code bold"].width(words, 14)
+        middle = x + left + (column + 0.5) * cell
+        sheet.text(min(max(middle - wide / 2, x), x + width - wide), top - 10, clean(words, 60), 14, HARM, "code bold")
+    _map_axes(sheet, grid, x + left, top, cell)
+    return _legend(sheet, grid, x, top + rows * cell + 44)
+
+
+Line = tuple[tuple[float, float], tuple[float, float]]
+
+
+def _strokes(x: float, y: float) -> tuple[Line, Line]:
+    return ((x, y + 0.5), (x + 0.5, y)), ((x + 0.5, y + 1), (x + 1, y + 0.5))
+
+
+def _cross(x: float, y: float) -> tuple[Line, Line]:
+    return ((x + 0.28, y + 0.28), (x + 0.72, y + 0.72)), ((x + 0.28, y + 0.72), (x + 0.72, y + 0.28))
+
+
+def _colour(grid: Grid, row: int, column: int, to_rgba: Callable[..., Any]) -> tuple[float, float, float, float]:
+    level = grid.level(row, column)
+    if grid.bad[row][column]:
+        red, green, blue, _ = to_rgba(HARM)
+    elif level is None:
+        red, green, blue, _ = to_rgba(PAPER)
+    else:
+        red, green, blue, _ = to_rgba(COLOURS[level + LEVELS])
+    fade = 0.4 if grid.masked[row][column] and not grid.bad[row][column] else 0.0
+    return red + (1 - red) * fade, green + (1 - green) * fade, blue + (1 - blue) * fade, 1.0
+
+
+def _map_axes(sheet: Sheet, grid: Grid, x: float, top: float, cell: float) -> None:
+    rows, columns = len(grid.values), grid.width
+    base = top + rows * cell + 17
+    ring = grid.ring or (-1, -1)
+    every = max(1, math.ceil(64 / cell / 4) * 4 if cell < 20 else 1)
+    for c in range(columns):
+        near = c != ring[1] and abs(c - ring[1]) * cell < 26
+        if c == ring[1] or ((grid.first_column + c) % every == 0 and not near):
+            colour, font = (HARM, "code bold") if c == ring[1] else (QUIET, "code")
+            sheet.text(x + (c + 0.5) * cell, base, str(grid.first_column + c), 12, colour, font, align="center")
+    for r in range(rows) if grid.row_name else ():
+        near = r != ring[0] and abs(r - ring[0]) * cell < 16
+        if r == ring[0] or ((grid.first_row + r) % max(1, math.ceil(18 / cell)) == 0 and not near):
+            colour, font = (HARM, "code bold") if r == ring[0] else (QUIET, "code")
+            sheet.text(x - 8, top + (r + 0.5) * cell + 4, str(grid.first_row + r), 12, colour, font, align="right")
+    names = f"{grid.row_name} ↓   {grid.column_name} →" if grid.row_name else f"{grid.column_name} →"
+    sheet.text(x, base + 17, names, 12, QUIET)
+
+
+def _legend(sheet: Sheet, grid: Grid, x: float, y: float) -> float:
+    y += 16
+    if grid.scale > 0:
+        edge = ("≤ ", "≥ ") if grid.saturated else ("", "")
+        x = sheet.text(x, y, f"{edge[0]}{numeral(-grid.scale)}", 12, SOFT, "code") + 6
+        for colour in COLOURS:
+            sheet.box(x, y - 11, 12, 13, colour)
+            x += 12
+        x = sheet.text(x + 6, y, f"{edge[1]}{numeral(grid.scale)}", 12, SOFT, "code") + 22
+    if any(any(line) for line in grid.bad):
+        sheet.box(x, y - 11, 13, 13, HARM)
+        words = "non-finite" if grid.limit is None else f"non-finite, or above {grid.limit:.2f}: exp overflows"
+        x = sheet.text(x + 20, y, words, 12, SOFT) + 22
+    if any(any(line) for line in grid.masked):
+        sheet.text(x, y, "hatched: masked", 12, SOFT)
+    return y + 6
+
+
+def _history(sheet: Sheet, panel: Panel, x: float, width: float) -> float:
+    """Draw a chart in a column of the sheet and return where it ends."""
+    scale = Scale.of(panel)
+    left, top, height = 54, sheet.y + 52, 250
+    end = sheet.text(x, sheet.y + 14, panel.title + (" (log)" if panel.log else ""), 15, INK, "bold")
+    sheet.text(end + 8, sheet.y + 14, panel.unit, 13, QUIET)
+    axes = sheet.axes(x + left, top, width - left, height)
+    axes.set_xlim(-0.015, 1.015)
+    axes.set_ylim(-0.06, 1.1)
+
+    def pixel(value: float) -> float:
+        return top + height * (1.1 - scale.y(value)) / 1.16
+
+    axes.plot([-0.015, -0.015, 1.015], [1.1, -0.06, -0.06], color=HAIR, linewidth=1.2, linestyle="-", marker="", clip_on=False)
+    if panel.incident is not None and scale.first <= panel.incident <= scale.last:
+        at = scale.x(panel.incident)
+        axes.plot([at, at], [-0.06, 1.1], color=HARM, linewidth=0.9, alpha=0.5, linestyle="-", marker="")
+    if panel.limit is not None:
+        at = scale.y(panel.limit)
+        axes.plot([-0.015, 1.015], [at, at], color=HARM, linewidth=1.2, linestyle=(0, (4, 3)), marker="")
+        sheet.text(x + left - 8, pixel(panel.limit) + 4, f"{panel.limit:.2f}" if panel.limit else "0", 12, HARM, "code bold", align="right")
+        sheet.text(x + left + 10, pixel(panel.limit) - 6, panel.limit_name, 12, HARM)
+    for value in dict.fromkeys((scale.low, scale.high)):
+        if panel.limit is None or abs(pixel(value) - pixel(panel.limit)) > 15:
+            sheet.text(x + left - 8, pixel(value) + 4, numeral(value), 12, QUIET, "code", align="right")
+    key = x + width
+    for line in reversed([line for line in panel.series if line.points]):
+        colour = MASKED if line.kind == "masked" else COUNTED
+        finite = [(step, value if math.isfinite(value) else math.nan) for step, value in line.points]
+        lost = [step for step, value in line.points if not math.isfinite(value)]
+        marker = "o" if len(finite) <= 48 else ""
+        places = [scale.x(step) for step, _ in finite], [scale.y(v) if math.isfinite(v) else math.nan for _, v in finite]
+        axes.plot(*places, color=colour, linewidth=1.8, linestyle="-", marker=marker, markersize=3.4, markeredgewidth=0, clip_on=False)
+        top_marks = [scale.x(step) for step in lost], [1.06] * len(lost)
+        axes.plot(*top_marks, color=HARM, linestyle="none", marker="v", markersize=7, markeredgewidth=0, clip_on=False)
+        words = f"{line.name} {numeral(line.points[-1][1])}"
+        key -= sheet.fonts["plain"].width(words, 13)
+        sheet.text(key, sheet.y + 14, words, 13, SOFT)
+        sheet.box(key - 22, sheet.y + 8, 16, 2.5, colour)
+        key -= 42
+    sheet.text(x + left, top + height + 18, f"step {numeral_step(scale.first)}", 12, QUIET, "code")
+    colour, font = (HARM, "code bold") if scale.last == panel.incident else (QUIET, "code")
+    sheet.text(x + width, top + height + 18, numeral_step(scale.last), 12, colour, font, align="right")
+    return top + height + 24
+
+
+def _table(sheet: Sheet, groups: Sequence[Group]) -> None:
+    """The replay table; what was not run has no place in a picture."""
+    rows = [(group.title, row) for group in groups for row in group.rows if group.title != "not run"]
+    if not rows:
+        return
+    sheet.y += 38
+    columns = (MARGIN, MARGIN + 760, MARGIN + 880, MARGIN + 1060, MARGIN + 1240)
+    for x, name in zip(columns, ("replay", "loss", "gradient", "healthy elements", "outcome"), strict=True):
+        sheet.text(x, sheet.y, name, 13, QUIET)
+    sheet.y += 9
+    _rule(sheet)
+    for title, row in rows[:ROWS]:
+        if row.best:
+            sheet.box(MARGIN - 10, sheet.y + 1, sheet.width - 2 * MARGIN + 20, 29, PROVEN_VEIL)
+        base = sheet.y + 21
+        end = sheet.text(columns[0], base, row.label, 15, clip=columns[1] - columns[0] - 210)
+        sheet.text(end + 10, base, row.id, 12, QUIET, "code", clip=columns[1] - end - 24)
+        for x, words, font in zip(columns[1:], (row.loss, row.gradients, row.healthy), ("code", "plain", "plain"), strict=False):
+            sheet.text(x, base, words, 14, INK, font, clip=170)
+        words = row.verdict + (" · best" if row.best else "") + (" tempting, and wrong" if title == "tempting, and wrong" else "")
+        font = "bold" if row.state in STATES else "plain"
+        sheet.text(columns[4], base, words, 14, STATES.get(row.state, SOFT), font, clip=sheet.width - MARGIN - columns[4])
+        sheet.y += 31
+        _rule(sheet)
+    if len(rows) > ROWS:
+        sheet.y += 22
+        sheet.text(MARGIN, sheet.y, f"… {len(rows) - ROWS} more", 13, QUIET)
+
+
+def _foot(sheet: Sheet, incident: Incident) -> None:
+    words = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[incident.reproduces]
+    advised = [fix for fix in incident.fixes if not fix.executed]
+    parts = [f"the recorded step {words}"] if words else []
+    parts += [f"advised, not run: {clean(fix.label, 120)}" for fix in advised[:2]]
+    if parts:
+        sheet.y += 30
+        sheet.text(MARGIN, sheet.y, " · ".join(parts), 14, SOFT, clip=sheet.width - 2 * MARGIN)

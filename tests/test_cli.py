@@ -1,0 +1,230 @@
+"""The command line: exit statuses, one-line errors, what is written, and that help needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import nanscope
+from nanscope import cli
+
+HEALTHY = """
+import sys, torch
+w = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(w.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    w(torch.ones(2)).sum().backward()
+    optimizer.step()
+print("args", sys.argv[1:])
+"""
+
+FAILING = """
+import torch
+logps = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+old_logps = torch.tensor([[-1.0, -200.0, -0.5]])
+mask = torch.tensor([[1.0, 0.0, 1.0]])
+advantages = torch.tensor([[-1.0]])
+log_ratio = logps - old_logps
+ratio = torch.exp(log_ratio)
+loss = -(ratio * advantages * mask).sum() / mask.sum()
+loss.backward()
+"""
+
+
+def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nanscope", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env={**os.environ, "COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with one bad step in it."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "fails.py").write_text(FAILING)
+    done = call("run", "--out", folder / "run", "--json", folder / "verdict.json", folder / "fails.py")
+    assert done.returncode == 3, done.stderr
+    return folder
+
+
+def snapshot_of(run_dir: Path) -> Path:
+    return next((run_dir / "run").glob("*.safetensors"))
+
+
+def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
+    """Every command explains itself in at most 30 lines, shows an example, and does not load torch for it."""
+    for command in ("run", "replay", "report", "inspect", "demo"):
+        result = CliRunner().invoke(cli.app, [command, "--help"])
+        assert result.exit_code == 0
+        assert len(result.output.splitlines()) <= 30
+        assert "Example: nanscope " + command in result.output
+    code = "import sys; sys.argv = ['nanscope', '--help']\ntry:\n    from nanscope.cli import main; main()\nexcept SystemExit:\n    pass\n"
+    check = subprocess.run([sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, timeout=60)
+    assert check.stdout.strip().endswith("False")
+
+
+def test_a_healthy_script_exits_0_and_keeps_its_arguments_and_output(tmp_path: Path) -> None:
+    """The script sees its own arguments, options included, and its standard output is its own."""
+    (tmp_path / "train.py").write_text(HEALTHY)
+    done = call("run", "--json", tmp_path / "v.json", "train.py", "--lr", "1e-6", "-x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "args ['--lr', '1e-6', '-x']\n"
+    assert "3 steps watched" in done.stderr
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert (verdict["status"], verdict["incidents"], verdict["steps"]) == ("healthy", [], 3)
+
+
+def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
+    """-m finds a module in the working directory."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(HEALTHY)
+    done = call("run", "-m", "package.train", "--lr", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "args ['--lr', '1']\n"
+
+
+def test_a_failing_script_exits_3_and_leaves_everything(run_dir: Path) -> None:
+    """Verdict as JSON, snapshot, history, page and picture."""
+    verdict = json.loads((run_dir / "verdict.json").read_text())
+    incident = verdict["incidents"][0]
+    assert (verdict["status"], incident["phase"], incident["cause"]) == ("non-finite", "forward", "inf_times_zero_mask")
+    origin = incident["origin"]
+    assert (origin["op"], origin["variable"], origin["index"], origin["masked"], origin["line"]) == ("exp", "ratio", [0, 1], True, 8)
+    assert incident["fixes"][0]["id"] == "mask_before_op" and incident["fixes"][0]["works"] is True
+    names = {path.name for path in (run_dir / "run").iterdir()}
+    assert names >= {"run.json", "report.html", "report.png", "step-000001.rank0.safetensors"}
+
+
+def test_a_script_that_fails_by_itself_keeps_its_status(tmp_path: Path) -> None:
+    """An exception is shown as Python shows it and gives 1; sys.exit keeps its code."""
+    (tmp_path / "raises.py").write_text("raise ValueError('mine')")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(7)")
+    raised, exited = call("run", "raises.py", cwd=tmp_path), call("run", "exits.py", cwd=tmp_path)
+    assert raised.returncode == 1 and "ValueError: mine" in raised.stderr
+    assert exited.returncode == 7
+
+
+def test_stop_ends_the_script_with_3(tmp_path: Path) -> None:
+    """--on-nonfinite stop ends the run at the bad step, with the report and not with a traceback."""
+    (tmp_path / "fails.py").write_text(FAILING + "\nprint('went on')\n")
+    done = call("run", "--on-nonfinite", "stop", "fails.py", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "went on" not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_replay_prints_the_table_and_tries_what_is_asked(run_dir: Path, tmp_path: Path) -> None:
+    """As recorded, float64, fixes, asked edits, and the tempting wrong ones failing."""
+    done = call("replay", snapshot_of(run_dir), "--edit", "clamp:5", "--edit", "clamp_denominator", "--json", tmp_path / "r.json")
+    assert done.returncode == 3, done.stderr
+    for words in ("reproduces bit for bit", "mask_before_op", "✓ best", "±5", "tempting, and wrong", "does not apply"):
+        assert words in done.stdout
+    rows = {row["id"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
+    assert rows["mask_before_op"]["works"] and not rows["where_after_op"]["works"] and not rows["as_recorded"]["works"]
+
+
+@pytest.mark.parametrize("edit", ["explode", "clamp:abc", "mask:3", "clamp:-1", "clamp:1e"])
+def test_a_wrong_edit_is_one_line_and_1(run_dir: Path, edit: str) -> None:
+    """An edit that does not exist or has no such bound is refused."""
+    done = call("replay", snapshot_of(run_dir), "--edit", edit)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanscope: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.png", "report.txt", "report.json"])
+def test_report_chooses_its_form_by_suffix(run_dir: Path, tmp_path: Path, name: str) -> None:
+    """A run directory or a single snapshot becomes a page, a picture, text or JSON."""
+    for source in (run_dir / "run", snapshot_of(run_dir)):
+        done = call("report", source, "-o", tmp_path / name)
+        assert done.returncode == 3, done.stderr
+        assert (tmp_path / name).stat().st_size > 500
+
+
+def test_inspect_lists_what_is_in_a_snapshot_without_torch(run_dir: Path) -> None:
+    """Tensors, program, sources, settings; and torch stays unloaded."""
+    done = call("inspect", snapshot_of(run_dir), "--program")
+    assert done.returncode == 0, done.stderr
+    for words in ("old_logps", "mask", "F32", "fails.py", "aten.exp.default", "torch"):
+        assert words in done.stdout
+    code = f"import sys; sys.argv = ['nanscope', 'inspect', {str(snapshot_of(run_dir))!r}]\ntry:\n    from nanscope.cli import main; main()\n"
+    code += "except SystemExit:\n    pass\nprint('torch' in sys.modules)"
+    check = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert check.stdout.strip().endswith("False"), check.stderr
+
+
+def damaged(kind: str, source: Path, target: Path) -> None:
+    data = source.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    if kind == "truncated":
+        data = data[: 8 + length + 4]
+    elif kind == "cut header":
+        data = data[: length // 2]
+    elif kind == "empty":
+        data = b""
+    elif kind == "wrong magic":
+        data = b"\x89PNG\r\n\x1a\n" + data
+    elif kind == "oversized header":
+        data = (1 << 62).to_bytes(8, "little") + data[8:]
+    elif kind == "newer":
+        data = data.replace(b'\\"schema\\": 1,', b'\\"schema\\": 7,')
+    elif kind == "unknown operator":
+        data = data.replace(b"aten.exp.default", b"aten.abc.default")
+    elif kind == "foreign":
+        import torch
+
+        save_file({"x": torch.zeros(2)}, target)
+        return
+    target.write_bytes(data)
+
+
+@pytest.mark.parametrize("command", ["replay", "inspect", "report"])
+@pytest.mark.parametrize("kind", ["truncated", "cut header", "empty", "wrong magic", "oversized header", "newer", "foreign"])
+def test_a_bad_file_is_one_clear_error_and_1(run_dir: Path, tmp_path: Path, kind: str, command: str) -> None:
+    """Damaged, foreign and newer files: one line that names the file, exit status 1, no traceback."""
+    bad = tmp_path / "bad.safetensors"
+    damaged(kind, snapshot_of(run_dir), bad)
+    done = call(command, bad, *(["-o", tmp_path / "x.html"] if command == "report" else []))
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(f"nanscope: {bad}"), done.stderr
+
+
+def test_an_operator_outside_the_whitelist_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """A program that names something else than a known operator is not executed."""
+    bad = tmp_path / "bad.safetensors"
+    damaged("unknown operator", snapshot_of(run_dir), bad)
+    done = call("replay", bad)
+    assert done.returncode == 1 and "whitelist" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "args", [["replay"], ["replay", "a", "b"], ["run"], ["report", "x", "--nothing"], ["run", "--on-nonfinite", "explode", "x.py"], ["fly"]]
+)
+def test_wrong_usage_is_2(args: list[str]) -> None:
+    """Unknown commands, options and missing arguments are usage errors."""
+    assert call(*args).returncode == 2
+
+
+@pytest.mark.parametrize("args", [["replay", "none.safetensors"], ["run", "none.py"], ["run", "-m", "none_such"], ["report", "none"]])
+def test_a_missing_file_is_one_line_and_1(args: list[str], tmp_path: Path) -> None:
+    """What is not there is said in one line."""
+    done = call(*args, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("nanscope: "), done.stderr
+
+
+def test_an_unknown_report_form_is_refused_before_any_work(run_dir: Path, tmp_path: Path) -> None:
+    """A suffix without a renderer names the known ones."""
+    done = call("report", run_dir / "run", "-o", tmp_path / "report.docx")
+    assert done.returncode == 1 and ".html" in done.stderr
+
+
+def test_version() -> None:
+    """--version prints the package's version."""
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == f"nanscope {nanscope.__version__}"

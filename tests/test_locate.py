@@ -1,0 +1,263 @@
+"""The walk: from a bad loss or gradient to the element that was born bad, masked or not, in programs of every shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import leaf, record
+from torch import Tensor
+from torch.nn import functional
+
+from nanscope.locate import Phase, spotted
+from nanscope.roles import Role
+
+INF, NAN = math.inf, math.nan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss function, its arguments, and what must be found. coefficient: a zero advantage does the harm."""
+
+    name: str
+    loss: Callable[..., Tensor]
+    args: Callable[[], tuple[Tensor, ...]]
+    phase: Phase
+    op: str
+    index: tuple[int, ...]
+    masked: bool | None
+    role: Role | None = None
+    variable: str | None = None
+
+
+def logps_with(row: int, column: int, value: float, shape: tuple[int, int] = (3, 5)) -> tuple[Tensor, Tensor]:
+    logps = leaf(*shape)
+    old = logps.detach() + 0.1
+    old[row, column] = value
+    return logps, old
+
+
+def hole(row: int, column: int, shape: tuple[int, int] = (3, 5), dtype: torch.dtype = torch.float32) -> Tensor:
+    mask = torch.ones(shape, dtype=dtype)
+    mask[row, column] = 0
+    return mask
+
+
+def multiplied(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old)
+    return -(ratio * mask).sum() / mask.sum()
+
+
+def selected(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    ratio = (logps - old).exp()
+    return torch.where(mask.bool(), ratio, 0.0).mean()
+
+
+def indexed(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    importance_ratio = torch.exp(logps - old)
+    return importance_ratio[mask.bool()].mean()
+
+
+def filled(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old)
+    return ratio.masked_fill(mask == 0, 0.0).sum()
+
+
+def k3(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    delta = ref_logps - logps
+    per_token_kl = delta.exp() - delta - 1
+    return (per_token_kl * mask).sum() / mask.sum()
+
+
+def clipped(logps: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old)
+    return -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages).mean()
+
+
+def chunked(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    losses = []
+    for part, before, keep in zip(logps.split(1), old.split(1), mask.split(1), strict=True):
+        ratio = torch.exp(part - before)
+        losses.append((ratio * keep).sum())
+    return torch.stack(losses).mean()
+
+
+def sequence_level(logps: Tensor, old: Tensor) -> Tensor:
+    seq_ratio = (logps - old).sum(-1).exp()
+    return seq_ratio.mean()
+
+
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
+    return ((values * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def cumulative(logps: Tensor, old: Tensor) -> Tensor:
+    prefix_ratio = torch.exp((logps - old).cumsum(-1))
+    return prefix_ratio[:, -1].mean()
+
+
+def two_steps(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    log_ratio = (logps - old).transpose(0, 1).contiguous().view(-1)
+    ratio = torch.exp(log_ratio)
+    return (ratio.view(5, 3).t() * mask).sum()
+
+
+def in_place(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    log_ratio = logps - old
+    ratio = log_ratio.exp()
+    ratio = ratio * 1.0
+    ratio.mul_(mask)
+    return ratio.sum()
+
+
+def wrote_by_slice(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old)
+    total = torch.zeros_like(ratio)
+    total[:, 1:] = ratio[:, 1:]
+    return (total * mask).sum()
+
+
+CASES = [
+    Case("mask multiplies", multiplied, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (1, 3), True, Role.RATIO, "ratio"),
+    Case("integer mask", multiplied, lambda: (*logps_with(1, 3, -200.0), hole(1, 3, dtype=torch.int64)), Phase.FORWARD, "exp", (1, 3), True),
+    Case("boolean mask", multiplied, lambda: (*logps_with(1, 3, -200.0), hole(1, 3, dtype=torch.bool)), Phase.FORWARD, "exp", (1, 3), True),
+    Case("counted token", multiplied, lambda: (*logps_with(2, 0, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (2, 0), False, Role.RATIO),
+    Case("where after exp", selected, lambda: (*logps_with(0, 4, -99.0), hole(0, 4)), Phase.BACKWARD, "exp", (0, 4), True, Role.RATIO),
+    Case("index after exp", indexed, lambda: (*logps_with(2, 2, -99.0), hole(2, 2)), Phase.BACKWARD, "exp", (2, 2), True, Role.RATIO),
+    Case("masked_fill after exp", filled, lambda: (*logps_with(2, 2, -99.0), hole(2, 2)), Phase.BACKWARD, "exp", (2, 2), True),
+    Case("k3 masked", k3, lambda: (leaf(3, 5), logps_with(0, 1, 150.0)[1], hole(0, 1)), Phase.FORWARD, "exp", (0, 1), True, Role.KL),
+    Case("k3 counted", k3, lambda: (leaf(3, 5), logps_with(0, 1, 150.0)[1], hole(2, 2)), Phase.FORWARD, "exp", (0, 1), False, Role.KL),
+    Case("min picks the clip", clipped, lambda: (*logps_with(0, 2, -99.0), torch.ones(3, 1)), Phase.BACKWARD, "exp", (0, 2), True, Role.RATIO),
+    Case("min picks inf", clipped, lambda: (*logps_with(0, 2, -99.0), -torch.ones(3, 1)), Phase.FORWARD, "exp", (0, 2), False, Role.RATIO),
+    Case("zero advantage", clipped, lambda: (*logps_with(1, 2, -99.0), torch.tensor([[1.0], [0.0], [1.0]])), Phase.FORWARD, "exp", (1, 2), False),
+    Case("chunks", chunked, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (0, 3), True, Role.RATIO),
+    Case("sequence ratio", sequence_level, lambda: (leaf(3, 40), torch.full((3, 40), -9.0)), Phase.FORWARD, "exp", (0,), False, Role.RATIO),
+    Case("prefix ratio", cumulative, lambda: (leaf(3, 40), torch.full((3, 40), -9.0)), Phase.FORWARD, "exp", (0, 39), False, Role.RATIO),
+    Case("transposed and flat", two_steps, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (10,), True, Role.RATIO),
+    Case("in-place mask", in_place, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (1, 3), True, Role.RATIO),
+    Case("slice assignment", wrote_by_slice, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (1, 3), True, Role.RATIO),
+    Case("empty row", row_means, lambda: (leaf(3, 5), torch.tensor([[1.0] * 5, [0.0] * 5, [1.0] * 5])), Phase.FORWARD, "div", (1,), True, Role.LOSS),
+    Case("empty batch", lambda v, mask: (v * mask).sum() / mask.sum(), lambda: (leaf(3, 5), torch.zeros(3, 5)), Phase.FORWARD, "div", (), None, Role.LOSS),
+    Case("log of 0", lambda p: -torch.log(p).mean(), lambda: (torch.tensor([0.5, 0.0, 0.1]).requires_grad_(),), Phase.FORWARD, "log", (1,), False),
+    Case("sqrt at 0", lambda x: x.sqrt().sum(), lambda: (torch.tensor([1.0, 0.0]).requires_grad_(),), Phase.BACKWARD, "sqrt", (1,), False),
+    Case(
+        "difference of -inf",
+        lambda logps, old_logps: torch.exp(logps - old_logps).mean(),
+        lambda: (torch.where(torch.tensor([True, False, True]), leaf(3), -INF), torch.tensor([-1.0, -INF, -1.0])),
+        Phase.FORWARD, "sub", (1,), False, Role.LOG_RATIO,
+    ),
+    Case(
+        "p log p",
+        lambda logits, allowed: -(lambda lp: lp.exp() * lp)(logits.masked_fill(~allowed, -INF).log_softmax(-1)).sum(),
+        lambda: (torch.randn(2, 4, requires_grad=True), torch.tensor([True, True, False, True])),
+        Phase.FORWARD, "mul", (0, 2), False,
+    ),
+    Case(
+        "fully masked softmax",
+        lambda scores, bias: (scores + bias).softmax(-1)[:1, 0].sum(),
+        lambda: (torch.randn(2, 3, requires_grad=True), torch.tensor([[0.0, 0.0, -INF], [-INF, -INF, -INF]])),
+        Phase.BACKWARD, "_softmax", (1, 0), True,
+    ),
+    Case(
+        "NaN in the batch, masked",
+        lambda logps, rollout_logps, mask: (torch.exp(logps - rollout_logps) * mask).sum(),
+        lambda: (*logps_with(0, 3, NAN), hole(0, 3)),
+        Phase.INPUT, "input", (0, 3), True, Role.ROLLOUT_LOG_PROBS, "rollout_logps",
+    ),
+    Case(
+        "NaN in the rewards",
+        lambda logps, rewards: ((rewards - rewards.mean())[:, None] * torch.exp(logps - logps.detach())).mean(),
+        lambda: (leaf(3, 5), torch.tensor([1.0, NAN, 0.0])),
+        Phase.INPUT, "input", (1,), False, Role.REWARDS,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_origin_is_found(case: Case) -> None:
+    """Phase, op, element, masked or not, and what the value means."""
+    location = record(case.loss, *case.args()).location
+    assert location is not None
+    origin = location.origin
+    assert (location.phase, origin.op, origin.index, origin.masked) == (case.phase, case.op, case.index, case.masked)
+    if case.role is not None:
+        assert origin.role == case.role
+    if case.variable is not None:
+        assert origin.variable == case.variable
+    assert location.chain
+    assert location.chain[0].index == origin.index
+
+
+def test_operands_tell_the_numbers_of_this_step() -> None:
+    """The exponent that overflowed is there, with its name."""
+    location = record(multiplied, *logps_with(1, 3, -200.0), hole(1, 3)).location
+    assert location is not None
+    (operand,) = location.origin.operands
+    assert operand.value > 190 and operand.index == (1, 3)
+
+
+def test_a_zero_coefficient_is_told_from_a_mask() -> None:
+    """A zero advantage is no mask, even if it is made of ones and zeros."""
+    location = record(clipped, *logps_with(1, 2, -99.0), torch.tensor([[1.0], [0.0], [1.0]])).location
+    assert location is not None and location.origin.coefficient == "advantages" and location.origin.masked is False
+
+
+HEALTHY: list[tuple[str, Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]] = [
+    ("finite", multiplied, lambda: (*logps_with(1, 3, -1.0), hole(1, 3))),
+    ("masked before exp", lambda logps, old, mask: torch.exp((logps - old).masked_fill(mask == 0, -INF)).sum(), lambda: (*logps_with(1, 3, -200.0), hole(1, 3))),
+    ("clamped before exp", lambda logps, old, mask: (torch.exp((logps - old).clamp(-20, 20)) * mask).sum(), lambda: (*logps_with(1, 3, -200.0), hole(1, 3))),
+    ("detached and selected", lambda logps, old, mask: torch.where(mask.bool(), torch.exp((logps - old).detach()), 0.0).mean() * logps.mean(), lambda: (*logps_with(1, 3, -200.0), hole(1, 3))),
+    ("-inf vocabulary", lambda z, allowed: -z.masked_fill(~allowed, -INF).log_softmax(-1)[:, 0].mean(), lambda: (torch.randn(3, 4, requires_grad=True), torch.tensor([True, True, False, True]))),
+    ("cross entropy over -inf", lambda z, y: functional.cross_entropy(z.masked_fill(torch.tensor([False, False, True]), -INF), y), lambda: (torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 1, 0]))),
+    ("nan ignored", lambda logps, r: logps.mean() * torch.nanmean(r), lambda: (leaf(3), torch.tensor([1.0, NAN, 2.0]))),
+    ("logsumexp over -inf", lambda z: torch.where(torch.tensor([True, False, True]), z, -INF).logsumexp(-1), lambda: (torch.randn(3, requires_grad=True),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "args"), [case[1:] for case in HEALTHY], ids=[case[0] for case in HEALTHY])
+def test_what_is_absorbed_is_no_finding(loss: Callable[..., Tensor], args: Callable[[], tuple[Tensor, ...]]) -> None:
+    """Infinities that neither the loss nor a gradient ever sees lead to nothing."""
+    assert record(loss, *args()).location is None
+
+
+def test_an_overflow_without_harm_is_spotted() -> None:
+    """What was born non-finite and absorbed can still be pointed at; what is infinite on purpose cannot."""
+    recorded = record(HEALTHY[3][1], *HEALTHY[3][2]())
+    found = spotted(recorded.program, recorded.run)
+    assert found is not None and (found.origin.op, found.origin.index) == ("exp", (1, 3))
+    purpose = record(HEALTHY[4][1], *HEALTHY[4][2]())
+    assert spotted(purpose.program, purpose.run) is None
+
+
+@given(st.integers(0, 3), st.integers(0, 5), st.booleans(), st.sampled_from(["mul", "where", "index", "fill"]), st.booleans())
+def test_a_planted_overflow_is_found_wherever_it_is(row: int, column: int, masked: bool, masking: str, positive: bool) -> None:
+    """Any element, masked or not, under each way of masking and either sign: the planted element comes back, and its mask."""
+    logps = leaf(4, 6)
+    old = logps.detach() - 0.2
+    old[row, column] = -150.0
+    mask = torch.ones(4, 6)
+    mask[(row + 1) % 4, column] = 0
+    if masked:
+        mask[row, column] = 0
+
+    def loss(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.exp(logps - old)
+        sign = 1.0 if positive else -1.0
+        token_loss = ratio * sign
+        if masking == "mul":
+            return (token_loss * mask).mean()
+        if masking == "where":
+            return torch.where(mask > 0, token_loss, 0.0).mean()
+        if masking == "index":
+            return token_loss[mask > 0].mean()
+        return token_loss.masked_fill(mask < 1, 0.0).mean()
+
+    location = record(loss, logps, old, mask).location
+    assert location is not None
+    assert (location.origin.op, location.origin.index, location.origin.masked) == ("exp", (row, column), masked)
+    assert location.phase == (Phase.BACKWARD if masked and masking != "mul" else Phase.FORWARD)

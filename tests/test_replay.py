@@ -1,0 +1,121 @@
+"""Replays and edits: right fixes end healthy and leave healthy tokens alone, the tempting wrong ones are seen failing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from recorded import leaf, record
+from test_locate import CASES, Case, clipped, hole, logps_with, multiplied, selected
+from torch import Tensor
+
+from nanscope.diagnose import diagnose
+from nanscope.errors import NanscopeError
+from nanscope.program import Program
+from nanscope.replay import replay
+from nanscope.variants import CONTROLS, EDITS, parse_edit
+
+BEST = {
+    "mask multiplies": "mask_before_op", "integer mask": "mask_before_op", "boolean mask": "mask_before_op", "counted token": "clamp_exponent",
+    "where after exp": "mask_before_op", "index after exp": "mask_before_op", "masked_fill after exp": "mask_before_op", "k3 masked": "mask_before_op",
+    "k3 counted": "clamp_exponent", "min picks the clip": "clamp_exponent", "min picks inf": "clamp_exponent", "zero advantage": "clamp_exponent",
+    "chunks": "mask_before_op", "sequence ratio": "clamp_exponent", "prefix ratio": "clamp_exponent", "transposed and flat": "clamp_exponent",
+    "in-place mask": "mask_before_op", "slice assignment": "mask_before_op", "empty row": "clamp_denominator", "empty batch": "clamp_denominator",
+    "log of 0": "clamp_input", "sqrt at 0": "avoid_singular_op", "difference of -inf": "drop_invalid_sample", "p log p": "stable_function",
+    "fully masked softmax": "safe_softmax", "NaN in the batch, masked": "mask_before_op", "NaN in the rewards": "reject_input",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_best_fix_was_run_and_works(case: Case) -> None:
+    """For every mechanism the first fix is of the right class, was executed, ends finite and leaves healthy elements alone."""
+    recorded = record(case.loss, *case.args())
+    incident = diagnose(recorded.snapshot())
+    assert incident.reproduces is True
+    best = incident.fixes[0]
+    assert (best.id, best.executed, best.works) == (BEST[case.name], True, True)
+    assert best.loss is not None and math.isfinite(best.loss)
+    assert best.bad == 0
+    if best.distortion is not None and case.name not in ("sequence ratio", "prefix ratio"):
+        assert best.distortion < 1e-5
+    assert all(fix.works for fix in incident.fixes if fix.executed)
+    assert incident.sentence.endswith(".")
+
+
+@pytest.mark.parametrize("name", ["where after exp", "index after exp", "mask multiplies", "min picks the clip"])
+def test_the_tempting_fixes_fail(name: str) -> None:
+    """Mending the result of exp repairs the loss and leaves the gradient NaN."""
+    case = next(case for case in CASES if case.name == name)
+    rows = {row.id: row for row in record(case.loss, *case.args()).replay().rows}
+    for control in CONTROLS:
+        assert math.isfinite(rows[control].loss or 0.0)
+        assert rows[control].bad == 1 and not rows[control].works
+
+
+def test_distortion_is_measured_on_healthy_tokens_only() -> None:
+    """A clamp below the healthy log-ratios distorts them and is ranked behind the mask; a wide one does not."""
+    logps = leaf(3, 5)
+    old = logps.detach() - torch.linspace(0, 8, 15).reshape(3, 5)
+    old[1, 3] = -200.0
+    recorded = record(multiplied, logps, old, hole(1, 3))
+    rows = {row.label: row for row in replay(recorded.snapshot(), [("clamp:2", parse_edit("clamp:2")), ("clamp:20", parse_edit("clamp:20"))]).rows}
+    narrow = next(row for label, row in rows.items() if "±2 " in label)
+    wide = next(row for label, row in rows.items() if "±20 " in label)
+    assert narrow.works and wide.works
+    assert narrow.distortion is not None and narrow.distortion > 0.1
+    assert wide.distortion is not None and wide.distortion < 1e-6
+
+
+def test_a_transient_fault_is_told_from_one_that_reproduces() -> None:
+    """If the recorded loss does not come out again, the replay says so and finds nothing."""
+    recorded = record(multiplied, *logps_with(1, 3, -1.0), hole(1, 3))
+    replayed = replay(recorded.snapshot(loss=torch.tensor(math.nan)))
+    assert replayed.reproduces is False and replayed.location is None
+    assert replayed.rows[0].note == "does not reproduce"
+
+
+def test_float64_reference_moves_every_dtype() -> None:
+    """Casts in the recorded program do not bring the old precision back."""
+
+    def loss(logps: Tensor, old: Tensor) -> Tensor:
+        return torch.exp((logps.half() - old.half()).float()).mean()
+
+    recorded = record(loss, leaf(3), torch.full((3,), -1.0))
+    run = recorded.program.execute(recorded.tensors, dtype=torch.float64)
+    assert all(value.dtype is torch.float64 for value in run.values.values() if value.is_floating_point())
+
+
+def test_edits_by_name() -> None:
+    """What a command line can ask for, and what it cannot."""
+    for name in (*EDITS, *CONTROLS, "clamp", "mask", "clamp:20", "clamp_denominator:1e-8"):
+        assert callable(parse_edit(name))
+    for name in ("", "explode", "clamp:", "clamp:x", "clamp:-3", "mask:2", "clamp:1e", "clamp:."):
+        if name == "clamp:":
+            continue
+        with pytest.raises(NanscopeError):
+            parse_edit(name)
+
+
+def test_an_empty_program_replays_to_nothing() -> None:
+    """A step whose loss was opaque has no rows and no verdict of its own."""
+    recorded = record(multiplied, *logps_with(1, 3, -200.0), hole(1, 3))
+    replayed = replay(recorded.snapshot(program=Program((), (), -1), tensors={}))
+    assert replayed.rows == () and replayed.location is None and replayed.reproduces is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """exp overflows where the dtype says, and the fix works there as well."""
+    logps, old = (tensor.to(dtype) for tensor in logps_with(1, 3, -800.0))
+    logps = logps.detach().requires_grad_()
+    incident = diagnose(record(selected, logps, old, hole(1, 3)).snapshot())
+    assert (incident.origin.op, incident.origin.index, incident.origin.dtype) == ("exp", (1, 3), str(dtype).removeprefix("torch."))
+    assert incident.fixes[0].id == "mask_before_op" and incident.fixes[0].works
+
+
+def test_all_tokens_overflow() -> None:
+    """With nothing healthy left there is still a verdict and a fix."""
+    logps = leaf(2, 3)
+    incident = diagnose(record(clipped, logps, logps.detach() - 300.0, -torch.ones(2, 1)).snapshot())
+    assert incident.fixes[0].id == "clamp_exponent"
