@@ -275,6 +275,7 @@ class _Facts:
     ancestors: tuple[str, ...] = ()
     mask_denominator: bool = False
     literal_denominator: bool = False
+    whole: bool = False
     eps_underflow: bool = False
     optimizer: str = ""
 
@@ -288,6 +289,7 @@ class _Facts:
             ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
+            whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
         )
 
 
@@ -348,6 +350,8 @@ def _ancestors(program: Program, value: int) -> set[str]:
 def _from_mask(program: Program, run: Run, value: int) -> bool:
     """Is a value a sum over a mask?"""
     producers, namer = program.producers(), Namer(program)
+    if "sum" not in _ancestors(program, value):
+        return False
     for _ in range(12):
         if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
             return True
@@ -388,6 +392,8 @@ _EXPS = ("exp", "expm1", "exp2")
 _HALF_OPS = ("sum", "mul", "add", "sub", "mm", "bmm", "addmm", "pow", "square", "mean", "matmul", "linear", "_to_copy", "div", "baddbmm")
 # (op names or None for any, condition, cause)
 _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...] = (
+    # An update spoils the elements it touches; memory that was never written is bad from end to end.
+    (None, lambda c: c.phase is Phase.WEIGHTS and c.facts.whole and math.prod(c.place.shape) > 1, Cause.UNINITIALIZED),
     (None, lambda c: c.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
     (None, lambda c: c.phase is Phase.OPTIMIZER and c.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     (None, lambda c: c.phase is Phase.OPTIMIZER, Cause.ZERO_DIV_ZERO),

@@ -464,7 +464,7 @@ class _Walker:
         at_mask = self._at_mask(value, flat)
         if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
             return True, (*drops, at_mask), coefficient
-        if self.program.output not in marked and drops:
+        if self.program.output not in marked and any(drop.how != "replace" for drop in drops):
             return True, tuple(drops), coefficient
         made = self.producers.get(value)
         in_model = made is not None and bool(self.program.calls[made].module)
@@ -658,6 +658,8 @@ class Namer:
         index = self.producers.get(value)
         site = self.program.site_of(self.program.calls[index]) if index is not None else None
         if index is not None and self.program.calls[index].module:
+            if self._of_weights_only(value):
+                return Role.WEIGHTS
             return self._inside(site, self.program.calls[index].module, self._ancestors(value))
         if site is None:
             return self._downstream(value)
@@ -695,6 +697,21 @@ class Namer:
         if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
         return None
+
+    def _of_weights_only(self, value: int) -> bool:
+        """Is a value computed from parameters alone, without a single activation?"""
+        stack, seen = [value], set()
+        while stack and len(seen) < 200:
+            current = stack.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            index = self.producers.get(current)
+            if index is not None:
+                stack.extend(self.program.calls[index].inputs())
+            elif (leaf := self._leaves.get(current)) is None or leaf.origin != "parameter":
+                return False
+        return not stack
 
     def _own(self, value: int, depth: int) -> Role | None:
         return role_of(self.name(value)) or self._computed(value, depth + 1)

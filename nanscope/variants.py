@@ -336,6 +336,8 @@ def upcast_fp32(patch: Patch) -> Variant | None:
     if index is None or patch.origin.dtype not in ("float16", "bfloat16"):
         return None
     program = patch.program
+    # `F.normalize(x)` is several calls: an epsilon that vanishes does so before the division
+    index = next(i for i, call in enumerate(program.calls) if i == index or call.site == program.calls[index].site >= 0)
     half = (torch.float16, torch.bfloat16)
     lifted: dict[int, int] = {}
     calls: list[Call] = list(program.calls[:index])

@@ -85,13 +85,10 @@ def _drifting() -> None:
     """Nine healthy steps whose masked exponents grow, and one too many."""
     model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    mask = torch.ones(2, 3)
-    mask[1, 2] = 0.0
-    padding = torch.zeros(2, 3)
-    padding[1, 2] = 10.0
+    mask, offset = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 10.0]])
     for step in range(10):
         logps = model(x).squeeze(-1)
-        old_logps = logps.detach() - step * padding
+        old_logps = logps.detach() - step * offset
         ratio = torch.exp(logps - old_logps)
         loss = -(ratio * mask).mean()
         optimizer.zero_grad()

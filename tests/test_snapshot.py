@@ -175,6 +175,39 @@ def test_views_are_saved_by_content(tmp_path: Path, view: Any) -> None:
     assert torch.equal(found, tensor.detach()) and found.dtype is tensor.dtype
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, :-1],
+        lambda x: x[:, ::2],
+        lambda x: x.t()[:-1],
+        lambda x: x.reshape(21, 16, -1).transpose(0, 2),
+        lambda x: x[:, :1].expand(-1, 300),
+    ],
+    ids=["transposed", "sliced", "strided", "both", "permuted", "expanded"],
+)
+def test_a_step_is_replayed_in_the_order_in_which_it_was_added_up(tmp_path: Path, view: Any) -> None:
+    """How a tensor lies in memory decides the order of additions, and so the last bits of a sum: loading restores it."""
+    x = view(torch.randn(336, 301, generator=torch.Generator().manual_seed(1)))
+    program = Program(
+        (Leaf(0, "x", "data", True),),
+        (
+            Call("aten.sum.default", (Ref(0),), (), (1,)),
+            Call("aten.mean.dim", (Ref(0), (0,)), (), (2,)),
+            Call("aten.mul.Tensor", (Ref(0), Ref(2)), (), (3,)),
+            Call("aten.mean.default", (Ref(3),), (), (4,)),
+            Call("aten.add.Tensor", (Ref(1), Ref(4)), (), (5,)),
+        ),
+        5,
+    )
+    live = program.execute({0: x})
+    found = load(save(small(program=program, tensors={0: x}, grads={}, loss=live.values[5]), tmp_path))
+    again = found.program.execute(found.tensors)
+    assert all(same(again.values[value], live.values[value]) for value in live.values)
+    assert same(again.grads[0], live.grads[0])
+
+
 def test_tensors_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
     """A base and its views, and one tensor under two names, are tensors of their own in the file, and saving changes none of them."""
     base = torch.arange(6.0)

@@ -9,12 +9,13 @@ never lands in a style, a script or an id. However large the run, the page stays
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import PurePath
@@ -82,12 +83,16 @@ def clean(value: object, limit: int = 240) -> str:
     """
     raw = value if isinstance(value, str) else str(value)
     text = re.sub(r"\s*[\r\n]+\s*", " ", raw[: 4 * limit].replace("\t", "    "))
-    text = re.sub(r"[^\x20-\x7e]", _visible, text)
+    text = re.sub(r"[^\x20-\x7e]", _visible, text[: limit + 1])
     return text if len(text) <= limit and len(raw) <= 4 * limit else text[: limit - 1] + "…"
 
 
 def _visible(match: re.Match[str]) -> str:
-    char = match.group()
+    return _spelled(match.group())
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelled(char: str) -> str:
     code = ord(char)
     if code < 0x20:
         return chr(0x2400 + code)  # the block of control pictures: ESC is ␛
@@ -779,7 +784,7 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
             if not fix.executed
         ),
         framework=clean(incident.framework or "", 40),
-        remedies=_some([clean(text, limits.long) for text in incident.remedies], 12),
+        remedies=_some(incident.remedies, 12, limits.long),
         notes=_notes(incident.notes, limits),
         tables=_tables(incident, limits),
         command=_command(incident.snapshot, limits) if incident.snapshot else "",
@@ -881,18 +886,18 @@ def _item(link: Link, limits: Limits) -> ChainItem:
     return ChainItem("grad" if link.backward else "link", clean(link.text, limits.text), numeral(value), line, bad)
 
 
-def _some(texts: Sequence[str], limit: int) -> tuple[str, ...]:
-    rest = len(texts) - limit
-    return (*texts[:limit], f"… {rest} more") if rest > 0 else tuple(texts)
+def _some(texts: Sequence[object], limit: int, length: int) -> tuple[str, ...]:
+    shown = [clean(text, length) for text in texts[:limit]]
+    return (*shown, f"… {len(texts) - limit} more") if len(texts) > limit else tuple(shown)
 
 
-def _notes(notes: Iterable[Note], limits: Limits) -> tuple[tuple[str, str], ...]:
+def _notes(notes: Sequence[Note], limits: Limits) -> tuple[tuple[str, str], ...]:
+    most = limits.items // 2
     pairs = [
         (clean(note.slug, 60) + (f", step {clean(note.step, 24)}" if note.step is not None else ""), clean(note.text, limits.long // 2))
-        for note in notes
+        for note in notes[:most]
     ]
-    rest = len(pairs) - limits.items // 2
-    return (*pairs[: limits.items // 2], ("", f"… {rest} more")) if rest > 0 else tuple(pairs)
+    return (*pairs, ("", f"… {len(notes) - most} more")) if len(notes) > most else tuple(pairs)
 
 
 def _tables(incident: Incident, limits: Limits) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
@@ -904,7 +909,7 @@ def _tables(incident: Incident, limits: Limits) -> tuple[tuple[str, tuple[tuple[
         if pairs:
             tables.append((title, tuple(pairs)))
     if incident.opaque:
-        names = ", ".join(_some([clean(name, 60) for name in incident.opaque], limits.items // 2))
+        names = ", ".join(_some(incident.opaque, limits.items // 2, 60))
         tables.append(("not recorded", (("operators", names),)))
     return tuple(tables)
 
