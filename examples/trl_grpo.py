@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", action="store_true", help="give a masked token a stale old log-prob from half-way on")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("nanscope-run"), help="where nanscope saves (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("nanscope-runs"), help="where nanscope saves (default: %(default)s)")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # TRL 1.16 uses names that newer transformers releases changed
 
@@ -108,11 +108,9 @@ def main() -> None:
             print(f"training stopped: {error}")
 
     print("logged loss:", *(f"{entry['loss']:.4f}" for entry in trainer.state.log_history if "loss" in entry))
+    print(scope.verdict.sentence)
     if scope.verdict.incidents:
-        print(scope.verdict.sentence)
-        print("snapshot:", *sorted(args.out.rglob("*.safetensors")))
-    else:
-        print("no incident")
+        print(f"look closer: nanscope replay {scope.verdict.incidents[0].snapshot}")
 
 
 if __name__ == "__main__":

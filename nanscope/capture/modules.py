@@ -142,7 +142,9 @@ class ModuleWatch:
             self._suspend()
             self._open, self._depth = module, 1
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        # torch hands over (kwargs, output), but after an exception only None
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         if torch.compiler.is_compiling() or module is not self._open or threading.get_ident() != self._thread:
             return
         self._depth -= 1

@@ -94,7 +94,7 @@ class Sheet:
             text = face.cut(text, size, clip)
         self.figure.text(
             x / self.width, 1 - y / self.height, text,
-            fontproperties=face.properties, fontsize=size * 72 / DPI, color=colour, ha=align, va="baseline", usetex=None, parse_math=False,
+            fontproperties=face.properties, fontsize=size * 72 / DPI, color=colour, ha=align, va="baseline", usetex=False, parse_math=False,
         )  # fmt: skip
         return x + face.width(text, size)
 

@@ -393,7 +393,7 @@ class Scale:
 
     def y(self, value: float) -> float:
         """Where a finite value lies, from bottom to top."""
-        low, high, v = (math.log10(n) if self.log else n / 4 for n in (self.low, self.high, value))  # /4: the distance must not overflow
+        low, high, v = (math.log10(n) if self.log else n for n in (self.low, self.high, value))  # /4: the distance must not overflow
         return (v - low) / (high - low) if high > low else 0.5
 
 

@@ -118,7 +118,7 @@ def _facts(incident: Incident) -> RenderableType:
     if incident.chain:
         table.add_row("chain", _chain(incident))
     for index, remedy in enumerate(incident.remedies):
-        table.add_row(f"in {incident.framework}" if index == 0 else "", safe(remedy))
+        table.add_row(f"in {safe(incident.framework)}" if index == 0 else "", safe(remedy))
     if incident.opaque:
         table.add_row("opaque", f"not recorded, results taken as they were: {safe(', '.join(incident.opaque[:8]))}")
     return Padding(table, (0, 2))

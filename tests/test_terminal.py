@@ -1,0 +1,69 @@
+"""The terminal report: every fact is there, hostile text is inert, and the width is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recorded import record
+from test_locate import CASES
+
+from nanscope.diagnose import Incident, Note, Verdict, diagnose
+from nanscope.report.terminal import WIDTH, render_text, safe
+
+
+def incident(name: str = "mask multiplies") -> Incident:
+    case = next(case for case in CASES if case.name == name)
+    return diagnose(record(case.loss, *case.args()).snapshot(), "run/step-000007.rank0.safetensors")
+
+
+def test_the_report_says_everything_a_tired_stranger_needs() -> None:
+    """Step, phase, sentence, line, element, numbers, mask, chain, table, next command."""
+    text = render_text(Verdict((incident(),), steps=7, bad_steps=3))
+    for words in (
+        "step 7 · rank 0 · forward",
+        "ratio = torch.exp(logps - old)",
+        "test_locate.py:",
+        "[1, 3] of [3, 5]",
+        "masked: multiplied by mask = 0",
+        "mask_before_op",
+        "✓ best",
+        "✗ tempting, and wrong",
+        "reproduces bit for bit",
+        "nanscope replay run/step-000007.rank0.safetensors",
+        "7 steps watched, 2 more bad steps not saved",
+    ):
+        assert words in text, words
+
+
+def test_every_kind_of_fault_renders_within_the_width() -> None:
+    """No case breaks the layout."""
+    for case in CASES:
+        text = render_text(Verdict((incident(case.name),), steps=1, bad_steps=1))
+        assert "step 7" in text
+        assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def test_a_healthy_run_is_one_line() -> None:
+    """Good news is short."""
+    assert len(render_text(Verdict((), steps=5)).splitlines()) == 1
+
+
+def test_hostile_text_is_inert() -> None:
+    """Escape sequences, bidi marks and markup from a file do not reach the terminal."""
+    evil = "\x1b[31m\x07\u202e[bold]x[/bold]</script>"
+    assert "\x1b" not in safe(evil) and "\x07" not in safe(evil) and "\u202e" not in safe(evil)
+    base = incident()
+    hostile = replace(
+        base,
+        sentence=evil,
+        headline=evil,
+        origin=replace(base.origin, variable=evil, expression=evil, masked_by=evil, file=evil, function=evil, source=((1, evil),), module=evil),
+        notes=(Note(evil, evil),),
+        remedies=(evil,),
+        opaque=(evil,),
+        snapshot=evil,
+        framework=evil,
+    )
+    text = render_text(Verdict((hostile,), steps=1))
+    assert not set(text) & {"\x1b", "\x07", "\u202e"}
+    assert "[bold]x[/bold]" in text
