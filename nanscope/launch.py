@@ -5,6 +5,7 @@ The script is not touched. What it raises is passed on after the report; what it
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 import types
@@ -37,6 +38,8 @@ def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfini
     exit_code = 0
     error: BaseException | None = None
     with _as_main(target, args, module):
+        if module and not _module_exists(target):
+            raise NanscopeError(f"there is no module {target!r}", slug="no-module")
         try:
             with scope:
                 if module:
@@ -48,13 +51,16 @@ def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfini
             error = stop if stop.code is not None and not isinstance(stop.code, int) else None
         except NonFiniteError:
             pass  # asked for, and the report tells it better
-        except ImportError as missing:
-            if module and missing.name in (target, target.split(".")[0]):
-                raise NanscopeError(f"there is no module {target!r}", slug="no-module") from None
-            exit_code, error = 1, missing
         except BaseException as raised:  # noqa: BLE001 - the script's own failure: reported after the verdict, then passed on
             exit_code, error = (130 if isinstance(raised, KeyboardInterrupt) else 1), raised
     return Outcome(scope, exit_code, error)
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _run_script(path: str) -> None:

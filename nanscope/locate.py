@@ -700,7 +700,7 @@ class Namer:
 
     def _of_weights_only(self, value: int) -> bool:
         """Is a value computed from parameters alone, without a single activation?"""
-        stack, seen = [value], set()
+        stack, seen = [value], set[int]()
         while stack and len(seen) < 200:
             current = stack.pop()
             if current in seen:

@@ -258,7 +258,7 @@ class Program:
                 tensor = tensor.to(dtype)
             if leaf.diff and backward and tensor.is_floating_point():
                 tensor.requires_grad_()
-                tensor.register_hook(keep_grad(leaf.id))
+                tensor.register_hook(keep_grad(leaf.id))  # type: ignore[no-untyped-call]
             values[leaf.id] = tensor
 
         with contextlib.ExitStack() as stack:
@@ -282,7 +282,7 @@ class Program:
                         continue
                     values[out] = tensor
                     if backward and tensor.requires_grad:
-                        tensor.register_hook(keep_grad(out))
+                        tensor.register_hook(keep_grad(out))  # type: ignore[no-untyped-call]
                         node = tensor.grad_fn
                 if trace and node is not None:
                     node.register_hook(keep_flow(index))

@@ -15,12 +15,9 @@ import json
 import logging
 import math
 import os
-import sys
 import time
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -28,20 +25,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nanscope import diagnose
-from nanscope.capture import autopsy
+from nanscope import diagnose, hit
 from nanscope.capture.guard import Guard
-from nanscope.capture.modules import ModuleCall, ModuleWatch
+from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.pulse import Plan, Pulse, read_pulse
 from nanscope.capture.quiet import Quiet
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
-from nanscope.elements import first_nonfinite
-from nanscope.errors import NanscopeError, NonFiniteError, ProgramError
+from nanscope.errors import NanscopeError, NonFiniteError
 from nanscope.frameworks import recognise
+from nanscope.hit import Recording
 from nanscope.ledger import Entry, Ledger
-from nanscope.locate import Location, Phase, locate, spotted
-from nanscope.program import Program, Run
-from nanscope.replay import replay
+from nanscope.locate import spotted
+from nanscope.program import Program
 from nanscope.snapshot import Reached, Snapshot, save
 from nanscope.summary import count_bad, is_finite, norms
 
@@ -50,20 +45,6 @@ log = logging.getLogger("nanscope")
 OnNonFinite = Literal["record", "skip", "stop"]
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
 NOTES = 32  # notes kept per run
-
-
-@dataclass(slots=True)
-class Recording:
-    """One backward pass: the program that led to it, and what is needed to look closer."""
-
-    program: Program | None
-    tensors: dict[int, Tensor]
-    loss: Tensor
-    calls: list[ModuleCall]
-    scaled: bool
-    flags: list[Tensor] = field(default_factory=list)
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    examined: bool = False
 
 
 class Scope:
@@ -255,16 +236,16 @@ class Scope:
         self._norm = total
         if total is None or math.isfinite(total) or not count_bad(grads):
             return
+        if self.on_nonfinite == "skip":
+            self._hold_back(parameters)  # first of all: nothing that fails below may let this step through
         if not self._recordings:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
             self._foreign = True
             self._note("foreign_gradients", "an optimizer stepped on non-finite gradients that no backward pass in the watched block made")
         elif not self._hit:
-            self._gradient_hit(optimizer, grads)
-        self._mark_gradients(len(grads), count_bad(grads))
-        if self.on_nonfinite == "skip":
-            self._hold_back(parameters)
-        elif self.on_nonfinite == "stop":
+            self._quietly("gradient-hit", self._gradient_hit, grads)
+        self._quietly("mark", self._mark_gradients, len(grads), count_bad(grads))
+        if self.on_nonfinite == "stop":
             self._stop()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -289,8 +270,7 @@ class Scope:
     def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None) -> None:
         """Something at the edge of the loss was non-finite: was anything harmed, and what did it?"""
         recording.examined = True
-        loss = float(recording.loss.float().reshape(-1)[0]) if recording.loss.numel() == 1 else math.nan
-        loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(loss))
+        loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(recording.value or 0.0))
         named = self._modules.parameters()
         grads = [p.grad for _, p in named.values() if p.grad is not None]
         if recording.program is not None:
@@ -302,139 +282,73 @@ class Scope:
         if not loss_bad and not bad:
             self._absorbed(recording)
             return
-        self._found(recording, Reached(loss=loss, gradients=len(grads), bad_gradients=bad, scaled=recording.scaled), loss_bad)
+        self._found(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
         if self.on_nonfinite == "stop":
             self._stop()
 
-    def _gradient_hit(self, optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+    def _gradient_hit(self, grads: list[Tensor]) -> None:
         """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it."""
         candidates = [r for r in self._recordings if r.program is not None or r.calls]
-        for recording in candidates:
-            if self._bad_in_model(recording):
-                self._found(recording, self._reached(recording, grads), loss_bad=False)
-                return
-        if candidates:
-            self._found(candidates[-1], self._reached(candidates[-1], grads), loss_bad=False)
+        guilty = (r for r in candidates if (look := self._second_look(r)) is not None and look.location is not None)
+        recording = next(guilty, candidates[-1] if candidates else None)
+        if recording is not None:
+            self._found(recording, Reached(recording.value, len(grads), count_bad(grads), scaled=recording.scaled), loss_bad=False)
 
-    def _reached(self, recording: Recording, grads: list[Tensor]) -> Reached:
-        loss = float(recording.loss.float().reshape(-1)[0])
-        return Reached(loss=loss, gradients=len(grads), bad_gradients=count_bad(grads), scaled=recording.scaled)
-
-    def _bad_in_model(self, recording: Recording) -> bool:
-        look = self._second_look(recording)
-        return look is not None and look[2] is not None
-
-    def _second_look(self, recording: Recording) -> tuple[Program, Run, Location | None, dict[int, Tensor]] | None:
-        """Run the model's forward once more under a tape, and walk through it."""
-        try:
-            looked = autopsy.second_look(recording.program, recording.tensors, recording.calls, self._tape.budget * 4, self._modules)
-            if looked is None:
-                return None
-            program, tensors = looked
-            run = program.execute(tensors, trace=True)
-            return program, run, locate(program, run), tensors
-        except (ProgramError, LookupError, RuntimeError) as error:
-            log.warning("nanscope [second-look-failed]: %s", error)
-            return None
+    def _second_look(self, recording: Recording) -> hit.Look | None:
+        return hit.second_look(recording, self._tape.budget * 4, self._modules)
 
     def _found(self, recording: Recording, reached: Reached, loss_bad: bool) -> None:
         """An incident: locate it, save the step."""
-        self._hit = True
-        self.bad_steps += 1
-        if len(self.snapshots) >= self._limit:
+        if not self._count_hit():
             return
-        program, tensors = recording.program, recording.tensors
-        grads, location, run = recording.grads, None, None
-        if program is not None:
-            run = program.execute(tensors, trace=True)
-            location = locate(program, run)
-        if location is None or (location.origin.leaf is not None and location.origin.leaf.origin in ("module", "opaque")):
-            look = self._second_look(recording)
-            if look is not None and look[2] is not None:
-                program, run, location, tensors = look
-                grads = {}
-        framework = recognise({site.file for site in program.sites} if program is not None else ())
-        trainer = self._trainer()
-        snapshot = Snapshot(
-            step=self._step_number(),
-            rank=self._rank,
-            program=program if program is not None else Program((), (), -1),
-            tensors=tensors,
-            loss=recording.loss.detach().clone(),
-            grads=grads,
-            reached=reached,
-            settings=_settings(trainer, framework.settings if framework else ()),
-            history=tuple(self.ledger.entries),
-            environment=_environment(recording.loss, framework.package if framework else None),
-            opaque=tuple(sorted({leaf.made_by for leaf in program.leaves if leaf.origin == "opaque"})) if program is not None else (),
-            notes=tuple(_logged_loss(trainer, reached.loss, loss_bad)),
-        )
-        snapshot = self._narrowed(snapshot, location, run)
-        self.snapshots.append(snapshot)
-        self.paths.append(None)
-        self._write(len(self.snapshots) - 1)
-
-    def _narrowed(self, snapshot: Snapshot, location: Location | None, run: Run | None) -> Snapshot:
-        """Return what of a snapshot is saved. Where that loses the origin, what was seen of it is written down instead."""
-        program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, self._save_tokens)
-        observed: dict[str, Any] = {}
-        if location is not None and run is not None:
-            left = {leaf.id for leaf in program.leaves} | {out for call in program.calls for out in call.outs}
-            made = set(program.producers())
-            lost = location.origin.value_id not in left or (location.origin.born and location.origin.value_id not in made)
-            if lost:
-                observed = {"outside": True, "location": diagnose.observation(location, snapshot.program, run)}
-                with contextlib.suppress(ProgramError):
-                    observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
-        return replace(
+        look = hit.look_closely(recording, lambda: self._second_look(recording))
+        trainer = hit.find_trainer(self._targets)
+        framework = recognise({site.file for site in look.program.sites})
+        snapshot = self._blank(recording.loss, framework.package if framework else None)
+        snapshot = replace(
             snapshot,
-            program=program,
-            tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
-            grads={value: grad.detach().clone() for value, grad in grads.items()},
-            observed=observed,
+            program=look.program,
+            tensors=look.tensors,
+            grads={} if look.second else recording.grads,
+            reached=reached,
+            settings=hit.settings(trainer, framework.settings if framework else ()),
+            opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
+            notes=tuple(hit.logged_loss(trainer, reached.loss, loss_bad)),
         )
+        self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
     def _weights_hit(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
+        if not self._count_hit():
+            return
+        recording = self._recordings[-1] if self._recordings else None
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        reached = Reached(recording.value if recording else None, len(grads), count_bad(grads), total, bad, "taken")
+        named = {key: name for key, (name, _) in self._modules.parameters().items()}
+        snapshot = self._blank(recording.loss if recording else None, None)
+        self._keep(replace(snapshot, reached=reached, observed=hit.update_seen(optimizer, named)))
+
+    def _count_hit(self) -> bool:
+        """Count a bad step; should it be saved, too?"""
         self._hit = True
         self.bad_steps += 1
-        if len(self.snapshots) >= self._limit:
-            return
-        loss = self._recordings[-1].loss if self._recordings else None
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        reached = Reached(
-            loss=float(loss.float().reshape(-1)[0]) if loss is not None and loss.numel() == 1 else None,
-            gradients=len(grads), bad_gradients=count_bad(grads), weights=total, bad_weights=bad, stepped="taken",
-        )  # fmt: skip
-        location: dict[str, Any] = {"phase": str(Phase.OPTIMIZER)}
-        named = {id(p): name for name, p in self._modules.parameters().values()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                flat = first_nonfinite(parameter.detach())
-                if flat is not None:
-                    seen = diagnose.weight_observation(named.get(id(parameter)), parameter, flat, group)
-                    seen["facts"]["optimizer"] = type(optimizer).__name__
-                    observed = {"location": {**location, **seen}}
-                    break
-            else:
-                continue
-            break
-        else:
-            observed = {"location": location}
-        self.snapshots.append(
-            Snapshot(
-                step=self._step_number(),
-                rank=self._rank,
-                program=Program((), (), -1),
-                tensors={},
-                loss=None if loss is None else loss.clone(),
-                grads={},
-                reached=reached,
-                observed=observed,
-                history=tuple(self.ledger.entries),
-                environment=_environment(loss if loss is not None else torch.zeros(()), None),
-            )
+        return len(self.snapshots) < self._limit
+
+    def _blank(self, loss: Tensor | None, package: str | None) -> Snapshot:
+        return Snapshot(
+            step=self._step_number(),
+            rank=self._rank,
+            program=Program((), (), -1),
+            tensors={},
+            loss=None if loss is None else loss.detach().clone(),
+            grads={},
+            reached=Reached(),
+            history=tuple(self.ledger.entries),
+            environment=hit.environment(loss, package),
         )
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
 
@@ -525,8 +439,8 @@ class Scope:
         self.ledger.append(entry)
 
     def _add_loss(self, recording: Recording) -> None:
-        if recording.loss.numel() == 1:
-            self._loss = (self._loss or 0.0) + float(recording.loss)
+        if recording.value is not None:
+            self._loss = (self._loss or 0.0) + recording.value
 
     def _pulse_of(self, program: Program, tensors: dict[int, Tensor]) -> None:
         key = tuple((call.op, call.site) for call in program.calls)
@@ -548,7 +462,7 @@ class Scope:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "on_nonfinite": self.on_nonfinite,
             "targets": [type(target).__qualname__ for target in self._targets],
-            "environment": _environment(torch.zeros(()), None),
+            "environment": hit.environment(None, None),
         }
         (self.out / "run.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         history = self.out / f"history.rank{self._rank}.jsonl"
@@ -571,14 +485,11 @@ class Scope:
         """No optimizer looked at the last gradients: do it now."""
         grads = [p.grad for _, p in self._modules.parameters().values() if p.grad is not None]
         if count_bad(grads):
-            for recording in self._recordings:
-                if self._bad_in_model(recording):
-                    self._found(recording, self._reached(recording, grads), loss_bad=False)
-                    return
+            self._gradient_hit(grads)
 
     def _logged(self) -> None:
         """Compare with what the trainer logged at the bad step."""
-        trainer = self._trainer()
+        trainer = hit.find_trainer(self._targets)
         entries = getattr(getattr(trainer, "state", None), "log_history", None)
         if not isinstance(entries, list):
             return
@@ -593,19 +504,6 @@ class Scope:
                     self.snapshots[index] = replace(snapshot, notes=tuple(notes))
                     self._verdict = None
                     self._write(index)
-
-    def _trainer(self) -> Any:
-        """Return the trainer, given or found as `self` of a calling frame."""
-        for target in self._targets:
-            if hasattr(target, "args") and hasattr(target, "state"):
-                return target
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            found = frame.f_locals.get("self")
-            if hasattr(getattr(found, "args", None), "logging_nan_inf_filter"):
-                return found
-            frame = frame.f_back
-        return None
 
 
 def watch(
@@ -635,44 +533,3 @@ def _modules_of(target: Any) -> Iterator[nn.Module]:
         yield target
     elif isinstance(getattr(target, "model", None), nn.Module):
         yield target.model
-
-
-def _logged_loss(trainer: Any, loss: float | None, loss_bad: bool) -> list[tuple[str, str]]:
-    if trainer is None or not getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False):
-        return []
-    if loss_bad:
-        return [
-            (
-                "logged_loss",
-                f"the true loss is {loss}; the trainer's logging_nan_inf_filter keeps it out of the log, which shows a finite number",
-            )
-        ]
-    return [
-        (
-            "logged_loss",
-            f"the logged loss ({loss:.6g}) is finite and does not show that the gradients are not; "
-            "once the weights are NaN, logging_nan_inf_filter logs 0.0 for every further step",
-        )
-    ]
-
-
-def _settings(trainer: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    args = getattr(trainer, "args", None)
-    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return {name: value if isinstance(value, (int, float, str, bool, type(None))) else str(value) for name, value in found.items()}
-
-
-def _environment(like: Tensor, package: str | None) -> dict[str, Any]:
-    packages = ("torch", "nanscope", "transformers", "accelerate", *((package,) if package else ()))
-    versions = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {
-        "versions": versions,
-        "python": sys.version.split()[0],
-        "device": like.device.type if like.device.type == "cpu" else torch.cuda.get_device_name(like.device),
-        "dtype": str(like.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }

@@ -118,7 +118,8 @@ def test_pyplot_is_not_needed(tmp_path: Path) -> None:
         "import sys; from nanscope.diagnose import Verdict; from nanscope.report import render; "
         f"render(Verdict((), steps=3), {str(tmp_path / 'a.png')!r}); assert 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": "", "MPLCONFIGDIR": str(tmp_path), "HOME": str(tmp_path)}, timeout=120)
+    environment = {"PATH": "", "MPLCONFIGDIR": str(tmp_path), "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=Path(figure.__file__).parents[2], timeout=120)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 72), (32, 1), (32, 72), (300, 300)])

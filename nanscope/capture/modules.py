@@ -68,7 +68,7 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
 def rng_state() -> tuple[Tensor, ...]:
     """Return the states of the generators that a forward pass may draw from."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return tuple(states)
 

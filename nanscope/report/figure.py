@@ -390,7 +390,7 @@ def _legend(sheet: Sheet, grid: Grid, x: float, y: float) -> float:
         sheet.box(x, y - 11, 13, 13, HARM)
         words = "non-finite" if grid.limit is None else f"non-finite, or above {grid.limit:.2f}: exp overflows"
         x = sheet.text(x + 20, y, words, 12, SOFT) + 22
-    if any(any(line) for line in grid.masked):
+    if any(out and not bad for outs, marks in zip(grid.masked, grid.bad, strict=True) for out, bad in zip(outs, marks, strict=True)):
         sheet.text(x, y, "hatched: masked", 12, SOFT)
     return y + 6
 

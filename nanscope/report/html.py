@@ -93,12 +93,7 @@ def _visible(match: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _spelled(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)  # the block of control pictures: ESC is ␛
-    if code == 0x7F:
-        return "␡"
-    return f"⟨U+{code:04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char
+    return f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char
 
 
 def real(value: object) -> float | None:
@@ -393,7 +388,7 @@ class Scale:
 
     def y(self, value: float) -> float:
         """Where a finite value lies, from bottom to top."""
-        low, high, v = (math.log10(n) if self.log else n for n in (self.low, self.high, value))  # /4: the distance must not overflow
+        low, high, v = (math.log10(n) if self.log else n / 4 for n in (self.low, self.high, value))  # /4: the distance must not overflow
         return (v - low) / (high - low) if high > low else 0.5
 
 

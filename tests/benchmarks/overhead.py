@@ -423,7 +423,7 @@ def compare_generation(rounds: int) -> dict[str, Any]:
     """Time generation bare and watched, by turns, for a large and a small policy, and print it."""
     found: dict[str, Any] = {}
     print(f"{SAMPLED} tokens for each of {GROUPS * GROUP_SIZE} prompts, {rounds} rounds; calls: those outside the model, per token")
-    print(f"{'policy':<7}{'calls':>7}{'bare, ms per token':>26}{'nanscope, ms per token':>26}{'ratio, CPU time':>24}{'added, CPU µs per token':>28}")
+    print(f"{'policy':<7}{'calls':>7}{'bare, ms per token':>26}{'nanscope, ms per token':>26}{'ratio, CPU time':>24}{'added, CPU µs':>24}")
     for name, policy in {"24 M": Policy(), "1 M": Policy(64, 2, 2)}.items():
         prompts = torch.randint(2, VOCABULARY, (GROUPS * GROUP_SIZE, PROMPT))
         with Counter() as counter, torch.no_grad():
@@ -442,7 +442,7 @@ def compare_generation(rounds: int) -> dict[str, Any]:
         ratio = ratios([[own.cpu] for own in times["nanscope"]], [[base.cpu] for base in times["bare"]])
         own, base = (Spread.of([seconds.wall for seconds in times[variant]]).over(SAMPLED * 1e-3) for variant in ("nanscope", "bare"))
         added = Spread.of([own.cpu - base.cpu for base, own in zip(*times.values(), strict=True)]).over(SAMPLED * 1e-6)
-        print(f"{name:<7}{counter.count:>7}{base.show(2):>26}{own.show(2):>26}{ratio.show():>24}{added.show(0):>28}")
+        print(f"{name:<7}{counter.count:>7}{base.show(2):>26}{own.show(2):>26}{ratio.show():>24}{added.show(0):>24}")
         found[name] = {"bare_ms": asdict(base), "nanscope_ms": asdict(own), "cpu_ratio": asdict(ratio), "added_cpu_us": asdict(added)}
     return found
 
@@ -533,20 +533,20 @@ def compare_calls(rounds: int, losses: int = 50) -> dict[str, Any]:
                 samples: dict[str, list[float]] = {part: [] for part in parts}
                 for _ in range(losses):
                     logps = policy()
-                    began = time.perf_counter()
+                    began = time.process_time()
                     loss, _ = trl_like_loss(logps, batch)
-                    recorded = time.perf_counter()
+                    recorded = time.process_time()
                     loss.backward()
-                    differentiated = time.perf_counter()
+                    differentiated = time.process_time()
                     optimizer.step()
-                    stepped = time.perf_counter()
+                    stepped = time.process_time()
                     optimizer.zero_grad()
                     for part, seconds in zip(parts, (recorded - began, differentiated - recorded, stepped - differentiated), strict=True):
                         samples[part].append(seconds)
             if turn:
                 for part in parts:
                     times[variant][part].append(statistics.median(samples[part]))
-    print(f"a loss of {calls} aten calls on {list(shape)}; µs, medians of {losses} steps, {rounds} rounds")
+    print(f"a loss of {calls} aten calls on {list(shape)}; CPU µs, medians of {losses} steps, {rounds} rounds")
     print(f"{'part':<30}{'bare':>24}{'nanscope':>24}{'added':>24}")
     found: dict[str, Any] = {"calls": calls}
     for part, unit, scale in (("forward", "forward, per recorded call", calls), *((part, f"{part}, in all", 1) for part in parts[1:])):

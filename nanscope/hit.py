@@ -1,0 +1,177 @@
+"""A bad step, looked at while it is still in memory: what is needed to explain it later, and what of that goes into the file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope import diagnose
+from nanscope.capture import autopsy
+from nanscope.capture.modules import ModuleCall, ModuleWatch
+from nanscope.elements import first_nonfinite
+from nanscope.errors import ProgramError
+from nanscope.locate import Location, Phase, locate
+from nanscope.program import Program, Run
+from nanscope.replay import replay
+from nanscope.snapshot import Snapshot
+
+log = logging.getLogger("nanscope")
+
+
+@dataclass(slots=True)
+class Recording:
+    """One backward pass: the program that led to it, and what is needed to look closer.
+
+    program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
+    the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss.
+    """
+
+    program: Program | None
+    tensors: dict[int, Tensor]
+    loss: Tensor
+    calls: list[ModuleCall]
+    scaled: bool
+    flags: list[Tensor] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    examined: bool = False
+
+    @property
+    def value(self) -> float | None:
+        """The loss as a number, None if it is not a scalar."""
+        return float(self.loss) if self.loss.numel() == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program."""
+
+    program: Program
+    tensors: dict[int, Tensor]
+    run: Run | None
+    location: Location | None
+    second: bool = False
+
+
+def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Run the model's forward once more under a tape and walk through it; None if that is not possible."""
+    try:
+        looked = autopsy.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
+        if looked is None:
+            return None
+        program, tensors = looked
+        run = program.execute(tensors, trace=True)
+        return Look(program, tensors, run, locate(program, run), second=True)
+    except (ProgramError, LookupError, RuntimeError) as error:
+        log.warning("nanscope [second-look-failed]: %s", error)
+        return None
+
+
+def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
+    """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
+    if recording.program is None:
+        return Look(Program((), (), -1), {}, None, None)
+    run = recording.program.execute(recording.tensors, trace=True)
+    first = Look(recording.program, recording.tensors, run, locate(recording.program, run))
+    leaf = first.location.origin.leaf if first.location is not None else None
+    if first.location is not None and (leaf is None or leaf.origin not in ("module", "opaque")):
+        return first
+    deeper = again()
+    return deeper if deeper is not None and deeper.location is not None else first
+
+
+def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
+    """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
+    program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens)
+    observed: dict[str, Any] = {}
+    if look.location is not None and look.run is not None:
+        origin = look.location.origin
+        made = set(program.producers())
+        if origin.value_id not in (made if origin.born else made | {leaf.id for leaf in program.leaves}):
+            observed = {"outside": True, "location": diagnose.observation(look.location, snapshot.program, look.run)}
+            with contextlib.suppress(ProgramError):
+                observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
+    return replace(
+        snapshot,
+        program=program,
+        tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
+        grads={value: grad.detach().clone() for value, grad in grads.items()},
+        observed=observed,
+    )
+
+
+def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return what an update did to the first weight that it made non-finite, as a snapshot keeps it. names: by id of the parameter."""
+    location: dict[str, Any] = {"phase": str(Phase.OPTIMIZER)}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            flat = first_nonfinite(parameter.detach())
+            if flat is not None:
+                seen = diagnose.weight_observation(names.get(id(parameter)), parameter, flat, group)
+                seen["facts"]["optimizer"] = type(optimizer).__name__
+                return {"outside": True, "location": {**location, **seen}}
+    return {"outside": True, "location": location}
+
+
+# -- around the step ---------------------------------------------------------------------------------------------------------------
+
+
+def find_trainer(targets: Iterable[Any]) -> Any:
+    """Return the trainer: one of the targets, or found as `self` of a calling frame; None if there is none."""
+    for target in targets:
+        if hasattr(target, "args") and hasattr(target, "state"):
+            return target
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(getattr(found, "args", None), "logging_nan_inf_filter"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def logged_loss(trainer: Any, loss: float | None, loss_bad: bool) -> list[tuple[str, str]]:
+    """Return the note on what the trainer's log shows instead of the truth, if it filters."""
+    if trainer is None or loss is None or not getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False):
+        return []
+    if loss_bad:
+        text = f"the true loss is {loss}; the trainer's logging_nan_inf_filter keeps it out of the log, which shows a finite number"
+    else:
+        text = (
+            f"the logged loss ({loss:.6g}) is finite and does not show that the gradients are not; "
+            "once the weights are NaN, logging_nan_inf_filter logs 0.0 for every further step"
+        )
+    return [("logged_loss", text)]
+
+
+def settings(trainer: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the trainer's settings of these names, as JSON holds them."""
+    args = getattr(trainer, "args", None)
+    found = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return {name: value if isinstance(value, (int, float, str, bool, type(None))) else str(value) for name, value in found.items()}
+
+
+def environment(loss: Tensor | None, package: str | None) -> dict[str, Any]:
+    """Return versions, device and dtype of a run. package: the framework's distribution."""
+    like = torch.zeros(()) if loss is None else loss
+    packages = ("torch", "nanscope", "transformers", "accelerate", *((package,) if package else ()))
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "versions": versions,
+        "python": sys.version.split()[0],
+        "device": like.device.type if like.device.type == "cpu" else torch.cuda.get_device_name(like.device),
+        "dtype": str(like.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
