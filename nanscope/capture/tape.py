@@ -148,9 +148,8 @@ class Tape:
             noted = None
         except Exception as error:  # noqa: BLE001 - whatever fails in here must not reach the training run
             self._break(error)
+            return call()
         result = call()
-        if self.broken:
-            return result
         try:
             if noted is None:
                 self._forget_results(result)
