@@ -25,7 +25,7 @@ from nanscope.ledger import Entry, parse, show
 from nanscope.locate import Location, Namer, Origin, Phase, Step
 from nanscope.ops import base_name
 from nanscope.program import Program, Run
-from nanscope.replay import EXACT, Replay, Row, replay
+from nanscope.replay import Replay, Row, replay
 from nanscope.roles import ROLES, Role, last_word, role_of
 from nanscope.snapshot import Snapshot
 from nanscope.summary import exponent_limit, headroom_bits
@@ -60,7 +60,10 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin as reports show it. See `locate.Origin`; headroom in bits, negative beyond the dtype's range."""
+    """The origin as reports show it. See `locate.Origin`; headroom in bits, negative beyond the dtype's range.
+
+    limit: for an exponential, the largest exponent that its dtype can take, in nats.
+    """
 
     op: str
     index: tuple[int, ...]
@@ -79,6 +82,7 @@ class Place:
     operands: tuple[tuple[str, float], ...]
     source: tuple[tuple[int, str], ...]
     headroom: float | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,8 +492,9 @@ def _place(origin: Origin, program: Program) -> Place:
         masked_by = _drop_words(origin.drops[-1].how, origin.drops[-1].name)
     operands = tuple((_operand_name(origin, position), operand.value) for position, operand in enumerate(origin.operands))
     call = program.calls[origin.call] if origin.call is not None else None
-    headroom = None
+    headroom = limit = None
     if origin.op in _EXPS and operands:
+        limit = round(exponent_limit(_dtype(origin.dtype)), 2)
         headroom = round((exponent_limit(_dtype(origin.dtype)) - operands[0][1]) / math.log(2), 1)
     elif math.isfinite(origin.value) and origin.value:
         headroom = round(headroom_bits(abs(origin.value), _dtype(origin.dtype)), 1)
@@ -511,6 +516,7 @@ def _place(origin: Origin, program: Program) -> Place:
         operands=operands,
         source=site.source if site else (),
         headroom=headroom,
+        limit=limit,
     )
 
 
@@ -587,23 +593,25 @@ def _sentence(snapshot: Snapshot, case: _Case, cause: Cause) -> str:
     elif p.op in ("unknown", "module"):
         what = f"{p.variable or 'a value'} came out of the model as {number(p.value)} {('at ' + index) if index else ''}".rstrip()
     else:
-        what = f"{_made(p)}{(' at ' + index) if index else ''}{inside}, {where}"
+        head, numbers = _made(p)
+        what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
 
 
-def _made(p: Place) -> str:
-    args = (
-        ", ".join(number(value) for _, value in p.operands[:2])
-        if p.op not in ("sum", "mean", "std", "var", "_softmax", "logsumexp")
-        else "…"
-    )
+def _made(p: Place) -> tuple[str, str]:
+    """What was made, in words, and the numbers that it was made from."""
+    many = p.op in ("sum", "mean", "std", "var", "_softmax", "logsumexp", "_log_softmax")
+    args = "…" if many else ", ".join(number(value) for _, value in p.operands[:2])
     result = number(p.value)
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
     if math.isfinite(p.value):
-        return f"the gradient of {subject} is not finite: {p.op}({args}) = {result}"
-    return f"{subject} {_BORN.get(result, 'gave ' + result)}: {p.op}({args}) = {result}"
+        return f"the gradient of {subject} is not finite", f"{p.op}({args}) = {result}"
+    numbers = f"{p.op}({args}) = {result}"
+    if p.limit is not None and math.isinf(p.value):
+        numbers += f", {p.dtype} ends at exp({p.limit})"
+    return f"{subject} {_BORN.get(result, 'gave ' + result)}", numbers
 
 
 def _end(loss: float | None, bad: int | None, total: int | None, weights: int | None, stepped: str) -> str:
@@ -709,6 +717,7 @@ def _place_json(p: Place) -> dict[str, Any]:
         "operands": [[name, show(value)] for name, value in p.operands],
         "source": [[line, text] for line, text in p.source],
         "headroom_bits": p.headroom,
+        "limit_nats": p.limit,
     }
 
 
@@ -723,6 +732,7 @@ def _place_from_json(data: dict[str, Any]) -> Place:
         "operands": tuple((str(name), float(value)) for name, value in data.get("operands") or ()),
         "source": tuple((int(number), str(text)) for number, text in data.get("source") or ()),
         "headroom": data.get("headroom_bits"),
+        "limit": data.get("limit_nats"),
     }
     return Place(**{**known, **read})
 
@@ -804,7 +814,7 @@ def _picture(program: Program, location: Location, run: Run) -> Picture | None:
 
 def is_exact(distortion: float | None) -> bool:
     """Is a distortion nothing but rounding?"""
-    return distortion is not None and distortion <= max(EXACT, 1e-6)
+    return distortion is not None and distortion <= 1e-6
 
 
 def role_words(role: str | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from nanscope.program import Call, Leaf, Program, Ref, Run, same_bits
 from nanscope.snapshot import Snapshot
 from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
 
-EXACT = 1e-12  # distortion at which two gradients count as the same
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -28,7 +26,8 @@ class Row:
 
     kind: "recorded", "float64", "fix", "control" (a tempting wrong one) or "asked" (by --edit).
     loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
-    gradient, relative to the largest healthy gradient; 0 is exact, None where it cannot be measured.
+    gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
+    measured.
     works: loss and gradients are finite. note: why it could not be run, or what is remarkable.
     """
 
@@ -131,10 +130,14 @@ def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: 
 
 @dataclass(frozen=True, slots=True)
 class _Healthy:
-    """The gradient that the healthy elements should have, in float64, and which elements are healthy."""
+    """The gradient that the healthy elements should have, in float64, and which elements are healthy.
+
+    noise: how far the same repaired program is from it in the recorded dtype; less than that is rounding.
+    """
 
     grads: dict[int, Tensor]
     masks: dict[int, Tensor]
+    noise: float = 0.0
 
     @staticmethod
     def of(patch: Patch) -> _Healthy | None:
@@ -143,6 +146,7 @@ class _Healthy:
             if variant is None:
                 return None
             run = variant.program.execute(variant.tensors, dtype=torch.float64)
+            plain = variant.program.execute(variant.tensors)
         except NanscopeError:
             return None
         grads = {leaf.id: run.grads[leaf.id] for leaf in patch.program.leaves if leaf.diff and leaf.id in run.grads}
@@ -150,9 +154,11 @@ class _Healthy:
             return None
         touched = _touched(patch)
         masks = {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
-        return _Healthy(grads, masks)
+        healthy = _Healthy(grads, masks)
+        noise = healthy.distortion({value: plain.grads[value] for value in grads if value in plain.grads})
+        return replace(healthy, noise=noise if math.isfinite(noise) else 0.0)
 
-    def distortion(self, grads: dict[int, Tensor]) -> float | None:
+    def distortion(self, grads: dict[int, Tensor]) -> float:
         scale = max((float(g[self.masks[v]].abs().max()) for v, g in self.grads.items() if bool(self.masks[v].any())), default=0.0)
         worst = 0.0
         for value, wanted in self.grads.items():
@@ -161,7 +167,8 @@ class _Healthy:
                 continue
             difference = (got.double() - wanted).abs()[mask].max()
             worst = max(worst, float(difference)) if bool(torch.isfinite(difference)) else math.inf
-        return worst / scale if scale > 0 else worst
+        relative = worst / scale if scale > 0 else worst
+        return 0.0 if relative <= 2 * self.noise else relative
 
 
 def _touched(patch: Patch) -> dict[int, Tensor]:

@@ -171,6 +171,14 @@ def test_masked_or_not_is_said() -> None:
     assert "counts in the loss" in checked(Verdict((counted,))).text
 
 
+def test_headroom_has_a_unit() -> None:
+    """Nats for an exponent, with its limit; bits of the dtype for everything else."""
+    assert "nat: exp overflows above 88.72" in checked(verdict_of("forward masked")).text
+    incident = incident_of("input")
+    large = dataclasses.replace(incident, origin=dataclasses.replace(incident.origin, op="mul", headroom=3.5, operands=(("x", 2.0),)))
+    assert "3.5 bits in float32" in checked(Verdict((large,))).text
+
+
 def test_the_chain_turns_to_gradients() -> None:
     """The links of the backward part are gradients, after words on the loss that stayed finite; the last item is the harm."""
     incident = incident_of("backward, finite loss")
@@ -443,6 +451,15 @@ def test_the_history_ends_with_the_bad_step() -> None:
     assert math.isnan(panels["gradient norm"].series[0].points[-1][1])
     text = checked(Verdict((incident,))).text
     assert "exp overflows" in text and "88.72" in text
+
+
+def test_a_run_without_a_mask_has_one_series() -> None:
+    """Where the entries tell no masked tokens, the exponent of the incident belongs to the series of all tokens."""
+    before = incident_of("history").history
+    entries = tuple(dataclasses.replace(entry, log_ratio_max=entry.log_ratio_max_masked, log_ratio_max_masked=None) for entry in before)
+    exponent = next(panel for panel in panels_of(incident_of("history", history=entries)) if panel.title == "largest exponent")
+    assert [(series.name, len(series.points)) for series in exponent.series] == [("all tokens", 10), ("masked", 0)]
+    assert exponent.series[0].points[-1][1] == pytest.approx(90.0)
 
 
 def test_a_short_history_is_left_out() -> None:

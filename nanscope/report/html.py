@@ -336,7 +336,8 @@ def _count(
     hidden = sum(mark and out for mark, out in marks)
     kind = "beyond the limit" if limit is not None else "non-finite"
     words = f"{hits} of {total} shown {'is' if hits == 1 else 'are'} {kind}"
-    return words + (f", {'masked' if hidden == hits == 1 else f'{hidden} masked'}" if hidden else "")
+    which = "masked" if hidden == hits == 1 else "all masked" if hidden == hits else f"{hidden} masked"
+    return f"{words}, {which}" if hidden else words
 
 
 # -- history -------------------------------------------------------------------------------------------------------------------------
@@ -400,6 +401,9 @@ def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
     if len(entries) < 2:
         return ()
     last = _last_point(incident) if step is not None and entries[-1].step < step else {}
+    split = any(real(entry.log_ratio_max_masked) is not None for entry in entries)
+    if not split and "log_ratio_max_masked" in last:  # the run saw no mask, so the one series is of all tokens
+        last["log_ratio_max"] = last["log_ratio_max_masked"]
     limit = next((found for entry in reversed(entries) if (found := _limit(entry)) is not None), exponent_limit_of(incident.origin))
 
     def series(name: str, field: str, kind: str = "main") -> Series:
@@ -415,7 +419,7 @@ def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
         Panel(
             "largest exponent",
             "nat",
-            (series("counted", "log_ratio_max"), series("masked", "log_ratio_max_masked", "masked")),
+            (series("counted" if split else "all tokens", "log_ratio_max"), series("masked", "log_ratio_max_masked", "masked")),
             limit,
             "exp overflows",
             step,
@@ -813,10 +817,12 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
     place = incident.origin
     limit = exponent_limit_of(place)
     meaning = role_words(place.role)
+    exponent = real(place.operands[0][1]) if place.operands else None
     headroom = ""
-    if place.headroom is not None:
-        beyond = f", {place.op} overflows above {numeral(limit)}" if limit is not None else f" in {place.dtype}"
-        headroom = f"{numeral(place.headroom)} bits{beyond}"
+    if limit is not None and exponent is not None:
+        headroom = f"{numeral(limit - exponent)} nat: {place.op} overflows above {limit:.2f}"
+    elif place.headroom is not None:
+        headroom = f"{numeral(place.headroom)} bits in {place.dtype}"
     masked = {True: f"masked: {place.masked_by or 'outside the loss'}", False: "counts in the loss", None: ""}[place.masked]
     pairs = (
         ("op", str(place.op)),
@@ -937,7 +943,7 @@ def _map(incident: Incident, limits: Limits) -> Map | None:
             looks.setdefault("bad", set()).add((r, c))
         elif level is not None:
             looks.setdefault(f"{'n' if level < 0 else 'p' if level else 'z'}{abs(level)}", set()).add((r, c))
-    cell = max(10, min(34, 896 // max(columns, 1)))
+    cell = max(10, min(34, 896 // columns, 480 // rows))
     ring = grid.ring
     share = (ring[1] + 0.5) / columns if ring else 0.0
     around: tuple[tuple[str, str, str], ...] = ()

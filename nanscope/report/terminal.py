@@ -50,10 +50,12 @@ def render_text(verdict: Verdict) -> str:
 
 def print_verdict(verdict: Verdict, written: Sequence[str], *, file: IO[str]) -> None:
     """Print the report of a run, and which files were written."""
-    console = _console(file)
-    console.print(_verdict(verdict))
+    if file.isatty():
+        _console(file).print(_verdict(verdict))
+    else:
+        file.write(render_text(verdict))
     for path in written:
-        console.print(Text(f"  wrote {path}", QUIET))
+        _console(file).print(Text(f"  wrote {path}", QUIET))
 
 
 def _verdict(verdict: Verdict) -> RenderableType:
@@ -108,7 +110,9 @@ def _facts(incident: Incident) -> RenderableType:
     words.append(f"{o.op} → {number(o.value)}")
     if o.operands and len(o.operands) <= 3:
         words.append(", ".join(f"{safe(name)} = {number(value)}" for name, value in o.operands))
-    if o.headroom is not None:
+    if o.limit is not None:
+        words.append(f"limit in {safe(o.dtype)} {o.limit}")
+    elif o.headroom is not None:
         words.append(f"headroom {number(o.headroom)} bits")
     table.add_row("", " · ".join(words))
     if o.masked is not None:
