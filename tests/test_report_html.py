@@ -408,7 +408,7 @@ def test_colours_diverge_around_zero() -> None:
     assert [grid.level(0, c) for c in range(7)] == [-5, -2, 0, 2, 5, None, None]
     assert grid.bad == ((False,) * 5 + (True, True),)
     values = (tuple([1.0] * 40 + [1e30]),)
-    grid = grid_of(incident_of("input", picture=Picture("x", values, None, 0, 40, 0, 0, 1, 41)), 32, 72)
+    grid = grid_of(incident_of("input", picture=Picture("x", values, None, 0, 3, 0, 0, 1, 41)), 32, 72)
     assert grid is not None and grid.saturated and grid.scale == 1.0 and grid.level(0, 40) == 5
 
 

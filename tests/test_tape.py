@@ -69,14 +69,16 @@ def gradients_agree(live: Tensor, program: Program, tensors: dict[int, Tensor], 
         wanted = torch.autograd.grad([live], [tensors[leaf] for leaf in roots or made], [torch.ones_like(live)], **MAYBE) if leaves else ()
         through = [torch.autograd.grad([tensors[m]], [tensors[root] for root in roots], [run.grads[m]], **MAYBE) for m in made] if roots else []
     except RuntimeError as error:
-        assert "inplace" in str(error) or "in-place" in str(error), error
+        assert "inplace" in str(error) or "in-place" in str(error) or "single memory location" in str(error), error
         return
     for position, (leaf, grad) in enumerate(zip(roots or made, wanted, strict=True)):
         parts = [run.grads.get(leaf), *(grads[position] for grads in through)]
         told = f"gradient of {program.leaf(leaf)}: {parts} is not {grad}\n{shown(program)}"
         if roots and made:
-            total = sum((part for part in parts if part is not None), torch.zeros_like(tensors[leaf]))
-            torch.testing.assert_close(total, torch.zeros_like(total) if grad is None else grad, equal_nan=True, msg=told)
+            known = [torch.zeros_like(tensors[leaf]) if part is None else part for part in (*parts, grad)]
+            scale = max(float(part.abs().max()) for part in known)  # half precision rounds the parts apart
+            if math.isfinite(scale):
+                torch.testing.assert_close(sum(known[:-1]), known[-1], rtol=0, atol=0.02 * scale, msg=told)
         elif len(leaves) == 1 or roots:
             assert same(parts[0], grad), told
 
@@ -359,6 +361,16 @@ def detached_and_attached_again(x: Tensor) -> Tensor:
     return (y * grad).sum() + (again * 2).sum() + x.detach().requires_grad_().sum()
 
 
+def reshaped(x: Tensor) -> Tensor:
+    data = torch.arange(12.0).reshape(3, 4)
+    y = x * 2
+    first = (data * y).sum()
+    data.unsqueeze_(0).squeeze_(0).t_()
+    y.t_().unsqueeze_(1)
+    y[0] = 3.0
+    return first + (data * y.squeeze(1)).sum()
+
+
 def rebound(x: Tensor) -> Tensor:
     total = x.sum() * 0
     for i in range(3):
@@ -460,7 +472,7 @@ def expanded_write(x: Tensor) -> Tensor:
 
 WRITES = [
     write_mul, write_index, write_slice, write_mask, integer_masks, zeroed, view_then_base, view_then_other_view, base_then_view, scatter_writes, opaque_write,
-    write_into_data, promoted_writes, rebound, detached_and_attached_again, detached_write, no_grad_write, data_write, out_argument, foreach_write, swapped_data,
+    write_into_data, promoted_writes, rebound, reshaped, detached_and_attached_again, detached_write, no_grad_write, data_write, out_argument, foreach_write, swapped_data,
     write_before_first_reader, diagonal_write, chunk_write, write_to_a_row_read_through_a_sum, write_to_a_dead_base, expanded_write,
 ]  # fmt: skip
 
@@ -492,7 +504,7 @@ IN_PLACE = sorted(
     name
     for name in FLOW
     if hasattr(torch.Tensor, f"{name}_")
-    and name not in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes")  # these write nothing
+    and name not in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes")  # these write nothing: see `reshaped`
     and not name.startswith("logical")  # torch lets the gradient through as if nothing had been written
 )
 ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {

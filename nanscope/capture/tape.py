@@ -12,6 +12,7 @@ by the tensor's version, and what it changed becomes a new leaf.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -199,7 +200,16 @@ class Tape:
         version = _version(tensor)
         if value.version is None:
             value.version = version
+            if value.tensor is None and value.guard is None:
+                self._adopt(value, tensor)
         return value if value.version == version else None
+
+    def _adopt(self, value: Value, tensor: Tensor) -> None:
+        """Hold a tensor that only writes to its memory had told us of."""
+        size = tensor.numel() * tensor.element_size()
+        if size <= self.budget // LARGEST and self.held + size <= self.budget:
+            value.tensor, value.bytes = tensor, size
+            self.held += size
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
@@ -383,13 +393,35 @@ class Tape:
             fresh = written
         else:
             offset = (target.key[0] - root.key[0]) // item
-            noted: Noted = ((Ref(root.id), Ref(written.id), shape, stride, offset), ())
-            fresh = self._pseudo("aten.as_strided_scatter.default", noted, root)
+            fresh = self._scatter(root, written, shape, stride, offset)
         for value in live:
             if value.id == root.id or value.dtype is not root.dtype:
                 continue
             offset = (value.key[0] - root.key[0]) // item
             self._pseudo("aten.as_strided.default", ((Ref(fresh.id), value.key[1], value.key[2], offset), ()), value)
+
+    def _scatter(self, root: Value, written: Value, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Value:
+        """Put a written view back into the tensor that covers its memory.
+
+        By explicit positions: torch 2.13's as_strided_scatter does this in one call and returns a wrong gradient.
+        """
+        size = math.prod(root.shape)
+        every = self._hidden("aten.arange.default", (size,), (size,), torch.int64)
+        viewed = self._hidden("aten.as_strided.default", (Ref(every), shape, stride, offset), shape, torch.int64)
+        places = self._hidden("aten.reshape.default", (Ref(viewed), (-1,)), (math.prod(shape),), torch.int64)
+        content = self._hidden("aten.reshape.default", (Ref(written.id), (-1,)), (math.prod(shape),), root.dtype)
+        flat = self._hidden("aten.reshape.default", (Ref(root.id), (-1,)), (size,), root.dtype)
+        whole = self._hidden("aten.scatter.src", (Ref(flat), 0, Ref(places), Ref(content)), (size,), root.dtype)
+        return self._pseudo("aten.reshape.default", ((Ref(whole), root.shape), ()), root)
+
+    def _hidden(self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Add a call that the trainer did not make, and whose result no tensor of his stands for."""
+        diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in args for i in _ids(arg))
+        value = Value(self._next, (0, (), (), dtype, False), None, 0, None, -1, diff, shape, dtype)
+        self._next += 1
+        self.values[value.id] = value
+        self._note_made(op, args, value, diff)
+        return value.id
 
     def _pseudo(self, op: str, noted: Noted, like: Value) -> Value:
         """Add a call that the trainer did not make: the functional form of what a write to shared memory did to `like`."""
@@ -400,10 +432,13 @@ class Tape:
         self.values[value.id] = value
         self.by_key[key] = value.id
         self.by_storage.setdefault(like.storage, []).append(value.id)
+        self._note_made(op, noted[0], value, diff)
+        return value
+
+    def _note_made(self, op: str, args: tuple[Arg, ...], value: Value, diff: bool) -> None:
         self.made_by[value.id] = self.count
         last = self.entries[self.count - 1]
-        self._number(Entry(op, noted[0], noted[1], (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module), not diff)
-        return value
+        self._number(Entry(op, args, (), (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module), not diff)
 
     # -- positions -------------------------------------------------------------------------------------------------------
 

@@ -203,7 +203,6 @@ def calm(verdict: Verdict, limit: int = 600) -> str:
 # -- the map -------------------------------------------------------------------------------------------------------------------------
 
 LEVELS = 5  # steps of the colour scale on each side of 0
-_EXPONENTIALS = ("exp", "expm1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +244,6 @@ class Grid:
         return int(math.copysign(round(LEVELS * min(1.0, abs(value) / self.scale)), value))
 
 
-def exponent_limit_of(place: Place) -> float | None:
-    """Return the exponent, in nats, above which the origin's op overflows; None for other ops."""
-    if place.op not in _EXPONENTIALS:
-        return None
-    import torch
-
-    from nanscope.summary import exponent_limit
-
-    dtype = getattr(torch, str(place.dtype), None)
-    return exponent_limit(dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-
-
 def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | None:
     """Return the map of an incident, cut to a size around the origin; None where there is nothing to draw."""
     picture = incident.picture
@@ -269,11 +256,11 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
     lines = range(top, min(top + most_rows, len(picture.values)))
     values = tuple(tuple(real(_cell(picture.values, r, c)) for c in columns) for r in lines)
     masked = tuple(tuple(_cell(picture.masked or (), r, c) is True for c in columns) for r in lines)
-    limit = exponent_limit_of(incident.origin)
-    bad = tuple(tuple(v is not None and (not math.isfinite(v) or (limit is not None and v > limit)) for v in line) for line in values)
+    overflowed = not _is_finite(incident.origin.value)
+    limit, ring = real(incident.origin.limit), (picture.row - top, picture.column - left)
+    bad = tuple(tuple(_is_bad(v, limit) or ((r, c) == ring and overflowed) for c, v in enumerate(line)) for r, line in enumerate(values))
     scale, saturated = _scale(values, bad)
-    row, column = picture.row - top, picture.column - left
-    inside = 0 <= row < len(lines) and 0 <= column < len(columns)
+    inside = 0 <= ring[0] < len(lines) and 0 <= ring[1] < len(columns)
     row_name, column_name = _axes(incident.origin)
     first_row, first_column = picture.first_row + top, picture.first_column + left
     cut = _cut(row_name, column_name, (first_row, len(lines), picture.rows), (first_column, len(columns), picture.columns))
@@ -282,7 +269,7 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
         values=values,
         masked=masked,
         bad=bad,
-        ring=(row, column) if inside else None,
+        ring=ring if inside else None,
         first_row=first_row,
         first_column=first_column,
         row_name=row_name,
@@ -297,6 +284,10 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
 
 def _cell(lines: Sequence[Sequence[Any]], row: int, column: int) -> Any:
     return lines[row][column] if row < len(lines) and column < len(lines[row]) else None
+
+
+def _is_bad(value: float | None, limit: float | None) -> bool:
+    return value is not None and (not math.isfinite(value) or (limit is not None and value > limit))
 
 
 def _axes(place: Place) -> tuple[str, str]:
@@ -404,7 +395,7 @@ def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
     split = any(real(entry.log_ratio_max_masked) is not None for entry in entries)
     if not split and "log_ratio_max_masked" in last:  # the run saw no mask, so the one series is of all tokens
         last["log_ratio_max"] = last["log_ratio_max_masked"]
-    limit = next((found for entry in reversed(entries) if (found := _limit(entry)) is not None), exponent_limit_of(incident.origin))
+    limit = next((found for entry in reversed(entries) if (found := _limit(entry)) is not None), real(incident.origin.limit))
 
     def series(name: str, field: str, kind: str = "main") -> Series:
         found = [(float(entry.step), value) for entry in entries if (value := real(getattr(entry, field))) is not None]
@@ -442,7 +433,7 @@ def _last_point(incident: Incident) -> dict[str, float]:
         found["loss"] = loss
     if gradients is not None and gradients[0]:
         found["grad_norm"] = math.nan
-    limit = exponent_limit_of(place)
+    limit = real(place.limit)
     if limit is not None and place.operands:
         value = real(place.operands[0][1])
         if value is not None and math.isfinite(value):
@@ -815,7 +806,7 @@ def _segments(text: str, place: Place, limits: Limits) -> tuple[Segment, ...]:
 
 def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
     place = incident.origin
-    limit = exponent_limit_of(place)
+    limit = real(place.limit)
     meaning = role_words(place.role)
     exponent = real(place.operands[0][1]) if place.operands else None
     headroom = ""
