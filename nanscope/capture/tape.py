@@ -44,7 +44,8 @@ _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like"
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
-Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, PLAIN, MADE or LEAF
+PLAIN, MADE, LEAF = 0, 1, 2  # no gradient; a gradient flows through; an autograd leaf
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Value:
     dtype: torch.dtype
     leaf: Leaf | None = None
     position: tuple[int, int] | None = None  # (call index, argument) that first read a leaf: the source there names it
+    copied: bool = False  # the tensor is a copy of ours, of what a write has destroyed
     guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
 
 
@@ -112,6 +114,8 @@ class Tape:
         self.by_storage: dict[int, list[int]] = {}
         self.made_by: dict[int, int] = {}
         self.held = 0
+        self._written_version: int | None = None
+        self._storages: dict[int, list[int]] = {}  # address → values that hold it, bytes
         self.broken = ""
         self.opaque: dict[Key, str] = {}  # results of calls that cannot be replayed, until they are read
         self.tags: dict[str, int] = {}
@@ -184,32 +188,65 @@ class Tape:
             raise Unseen
         raise Unseen
 
-    def _key(self, tensor: Tensor, diff: bool) -> Key:
-        if tensor.layout is not torch.strided or type(tensor).__module__.startswith("torch._subclasses"):
+    def _key(self, tensor: Tensor, state: int) -> Key:
+        if tensor.layout is not torch.strided or tensor.is_nested or type(tensor).__module__.startswith("torch._subclasses"):
             raise Unseen
-        return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, diff)
+        try:
+            return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, state)
+        except RuntimeError:
+            raise Unseen from None  # no memory of its own: a wrapper of some transform
 
     def find(self, tensor: Tensor) -> Value | None:
         """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
-        found = self.by_key.get(self._key(tensor, tensor.requires_grad))
+        state = _state(tensor)
+        found = self.by_key.get(self._key(tensor, state))
         if found is None:
             return None
         value = self.values[found]
         if value.guard is not None and value.guard.expired():
             return None
+        if state == LEAF and value.tensor is not None and value.tensor is not tensor:
+            return None  # `x.detach().requires_grad_()` shares x's memory, and is another leaf
         version = _version(tensor)
         if value.version is None:
             value.version = version
-            if value.tensor is None and value.guard is None:
-                self._adopt(value, tensor)
-        return value if value.version == version else None
+        if value.version != version:
+            return None  # something wrote to it, and we did not see what
+        if value.tensor is None and value.guard is None and not value.bytes:
+            value.bytes = tensor.numel() * tensor.element_size()
+            self._hold(value, tensor)  # so far only writes to its memory had told us of it
+        return value
 
-    def _adopt(self, value: Value, tensor: Tensor) -> None:
-        """Hold a tensor that only writes to its memory had told us of."""
-        size = tensor.numel() * tensor.element_size()
-        if size <= self.budget // LARGEST and self.held + size <= self.budget:
-            value.tensor, value.bytes = tensor, size
+    def _hold(self, value: Value, tensor: Tensor) -> bool:
+        """Keep a tensor by reference, if the memory that it is a part of is within the budget; what is oldest makes room."""
+        known = self._storages.get(value.storage)
+        if known is None:
+            size = tensor.untyped_storage().nbytes()
+            if size > self.budget // LARGEST:
+                return False
+            while self.held + size > self.budget and self._lasting:
+                self._drop(self._lasting.popleft())
+            if self.held + size > self.budget:
+                return False
+            known = self._storages[value.storage] = [0, size]
             self.held += size
+        known[0] += 1
+        value.tensor = tensor
+        return True
+
+    def _release(self, value: Value) -> None:
+        """Let go of a tensor; its memory is off the account when nobody else here holds a part of it."""
+        if value.tensor is None:
+            return
+        value.tensor = None
+        if value.copied:
+            self.held -= value.bytes
+            return
+        known = self._storages[value.storage]
+        known[0] -= 1
+        if not known[0]:
+            self.held -= known[1]
+            del self._storages[value.storage]
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
@@ -217,7 +254,7 @@ class Tape:
 
     def _leaf(self, tensor: Tensor) -> Value:
         diff = bool(tensor.requires_grad)
-        opaque = self.opaque.pop(self._key(tensor, diff), "") if self.opaque else ""
+        opaque = self.opaque.pop(self._key(tensor, _state(tensor)), "") if self.opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
         if opaque:
@@ -230,25 +267,22 @@ class Tape:
             kind, made_by = "opaque", type(tensor.grad_fn).__name__.removesuffix("Backward")
         else:
             kind, made_by = "data", ""
-        value = self._register(tensor, diff)
+        value = self._register(tensor, _state(tensor))
         value.version = _version(tensor)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 
-    def _register(self, tensor: Tensor, diff: bool) -> Value:
-        key = self._key(tensor, diff)
+    def _register(self, tensor: Tensor, state: int) -> Value:
+        key = self._key(tensor, state)
         item = key[3].itemsize
         pointer = key[0] - int(tensor.storage_offset()) * item if key[0] else 0
-        size = tensor.numel() * item
-        keep = size <= self.budget // LARGEST and self.held + size <= self.budget
-        guard = None if keep else _StorageHandle(tensor.untyped_storage())
-        value = Value(self._next, key, tensor if keep else None, size, None, pointer, diff, key[1], key[3], guard=guard)
+        value = Value(self._next, key, None, tensor.numel() * item, None, pointer, state != PLAIN, key[1], key[3])
         self._next += 1
+        if not self._hold(value, tensor):
+            value.guard = _StorageHandle(tensor.untyped_storage())
         self.values[value.id] = value
         self.by_key[key] = value.id
         self.by_storage.setdefault(pointer, []).append(value.id)
-        if keep:
-            self.held += size
         return value
 
     def _after_call(self, known: Operator, noted: Noted, result: Any) -> None:
@@ -268,13 +302,23 @@ class Tape:
         values = self.values
         return any(values[i].diff for arg in noted[0] for i in _ids(arg)) or any(values[i].diff for _, arg in noted[1] for i in _ids(arg))
 
-    def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool) -> list[int | None]:
+    def _version_of_result(self, item: Tensor, value: Value, noted: Noted) -> int | None:
+        """A view counts its writes with its base, and is given that count only after the call that makes it."""
+        for arg in noted[0]:
+            for value_id in _ids(arg):
+                base = self.values.get(value_id)
+                if base is not None and base.storage == value.storage and item.numel():
+                    return base.version
+        return _version(item)
+
+    def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, version: int | None = None) -> list[int | None]:
         outs: list[int | None] = []
         index = self.count
         lasting = not diff
         for item in results:
             if isinstance(item, Tensor):
-                value = self._register(item, diff and (item.is_floating_point() or item.is_complex()))
+                value = self._register(item, MADE if diff and (item.is_floating_point() or item.is_complex()) else PLAIN)
+                value.version = self._version_of_result(item, value, noted) if version is None else version
                 self.made_by[value.id] = index
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
@@ -284,9 +328,9 @@ class Tape:
         self._number(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.current_module), lasting)
         for position, arg in enumerate(noted[0]):
             for value_id in _ids(arg):
-                value = self.values[value_id]
-                if value.leaf is not None and value.position is None:
-                    value.position = (index, position)
+                read = self.values.get(value_id)
+                if read is not None and read.leaf is not None and read.position is None:
+                    read.position = (index, position)
                     self._owned.setdefault(index, []).append(value_id)
         return outs
 
@@ -302,9 +346,9 @@ class Tape:
 
     def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor) and item.layout is torch.strided:
-                for diff in (False, True):
-                    key = (item.data_ptr(), tuple(item.shape), item.stride(), item.dtype, diff)
+            if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_nested:
+                for state in (PLAIN, MADE, LEAF):
+                    key = self._key(item, state)
                     self.by_key.pop(key, None)
                     if op and op not in _DATA:
                         self.opaque[key] = op
@@ -318,32 +362,43 @@ class Tape:
         target = self.value_of(tensor)
         for value_id in self.by_storage.get(target.storage, ()):
             value = self.values.get(value_id)
-            if value is None or value.tensor is None:
+            if value is None or value.tensor is None or value.copied:
                 continue
+            content = value.tensor
+            if value.leaf is not None or value.id != target.id:
+                self._release(value)
             if value.leaf is not None:
-                value.tensor = value.tensor.detach().clone()
-            elif value.id != target.id:
-                value.tensor = None  # recomputed from the program if anybody asks
-                self.held -= value.bytes
+                value.tensor, value.copied = content.detach().clone(), True
+                self.held += value.bytes
         return target
+
+    def _forget_memory(self, tensors: Iterator[Tensor]) -> None:
+        """Something was written that has no functional form: whoever is read next becomes a leaf, with the content it has then."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                for value_id in self.by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                    value = self.values.get(value_id)
+                    if value is not None:
+                        self.by_key.pop(value.key, None)
+                        self._release(value)
 
     def _after_write(self, known: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         tensor = args[0] if args else None
         if not isinstance(tensor, Tensor) or target is None:
-            self._forget_results(result)
+            self._forget_memory(_tensors((args, result)))
             return
         relatives = [self.values[i] for i in self.by_storage.get(target.storage, ()) if i in self.values]
         live = [v for v in relatives if self.by_key.get(v.key) == v.id and v.id != target.id and v.key != target.key]
         for value in relatives:
             self.by_key.pop(value.key, None)
-        if target.tensor is not None and target.leaf is None:
-            target.tensor = None
-            self.held -= target.bytes
+        if target.leaf is None:
+            self._release(target)
         overload, noted = self._without_write(known, noted, tensor)
         if overload is None:
+            self._forget_memory(_tensors((args, result)))
             self._forget_results(tensor, known.name)
-            return  # whoever is read next becomes a leaf with the content it has then
-        written = self._append(overload, noted, [tensor], self._flows(noted))[0]
+            return
+        written = self._append(overload, noted, [tensor], self._flows(noted), _next_version(tensor))[0]
         if written is None:
             return
         if self.values[written].dtype is not _promoted(noted, self.values):
@@ -369,7 +424,7 @@ class Tape:
         raw = self._next
         self._next += 1
         self.entries[last] = Entry(entry.op, entry.args, entry.kwargs, (raw,), entry.grad, entry.code, entry.lasti, entry.module)
-        self.values[raw] = Value(raw, (0, (), (), tensor.dtype, False), None, 0, None, -1, value.diff, value.shape, tensor.dtype)
+        self.values[raw] = Value(raw, (0, (), (), tensor.dtype, PLAIN), None, 0, None, -1, value.diff, value.shape, tensor.dtype)
         self.made_by[raw] = last
         self.made_by[written] = self.count
         cast = (("dtype", tensor.dtype),)
@@ -383,6 +438,7 @@ class Tape:
         if not live:
             return
         storage = tensor.untyped_storage()
+        self._written_version = _next_version(tensor)
         whole = [v for v in [target, *live] if _covers(v, storage)]
         if not whole:
             return
@@ -417,7 +473,7 @@ class Tape:
     def _hidden(self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Add a call that the trainer did not make, and whose result no tensor of his stands for."""
         diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in args for i in _ids(arg))
-        value = Value(self._next, (0, (), (), dtype, False), None, 0, None, -1, diff, shape, dtype)
+        value = Value(self._next, (0, (), (), dtype, PLAIN), None, 0, None, -1, diff, shape, dtype)
         self._next += 1
         self.values[value.id] = value
         self._note_made(op, args, value, diff)
@@ -426,8 +482,8 @@ class Tape:
     def _pseudo(self, op: str, noted: Noted, like: Value) -> Value:
         """Add a call that the trainer did not make: the functional form of what a write to shared memory did to `like`."""
         diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in noted[0] for i in _ids(arg))
-        key: Key = (like.key[0], like.key[1], like.key[2], like.key[3], diff)
-        value = Value(self._next, key, None, 0, None, like.storage, diff, like.shape, like.dtype)
+        key: Key = (like.key[0], like.key[1], like.key[2], like.key[3], MADE if diff else PLAIN)
+        value = Value(self._next, key, None, 0, self._written_version, like.storage, diff, like.shape, like.dtype)
         self._next += 1
         self.values[value.id] = value
         self.by_key[key] = value.id
@@ -511,8 +567,8 @@ class Tape:
         tensors: dict[int, Tensor] = {}
         for value_id in sorted(read - made):
             value = self.values[value_id]
-            if value.tensor is None:
-                raise LookupError(f"value {value_id} {list(value.shape)} was not kept")
+            if value.tensor is None or not _intact(value):
+                raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
             name = names.get(value_id) or leaf.name or self._name_of(value, calls, order, sites)
             leaves.append(Leaf(value_id, name, leaf.origin, value.diff, leaf.made_by))
@@ -539,10 +595,10 @@ class Tape:
                     if value is None:
                         ok = False
                     elif made is None:
-                        ok = ok and value.tensor is not None
+                        ok = ok and _intact(value)
                     elif made in state:
-                        ok = ok and (state[made] or value.tensor is not None)
-                    elif value.tensor is None or value.diff:
+                        ok = ok and (state[made] or _intact(value))
+                    elif value.diff or not _intact(value):
                         waiting.append(made)
             if waiting and ok:
                 stack.extend(waiting)
@@ -591,6 +647,7 @@ class Tape:
             self.made_by.clear()
             self._lasting.clear()
             self._owned.clear()
+            self._storages.clear()
             self.held = 0
         else:
             for index in self._passing:
@@ -620,8 +677,7 @@ class Tape:
                     relatives.remove(value_id)
                 if not relatives:
                     del self.by_storage[value.storage]
-            if value.tensor is not None:
-                self.held -= value.bytes
+            self._release(value)
 
 
 def _is_user(file: str) -> bool:
@@ -639,15 +695,44 @@ def _ids(arg: Arg) -> Iterator[int]:
             yield from _ids(item)
 
 
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _state(tensor: Tensor) -> int:
+    if not tensor.requires_grad:
+        return PLAIN
+    return LEAF if tensor.is_leaf else MADE
+
+
+def _next_version(tensor: Tensor) -> int:
+    """The count that a tensor will have when the write which is being seen has been counted."""
+    return 0 if tensor.is_inference() else tensor._version + 1
+
+
+def _intact(value: Value) -> bool:
+    """Does a held tensor still hold what was read from it?"""
+    if value.tensor is None:
+        return False
+    return value.copied or (value.tensor.data_ptr() == value.key[0] and value.version in (None, _version(value.tensor)))
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _functional_name(func: Any, name: str) -> str | None:
-    """aten.mul_.Tensor → aten.mul.Tensor, if that exists."""
+    """aten.mul_.Tensor → aten.mul.Tensor, if that exists and takes the same arguments."""
     packet = getattr(torch.ops.aten, name.rstrip("_"), None)
     found = getattr(packet, func._overloadname, None) if packet is not None else None
-    return str(found) if found is not None and not found._schema.is_mutable else None
+    if found is None or found._schema.is_mutable:
+        return None
+    ours, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, found))
+    return str(found) if ours == theirs else None
 
 
 def _promoted(noted: Noted, values: dict[int, Value]) -> torch.dtype | None:
