@@ -127,9 +127,7 @@ def sample_prompts(settings: DemoSettings, generator: torch.Generator) -> Tensor
 
 
 @torch.no_grad()
-def sample_completions(
-    policy: TinyPolicy, prompts: Tensor, max_new_tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def sample_completions(policy: TinyPolicy, prompts: Tensor, max_new_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sample a completion of each prompt (batch, 2) from the policy at temperature 1.
 
     Returns the completions (batch, max_new_tokens), padded after the end of sequence, and their mask of the same

@@ -153,7 +153,9 @@ def test_inspect_lists_what_is_in_a_snapshot_without_torch(run_dir: Path) -> Non
     assert done.returncode == 0, done.stderr
     for words in ("old_logps", "mask", "F32", "fails.py", "aten.exp.default", "torch"):
         assert words in done.stdout
-    code = f"import sys; sys.argv = ['nanscope', 'inspect', {str(snapshot_of(run_dir))!r}]\ntry:\n    from nanscope.cli import main; main()\n"
+    code = (
+        f"import sys; sys.argv = ['nanscope', 'inspect', {str(snapshot_of(run_dir))!r}]\ntry:\n    from nanscope.cli import main; main()\n"
+    )
     code += "except SystemExit:\n    pass\nprint('torch' in sys.modules)"
     check = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert check.stdout.strip().endswith("False"), check.stderr

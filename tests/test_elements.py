@@ -22,7 +22,9 @@ Args = tuple[Any, ...]
 def real(*shape: int, low: float = 0.1, high: float = 0.9) -> Tensor:
     """Distinct numbers in no particular order, of a float64 tensor."""
     size = math.prod(shape)
-    return torch.linspace(low, high, size, dtype=torch.float64)[torch.randperm(size, generator=torch.Generator().manual_seed(size))].reshape(shape)
+    return torch.linspace(low, high, size, dtype=torch.float64)[
+        torch.randperm(size, generator=torch.Generator().manual_seed(size))
+    ].reshape(shape)
 
 
 def ints(*values: Any) -> Tensor:
@@ -205,18 +207,34 @@ def reductions() -> Iterator[tuple[str, Args]]:
         for dims in ((0,), (-1,), (1, 0)):
             yield full(name), (X, dims)
         yield full(name), (CUBE, (0, -1))
-    for op, args in (
-        ("aten.sum.dim_IntList", (CUBE, (-2,), True)), ("aten.mean.dim", (CUBE, (0, 2), True)), ("aten.amax.default", (X, (-1,), True)),
-        ("aten.logsumexp.default", (CUBE, (1,), True)), ("aten.sum.dim_IntList", (X, ())), ("aten.sum.dim_IntList", (X, None)),
-        ("aten.sum.dim_IntList", (X, (), True)), ("aten.mean.dim", (ONE, (-1,))), ("aten.logsumexp.default", (ONE, (0,))),
-        ("aten.max.dim", (X, -1)), ("aten.max.dim", (CUBE, 1, True)), ("aten.min.dim", (X, 0)), ("aten.median.dim", (X, -1)),
-        ("aten.nanmedian.dim", (X, 0)), ("aten.prod.dim_int", (CUBE, -2)), ("aten.prod.dim_int", (X, 0, True)), ("aten.aminmax.default", (X,)),
-        ("aten.std_mean.correction", (X, (1,))), ("aten.var_mean.correction", (CUBE, (-1, 0))), ("aten.std.dim", (X, (-1,))),
-        ("aten.var.dim", (X, (0,), False, True)), ("aten.linalg_vector_norm.default", (X, 2, (-1,))),
-        ("aten.linalg_vector_norm.default", (CUBE, 1, (0, 2), True)), ("aten.norm.ScalarOpt_dim", (X, 2, (1,))), ("aten.norm.ScalarOpt_dim", (X, 2, (0,), True)),
+    yield from (
+        ("aten.sum.dim_IntList", (CUBE, (-2,), True)),
+        ("aten.mean.dim", (CUBE, (0, 2), True)),
+        ("aten.amax.default", (X, (-1,), True)),
+        ("aten.logsumexp.default", (CUBE, (1,), True)),
+        ("aten.sum.dim_IntList", (X, ())),
+        ("aten.sum.dim_IntList", (X, None)),
+        ("aten.sum.dim_IntList", (X, (), True)),
+        ("aten.mean.dim", (ONE, (-1,))),
+        ("aten.logsumexp.default", (ONE, (0,))),
+        ("aten.max.dim", (X, -1)),
+        ("aten.max.dim", (CUBE, 1, True)),
+        ("aten.min.dim", (X, 0)),
+        ("aten.median.dim", (X, -1)),
+        ("aten.nanmedian.dim", (X, 0)),
+        ("aten.prod.dim_int", (CUBE, -2)),
+        ("aten.prod.dim_int", (X, 0, True)),
+        ("aten.aminmax.default", (X,)),
+        ("aten.std_mean.correction", (X, (1,))),
+        ("aten.var_mean.correction", (CUBE, (-1, 0))),
+        ("aten.std.dim", (X, (-1,))),
+        ("aten.var.dim", (X, (0,), False, True)),
+        ("aten.linalg_vector_norm.default", (X, 2, (-1,))),
+        ("aten.linalg_vector_norm.default", (CUBE, 1, (0, 2), True)),
+        ("aten.norm.ScalarOpt_dim", (X, 2, (1,))),
+        ("aten.norm.ScalarOpt_dim", (X, 2, (0,), True)),
         ("aten.frobenius_norm.dim", (X, (0, 1))),
-    ):  # fmt: skip
-        yield op, args
+    )
 
 
 def along() -> Iterator[tuple[str, Args]]:
@@ -582,7 +600,7 @@ def indexing(draw: st.DrawFn) -> tuple[str, Args]:
     position = 0
     while position < len(shape) and draw(st.booleans() if index else st.just(True)):
         kind = draw(st.sampled_from(["int", "none", "bool"]))
-        if kind == "bool" and not pattern == [1] and any(isinstance(i, Tensor) for i in index):
+        if kind == "bool" and pattern != [1] and any(isinstance(i, Tensor) for i in index):
             kind = "none"
         if kind == "int":
             own = [1 if draw(st.booleans()) else n for n in pattern]

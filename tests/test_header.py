@@ -144,7 +144,11 @@ def test_missing_tensor_bytes_are_noticed(tmp_path: Path) -> None:
 @given(st.dictionaries(st.sampled_from(["__metadata__", "mask", "x", KEY]), JUNK, max_size=4), JUNK)
 def test_no_head_raises_anything_else(folder: Path, head: dict[str, Any], about: Any) -> None:
     """Whatever JSON a file claims to be, reading it gives a head or a SnapshotError."""
-    for content in (head, {**head, "__metadata__": {KEY: json.dumps(about)}}, good(about, **{k: v for k, v in head.items() if k != "__metadata__"})):
+    for content in (
+        head,
+        {**head, "__metadata__": {KEY: json.dumps(about)}},
+        good(about, **{k: v for k, v in head.items() if k != "__metadata__"}),
+    ):
         path = written(folder / "a", content)
         try:
             read_header(path)

@@ -307,7 +307,10 @@ def test_an_argument_survives_strict_json(arg: Any) -> None:
     assert identical(decode(json.loads(json.dumps(encode(arg), allow_nan=False))), arg)
 
 
-@given(st.lists(st.tuples(st.lists(ARGS, max_size=3).map(tuple), st.dictionaries(st.sampled_from("abc"), ARGS, max_size=2)), max_size=3), st.data())
+@given(
+    st.lists(st.tuples(st.lists(ARGS, max_size=3).map(tuple), st.dictionaries(st.sampled_from("abc"), ARGS, max_size=2)), max_size=3),
+    st.data(),
+)
 def test_a_program_survives_strict_json(calls: list[tuple[Args, dict[str, Any]]], data: st.DataObject) -> None:
     """Leaves, calls, results that nobody reads, sites with their source: all of it comes back."""
     text = st.none() | st.text(max_size=6)
@@ -491,7 +494,11 @@ def test_a_hostile_program_cannot_ask_for_all_memory(call: tuple[str, Args]) -> 
         [("aten.view.default", (Ref(0), (-1, 1))), ("aten.view.default", (Ref(0), (1, -1))), ("aten.mm.default", (Ref(1), Ref(2)))],
         [("aten.exp.default", (Ref(0),))] * 70,
         [("aten.cat.default", ((Ref(0),) * 70,))],
-        [("aten.expand.default", (Ref(0), (9, 100))), ("aten.unsqueeze.default", (Ref(1), 0)), ("aten.expand.default", (Ref(2), (9, -1, -1)))],
+        [
+            ("aten.expand.default", (Ref(0), (9, 100))),
+            ("aten.unsqueeze.default", (Ref(1), 0)),
+            ("aten.expand.default", (Ref(2), (9, -1, -1))),
+        ],
         [("aten.repeat.default", (Ref(0), (10,))), ("aten.repeat.default", (Ref(1), (10,)))],
     ],
     ids=["outer product", "matmul", "many small ones", "cat", "expanding twice", "repeating twice"],

@@ -59,7 +59,10 @@ def test_distortion_is_measured_on_healthy_tokens_only() -> None:
     old = logps.detach() - torch.linspace(0, 8, 15).reshape(3, 5)
     old[1, 3] = -200.0
     recorded = record(multiplied, logps, old, hole(1, 3))
-    rows = {row.label: row for row in replay(recorded.snapshot(), [("clamp:2", parse_edit("clamp:2")), ("clamp:20", parse_edit("clamp:20"))]).rows}
+    rows = {
+        row.label: row
+        for row in replay(recorded.snapshot(), [("clamp:2", parse_edit("clamp:2")), ("clamp:20", parse_edit("clamp:20"))]).rows
+    }
     narrow = next(row for label, row in rows.items() if "±2 " in label)
     wide = next(row for label, row in rows.items() if "±20 " in label)
     assert narrow.works and wide.works

@@ -20,7 +20,7 @@ from test_report import KINDS, NASTY, hostile, verdict_of
 from nanscope.diagnose import Fix, Picture, Verdict
 from nanscope.report import figure
 from nanscope.report.figure import COLOURS, TALLEST, WIDTH, Sheet, render_figure
-from nanscope.report.html import LEVELS, grid_of
+from nanscope.report.view import LEVELS, grid_of
 
 
 def drawn(verdict: Verdict) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from nanscope.diagnose import Fix, Incident, Link, Note, Picture, Verdict
 from nanscope.ledger import Entry
 from nanscope.replay import Row
 from nanscope.report import html
-from nanscope.report.html import LIMITS, MOST_BYTES, Panel, Scale, Series, build, clean, grid_of, groups_of, panels_of, render_html, thin
+from nanscope.report.html import MOST_BYTES, build, render_html
+from nanscope.report.view import LIMITS, Panel, Scale, Series, clean, grid_of, groups_of, panels_of, thin
 
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "article", "section", "figure", "figcaption", "div", "p",

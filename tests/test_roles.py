@@ -225,7 +225,9 @@ def test_a_name_is_its_last_word(expression: str, word: str) -> None:
     assert last_word(expression) == word
 
 
-@pytest.mark.parametrize("name", [None, "", "   ", "a + b", "f(x)", "1.0", "logps - old_logps", "torch.exp(log_ratio)", "ratio * advantages"])
+@pytest.mark.parametrize(
+    "name", [None, "", "   ", "a + b", "f(x)", "1.0", "logps - old_logps", "torch.exp(log_ratio)", "ratio * advantages"]
+)
 def test_arithmetic_has_no_role(name: str | None) -> None:
     """An expression that is not a name says nothing of its own."""
     assert role_of(name) is None

@@ -403,7 +403,12 @@ PLANTS = [
 @pytest.mark.parametrize(("owner", "name"), PLANTS, ids=[name for _, name in PLANTS])
 @pytest.mark.parametrize("mode", ["record", "skip"])
 def test_our_own_failure_never_stops_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: object, name: str, mode: nanscope.scope.OnNonFinite
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: object,
+    name: str,
+    mode: nanscope.scope.OnNonFinite,
 ) -> None:
     """Whatever of ours is broken, the run ends as if it had not been watched, with a warning that names the failure."""
 

@@ -51,9 +51,10 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
     """A step with a few leaves whose sum is the loss."""
     leaves = tuple(Leaf(i, name, "data", i == 0) for i, name in enumerate(names))
     n = len(names)
-    calls = tuple(
-        Call("aten.add.Tensor", (Ref(0 if i == 0 else n + i - 1), Ref(i)), (("alpha", 1),), (n + i,), site=0) for i in range(n)
-    ) + (Call("aten.sum.default", (Ref(2 * n - 1),), (), (2 * n,), site=1, grad=False),)
+    calls = (
+        *tuple(Call("aten.add.Tensor", (Ref(0 if i == 0 else n + i - 1), Ref(i)), (("alpha", 1),), (n + i,), site=0) for i in range(n)),
+        Call("aten.sum.default", (Ref(2 * n - 1),), (), (2 * n,), site=1, grad=False),
+    )
     sites = (
         Site("/a/trainer.py", 12, "Trainer.loss", 4, 12, 20, "ratio", "ratio", "logps + mask", ("logps", "mask"), ((12, "ratio = …"),)),
         Site("<stdin>", 1, "f"),
@@ -166,7 +167,19 @@ def test_nan_payloads_survive(tmp_path: Path) -> None:
         lambda x: torch.complex(x, x).conj(),
         lambda x: torch.complex(x, x).conj().imag,
     ],
-    ids=["transposed", "strided", "offset", "scalar", "expanded", "overlapping", "requires_grad", "parameter", "row", "conjugated", "negated"],
+    ids=[
+        "transposed",
+        "strided",
+        "offset",
+        "scalar",
+        "expanded",
+        "overlapping",
+        "requires_grad",
+        "parameter",
+        "row",
+        "conjugated",
+        "negated",
+    ],
 )
 def test_views_are_saved_by_content(tmp_path: Path, view: Any) -> None:
     """Strides, offsets, overlaps and lazy signs are how a tensor lies in memory; the file holds what it says."""
@@ -316,7 +329,15 @@ def test_a_file_cut_anywhere_is_one_clear_error(tmp_path: Path) -> None:
     path = save(small(), tmp_path)
     whole = path.read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
-    offsets = {*range(20), *range(20, 8 + length, 97), 7 + length, 8 + length, 9 + length, *range(8 + length, len(whole), 13), len(whole) - 1}
+    offsets = {
+        *range(20),
+        *range(20, 8 + length, 97),
+        7 + length,
+        8 + length,
+        9 + length,
+        *range(8 + length, len(whole), 13),
+        len(whole) - 1,
+    }
     cut = tmp_path / "cut.safetensors"
     for offset in sorted(offsets):
         cut.write_bytes(whole[:offset])

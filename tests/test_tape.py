@@ -25,7 +25,9 @@ from nanscope.program import Program, Run
 def same(a: Tensor | None, b: Tensor | None) -> bool:
     """Equal bit by bit; a NaN equals itself, −0 does not equal 0."""
     if a is None or b is None:
-        return (a if b is None else b) is None or not bool(torch.as_tensor(a if b is None else b).count_nonzero())  # None is a gradient of 0
+        return (a if b is None else b) is None or not bool(
+            torch.as_tensor(a if b is None else b).count_nonzero()
+        )  # None is a gradient of 0
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     if not a.is_floating_point():
@@ -67,7 +69,9 @@ def gradients_agree(live: Tensor, program: Program, tensors: dict[int, Tensor], 
     made = [leaf for leaf in leaves if not tensors[leaf].is_leaf and leaf in run.grads]
     try:
         wanted = torch.autograd.grad([live], [tensors[leaf] for leaf in roots or made], [torch.ones_like(live)], **MAYBE) if leaves else ()
-        through = [torch.autograd.grad([tensors[m]], [tensors[root] for root in roots], [run.grads[m]], **MAYBE) for m in made] if roots else []
+        through = (
+            [torch.autograd.grad([tensors[m]], [tensors[root] for root in roots], [run.grads[m]], **MAYBE) for m in made] if roots else []
+        )
     except RuntimeError as error:
         assert "inplace" in str(error) or "in-place" in str(error) or "single memory location" in str(error), error
         return
@@ -179,14 +183,22 @@ def literals(mode: TapeMode) -> Tensor:
 def wheres(mode: TapeMode) -> Tensor:
     x = fresh(3, 4)
     y = torch.where(x > 0, x.log(), x.exp()).masked_fill(x < -1, -1.0)
-    return y.clamp(-2, 2).amax(-1).sum() + x.min() + torch.minimum(x, y).max(0).values.sum() + x.topk(2, -1).values.sum() + x.sort(0)[0][0].sum()
+    return (
+        y.clamp(-2, 2).amax(-1).sum()
+        + x.min()
+        + torch.minimum(x, y).max(0).values.sum()
+        + x.topk(2, -1).values.sum()
+        + x.sort(0)[0][0].sum()
+    )
 
 
 def gathers(mode: TapeMode) -> Tensor:
     x, rows = fresh(4, 3), torch.tensor([2, 0, 2])
     y = x[rows] * x[:, [2, 1]].t()[:2, :3].sum()
     z = torch.cat([x, y]).split([3, 4])[1].unbind(0)[2]
-    return z.sum() + x[x > 0].sum() + x.index_select(1, rows).flip(0).roll(1, 0)[0].sum() + torch.stack([x, x]).var() + x.unfold(0, 2, 1).sum()
+    return (
+        z.sum() + x[x > 0].sum() + x.index_select(1, rows).flip(0).roll(1, 0)[0].sum() + torch.stack([x, x]).var() + x.unfold(0, 2, 1).sum()
+    )
 
 
 def nonfinite(mode: TapeMode) -> Tensor:
@@ -201,7 +213,21 @@ def hidden_overflow(mode: TapeMode) -> Tensor:
     return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
 
 
-PLAIN = [grpo, from_logits, cross_entropy, values, straight_through, in_bfloat16, under_autocast, in_float16, literals, wheres, gathers, nonfinite, hidden_overflow]
+PLAIN = [
+    grpo,
+    from_logits,
+    cross_entropy,
+    values,
+    straight_through,
+    in_bfloat16,
+    under_autocast,
+    in_float16,
+    literals,
+    wheres,
+    gathers,
+    nonfinite,
+    hidden_overflow,
+]
 
 
 @pytest.mark.parametrize("loss", PLAIN, ids=lambda loss: loss.__name__)
@@ -489,7 +515,9 @@ def test_writes_are_replayed(loss: Callable[[Tensor], Tensor], kind: str) -> Non
     replayed(run, gradients=loss not in (swapped_data, foreach_write))  # there torch itself gets the gradient wrong
 
 
-@pytest.mark.parametrize("loss", [view_then_base, view_then_other_view, chunk_write, write_slice, diagonal_write], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [view_then_base, view_then_other_view, chunk_write, write_slice, diagonal_write], ids=lambda loss: loss.__name__
+)
 def test_a_write_through_a_view_keeps_the_gradient(loss: Callable[[Tensor], Tensor]) -> None:
     """The base of the view is not cut off: the gradient reaches what was computed before the write."""
     x = fresh(3, 4)
@@ -695,7 +723,9 @@ def hidden_write_by_numpy(mode: TapeMode) -> Tensor:
     return (y * x).sum()
 
 
-@pytest.mark.parametrize("loss", [hidden_write_to_a_leaf, hidden_write_to_a_result, hidden_write_by_numpy, unseen_resize], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [hidden_write_to_a_leaf, hidden_write_to_a_result, hidden_write_by_numpy, unseen_resize], ids=lambda loss: loss.__name__
+)
 def test_a_write_that_leaves_no_trace_is_noticed_in_the_end(loss: Callable[[TapeMode], Tensor]) -> None:
     """`.data` and numpy change memory without a word. The program then gives another loss: it is seen to be another, never taken for the same."""
     from nanscope.replay import same_bits
@@ -910,7 +940,7 @@ def test_generation_leaves_room_for_the_loss() -> None:
     def loss(mode: TapeMode) -> Tensor:
         with torch.no_grad():
             tokens = []
-            for i in range(60):
+            for _i in range(60):
                 step: list[Tensor] = []
                 unseen(mode, lambda: step.append(torch.randn(8, 2000)))  # the model
                 scores = (step[0] / 0.7).softmax(-1)
@@ -1273,7 +1303,13 @@ def _quietly(act: Callable[[], Tensor]) -> Tensor:
 @settings(max_examples=250)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9), st.sampled_from([-1.0, 0.0, 0.5, 2.0, 100.0]), st.integers(0, 9)),
+        st.tuples(
+            st.sampled_from(sorted(OPS)),
+            st.integers(0, 9),
+            st.integers(0, 9),
+            st.sampled_from([-1.0, 0.0, 0.5, 2.0, 100.0]),
+            st.integers(0, 9),
+        ),
         min_size=1,
         max_size=14,
     ),

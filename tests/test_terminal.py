@@ -57,7 +57,9 @@ def test_hostile_text_is_inert() -> None:
         base,
         sentence=evil,
         headline=evil,
-        origin=replace(base.origin, variable=evil, expression=evil, masked_by=evil, file=evil, function=evil, source=((1, evil),), module=evil),
+        origin=replace(
+            base.origin, variable=evil, expression=evil, masked_by=evil, file=evil, function=evil, source=((1, evil),), module=evil
+        ),
         notes=(Note(evil, evil),),
         remedies=(evil,),
         opaque=(evil,),

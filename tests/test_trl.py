@@ -128,7 +128,6 @@ def test_ten_steps_are_bit_identical_with_and_without(tmp_path: Path, settings: 
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "bnpo", "dr_grpo"])
 def test_the_recorded_program_of_trl_replays_bit_for_bit(

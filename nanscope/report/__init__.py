@@ -1,6 +1,6 @@
 """Reports: a verdict in, a file out. The suffix of the file chooses the renderer.
 
-    render(scope.verdict, "report.html")        # or .png, .txt, .json
+render(scope.verdict, "report.html")        # or .png, .txt, .json
 """
 
 from __future__ import annotations

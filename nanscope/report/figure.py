@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanscope.diagnose import Incident, Verdict
 from nanscope.indices import show_index
-from nanscope.report.html import (
+from nanscope.report.view import (
     LEVELS,
     LIMITS,
     Fact,

@@ -370,7 +370,9 @@ def print_steps(device: str, rows: list[Row]) -> None:
     print(f"{'variant':<23}{'seconds per step':>22}{'ratio':>22}{last:>22}{'peak MB':>21}{'ratio':>7}")
     for row in rows:
         extra = str(row.syncs) if row.cpu_ratio is None else row.cpu_ratio.show()
-        print(f"{row.variant:<23}{row.seconds.show():>22}{row.ratio.show():>22}{extra:>22}{row.peak.over(1e6).show(0):>21}{row.peak_ratio:>7.3f}")
+        print(
+            f"{row.variant:<23}{row.seconds.show():>22}{row.ratio.show():>22}{extra:>22}{row.peak.over(1e6).show(0):>21}{row.peak_ratio:>7.3f}"
+        )
     same = {row.variant: row.same_bits for row in rows}
     if not (same["bare"] and same["bare again"]):
         print("weights: bare does not repeat itself to the last bit here, so nothing can be said about nanscope")
