@@ -268,6 +268,8 @@ class Program:
                 function = overload(call.op)
                 args = [_resolve(arg, values, dtype) for arg in call.args]
                 kwargs = {name: _resolve(arg, values, dtype) for name, arg in call.kwargs}
+                if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call):
+                    kwargs["dtype"] = dtype
                 _refuse_giants(call)
                 try:
                     with torch.set_grad_enabled(call.grad and backward):
@@ -349,6 +351,14 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _makes_floats(call: Call) -> bool:
+    """Does a factory that names no dtype give the default one?"""
+    name = base_name(call.op)
+    if name == "full":
+        return isinstance(call.args[1], float)
+    return name in ("ones", "zeros", "eye", "linspace", "logspace", "scalar_tensor")
 
 
 def _text(value: Any) -> str | None:
