@@ -17,7 +17,8 @@ from nanscope.indices import ravel, unravel
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Arg, Call, Ref, overload, refs
 
-MANY = 1 << 16  # contributors looked at individually
+MANY = 1 << 16  # results looked at one by one; beyond it all are taken
+_CUMULATIVE = frozenset(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,19 @@ class Source:
     argument: int
 
 
+def _flow(call: Call) -> Flow | None:
+    """How elements flow through this call; some overloads and flags make another function of an operator."""
+    name, overloaded = base_name(call.op), call.op.rsplit(".", 1)[-1]
+    if name in ("max", "min") and overloaded == "other":
+        return Flow.POINTWISE
+    if "reduce" in overloaded or (name in ("index_put", "_unsafe_index_put", "put") and len(call.args) > 3 and call.args[3] is True):
+        return Flow.MIX
+    return flow_of(call.op)
+
+
 def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> list[Source]:
     """Return the elements of the call's arguments that element `flat` of its result `out` came from, argument by argument."""
-    flow, name = flow_of(call.op), base_name(call.op)
+    flow, name = _flow(call), base_name(call.op)
     result = values[out]
     if flow is Flow.CREATE or name in SELECTORS:
         return []
@@ -42,19 +53,17 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
     for position, arg in enumerate(call.args):
         for value in refs(arg):
             tensor = values[value]
-            if name == "copy" and position == 0:
-                continue
-            if flow is Flow.POINTWISE:
+            if flow is Flow.POINTWISE and tensor.dim() <= result.dim():
                 found.append(Source(value, _broadcast_from(index, tensor), position))
             elif flow is Flow.REDUCE:
                 found.append(Source(value, _reduced_from(call, tensor, result, index), position))
             elif flow is Flow.ALONG:
-                found.append(Source(value, _fibre(tensor, index, _dims(call, tensor)), position))
+                found.append(Source(value, _fibre(tensor, index, _dims(call, tensor), upto=name in _CUMULATIVE), position))
             elif flow is Flow.MATMUL:
                 found.append(Source(value, _row_or_column(name, position, tensor, result, index), position))
             elif name == "nll_loss_forward":
                 if position == 0:
-                    found.append(Source(value, _targets(call, values, tensor), position))
+                    found.append(Source(value, _targets(call, values, tensor, index), position))
             else:
                 found.append(Source(value, torch.arange(tensor.numel()), position))
     for _, arg in call.kwargs:
@@ -66,7 +75,7 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return, for every result of the call, a bool tensor of the elements that depend on the marked elements of its arguments."""
-    flow, name = flow_of(call.op), base_name(call.op)
+    flow, name = _flow(call), base_name(call.op)
     touched = [value for value in call.inputs() if value in marked and bool(marked[value].any())]
     outs = [out for out in call.outs if out is not None and out in values]
     if not touched or flow is Flow.CREATE or name in SELECTORS:
@@ -79,13 +88,17 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
         mark = torch.zeros(result.shape, dtype=torch.bool)
         for position, arg in enumerate(call.args):
             for value in refs(arg):
-                if value not in touched or (name == "copy" and position == 0):
+                if value not in touched:
                     continue
                 own = marked[value]
-                if flow is Flow.POINTWISE:
+                if flow is Flow.POINTWISE and own.dim() <= result.dim():
                     mark |= own.expand(result.shape)
                 elif flow is Flow.REDUCE:
                     mark |= _reduce(call, own, result)
+                elif flow is Flow.ALONG and name in _CUMULATIVE and own.dim():
+                    mark |= own.int().cummax(dim=_dims(call, own)[0]).values.bool()
+                elif name == "nll_loss_forward" and position == 0:
+                    mark |= _reads_marked(call, values, own, result)
                 elif flow is Flow.ALONG:
                     dims = _dims(call, own) or tuple(range(own.dim()))
                     mark |= own.any(dim=dims[0], keepdim=True).expand(result.shape) if own.dim() else own
@@ -127,10 +140,13 @@ def _payload_values(call: Call) -> list[tuple[int, int]]:
 
 
 def _like_strides(content: Tensor, like: Tensor) -> Tensor:
-    """Lay content out as `like` is, so that operators which speak of strides mean the same elements."""
-    if content.is_contiguous() and like.is_contiguous():
+    """Lay content out as `like` is, so that operators which speak of strides and offsets mean the same elements; 0 in between."""
+    if content.is_contiguous() and like.is_contiguous() and not like.storage_offset():
         return content
-    laid = torch.empty_strided(like.shape, like.stride(), dtype=content.dtype) if 0 not in like.stride() else content.clone()
+    if 0 in like.stride() and like.numel():
+        return content.clone()
+    memory = torch.zeros(like.untyped_storage().nbytes() // like.element_size(), dtype=content.dtype)
+    laid = memory.as_strided(like.shape, like.stride(), like.storage_offset())
     laid.copy_(content)
     return laid
 
@@ -193,14 +209,19 @@ def _default(argument: object) -> Arg:
     return value if isinstance(value, int) else None
 
 
-def _fibre(tensor: Tensor, index: tuple[int, ...], dims: tuple[int, ...]) -> Tensor:
-    """Return the flat positions of all elements that differ from `index` only along `dims` (all dimensions if none is named)."""
+def _fibre(tensor: Tensor, index: tuple[int, ...], dims: tuple[int, ...], *, upto: bool = False) -> Tensor:
+    """Return the flat positions of all elements that differ from `index` only along `dims` (all dimensions if none is named).
+
+    upto: only those at or before `index`.
+    """
     if tensor.dim() == 0:
         return torch.zeros(1, dtype=torch.int64)
     positions = torch.arange(tensor.numel()).reshape(tensor.shape)
     for dim in range(tensor.dim()):
         if dims and dim not in dims:
             positions = positions.narrow(dim, index[dim], 1)
+        elif upto:
+            positions = positions.narrow(dim, 0, index[dim] + 1)
     return positions.flatten()
 
 
@@ -244,22 +265,35 @@ def _matmul_mark(name: str, position: int, mark: Tensor, result: Tensor) -> Tens
     factors = {"addmm": (1, 2), "addmv": (1, 2), "baddbmm": (1, 2)}.get(name, (0, 1))
     if position not in factors:
         return mark.expand(result.shape)
+    if name in ("mv", "addmv") and position == factors[0]:
+        return mark.any(dim=-1)
     if name in ("dot", "matmul", "linear", "mv", "addmv"):
         return torch.full(result.shape, bool(mark.any()))
     along = mark.any(dim=-1, keepdim=True) if position == factors[0] else mark.any(dim=-2, keepdim=True)
     return along.expand(result.shape)
 
 
-def _targets(call: Call, values: Mapping[int, Tensor], log_probs: Tensor) -> Tensor:
-    """nll_loss reads one element a row: the target's."""
+def _targets(call: Call, values: Mapping[int, Tensor], log_probs: Tensor, index: tuple[int, ...]) -> Tensor:
+    """nll_loss reads one element a row: the target's. index: of the result, which names the row unless it is reduced."""
     target = call.args[1]
     if not isinstance(target, Ref) or log_probs.dim() > 2:
         return torch.arange(log_probs.numel())
     labels = values[target.id].reshape(-1)
     width = log_probs.shape[-1]
-    ignored = call.args[4] if len(call.args) > 4 else -100
-    rows = torch.arange(labels.numel())[labels != ignored]
-    return rows * width + labels[labels != ignored]
+    ignored = call.args[4] if len(call.args) > 4 and isinstance(call.args[4], int) else -100
+    rows = torch.arange(labels.numel())
+    keep = torch.ne(labels, ignored)
+    if index:
+        keep = keep & (rows == index[0])
+    return rows[keep] * width + labels[keep]
+
+
+def _reads_marked(call: Call, values: Mapping[int, Tensor], mark: Tensor, result: Tensor) -> Tensor:
+    """The results of nll_loss whose targets are marked."""
+    if result.dim() == 0:
+        return torch.tensor(bool(mark.flatten()[_targets(call, values, mark, ())].any()))
+    rows = [bool(mark.flatten()[_targets(call, values, mark, (row,))].any()) for row in range(result.numel())]
+    return torch.tensor(rows).reshape(result.shape)
 
 
 def first_nonfinite(tensor: Tensor) -> int | None:

@@ -279,7 +279,7 @@ class _Walker:
     def _is_write(self, value: int) -> bool:
         index = self.producers.get(value)
         return index is not None and base_name(self.program.calls[index].op) in (
-            "as_strided", "copy", "expand", "fill", "index_put", "masked_fill", "lift_fresh", "reshape", "scatter",
+            "as_strided", "expand", "fill", "index_put", "masked_fill", "lift_fresh", "reshape", "scatter",
         )  # fmt: skip
 
     def _fed(self, value: int, flat: int) -> str:

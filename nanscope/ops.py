@@ -24,17 +24,17 @@ class Flow(StrEnum):
 _TABLE: dict[Flow, str] = {
     Flow.POINTWISE: """
         abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
-        bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copy copysign cos cosh deg2rad detach digamma
+        bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copysign cos cosh deg2rad detach digamma
         div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt hardsigmoid
         hardswish hardtanh heaviside huber_loss hypot isfinite isinf isnan isneginf isposinf le leaky_relu lerp lgamma
         lift lift_fresh log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logical_and logical_not logical_or
         logical_xor logit lt maximum minimum mish mse_loss mul mvlgamma nan_to_num ne neg nextafter polygamma positive
-        pow prelu reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh
+        pow reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh
         smooth_l1_loss softplus softshrink sqrt square sub tan tanh threshold trunc true_divide xlogy special_xlogy
         special_entr special_expit special_log_ndtr special_xlog1py binary_cross_entropy_with_logits _to_copy to
         bitwise_left_shift bitwise_right_shift special_erfcx special_i0""",
     Flow.MOVE: """
-        _reshape_alias _unsafe_view as_strided as_strided_scatter broadcast_to cat chunk concat constant_pad_nd diagonal
+        _reshape_alias _unsafe_view as_strided broadcast_to cat chunk concat constant_pad_nd diagonal
         diagonal_scatter embedding expand expand_as flatten flip gather hstack index index_copy index_put index_select
         masked_fill masked_scatter masked_select movedim narrow permute put repeat repeat_interleave reshape roll rot90
         scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t take
@@ -44,14 +44,13 @@ _TABLE: dict[Flow, str] = {
         all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nanmean
         nanmedian nansum norm prod std std_mean sum var var_mean frobenius_norm""",
     Flow.ALONG: """
-        _log_softmax _softmax _safe_softmax argsort cummax cummin cumprod cumsum diff log_softmax logcumsumexp msort
-        renorm softmax sort topk""",
+        _log_softmax _softmax _safe_softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp         softmax sort topk""",
     Flow.MATMUL: "addmm addmv baddbmm bmm dot linear matmul mm mv",
     Flow.CREATE: """
         arange eye fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like scalar_tensor zeros
         zeros_like""",
     Flow.MIX: """
-        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math bincount bucketize cdist
+        diff msort prelu renorm bincount bucketize cdist
         cross_entropy_loss cumulative_trapezoid histc index_add index_reduce kl_div layer_norm native_group_norm
         native_layer_norm nll_loss nll_loss_forward nll_loss2d_forward nonzero one_hot scatter_add scatter_reduce
         searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm logdet det trace
@@ -62,7 +61,6 @@ FLOW: dict[str, Flow] = {name: flow for flow, names in _TABLE.items() for name i
 
 # Which arguments of a MOVE carry elements (the others only say where from). Everything else: argument 0.
 PAYLOAD: dict[str, tuple[int, ...]] = {
-    "as_strided_scatter": (0, 1),
     "diagonal_scatter": (0, 1),
     "index_copy": (0, 3),
     "index_put": (0, 2),

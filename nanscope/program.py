@@ -138,7 +138,7 @@ def overload(op: str) -> Any:
     if not match or match[1] not in FLOW:
         raise ProgramError(f"operator {op!r} is not in the whitelist of replayable operators", slug="program-unknown-op")
     packet = getattr(torch.ops.aten, match[1], None)
-    found = getattr(packet, match[2], None) if packet is not None else None
+    found = getattr(packet, match[2], None) if packet is not None and match[2] in packet.overloads() else None
     if found is None or found._schema.is_mutable:
         raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
     return found
@@ -207,7 +207,7 @@ class Program:
                 needed.update(call.inputs())
         leaves = tuple(leaf for leaf in self.leaves if leaf.id in needed)
         calls = tuple(reversed(kept))
-        used = sorted({call.site for call in calls if call.site >= 0})
+        used = sorted({call.site for call in calls if 0 <= call.site < len(self.sites)})
         renumbered = {old: new for new, old in enumerate(used)}
         return Program(
             leaves,
@@ -261,6 +261,7 @@ class Program:
                 tensor.register_hook(keep_grad(leaf.id))  # type: ignore[no-untyped-call]
             values[leaf.id] = tensor
 
+        made = 0  # elements of all results so far
         with contextlib.ExitStack() as stack:
             for device in {tensor.device.type for tensor in values.values()} | {"cpu"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # the recorded calls hold the casts already
@@ -268,13 +269,17 @@ class Program:
                 function = overload(call.op)
                 args = [_resolve(arg, values, dtype) for arg in call.args]
                 kwargs = {name: _resolve(arg, values, dtype) for name, arg in call.kwargs}
-                if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call):
+                if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
                     kwargs["dtype"] = dtype
-                _refuse_giants(call)
                 try:
+                    made += _elements(call, function, args, kwargs)
+                    if made > MAX_ELEMENTS:
+                        raise ProgramError(
+                            f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large"
+                        )
                     with torch.set_grad_enabled(call.grad and backward):
                         result = function(*args, **kwargs)
-                except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                except _FAILURES as error:
                     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                     raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
                 results = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -349,15 +354,17 @@ class Program:
                 for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
             )  # fmt: skip
             return Program(leaves, calls, int(data["output"]), sites)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
 
 
-def _makes_floats(call: Call) -> bool:
+def _makes_floats(call: Call, args: list[Any]) -> bool:
     """Does a factory that names no dtype give the default one?"""
     name = base_name(call.op)
     if name == "full":
-        return isinstance(call.args[1], float)
+        return len(args) > 1 and isinstance(args[1], float)
+    if name == "arange":
+        return any(isinstance(arg, float) for arg in args)
     return name in ("ones", "zeros", "eye", "linspace", "logspace", "scalar_tensor")
 
 
@@ -365,17 +372,44 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _refuse_giants(call: Call) -> None:
-    """Stop a hostile file from asking for all memory: sizes in arguments are bounded before the call is made."""
-    for arg in call.args:
-        if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
-            sizes = [abs(int(cast(int, item))) for item in arg if item]
-            if math.prod(sizes) > MAX_ELEMENTS:
-                raise ProgramError(f"{call.op} asks for {math.prod(sizes)} elements", slug="program-too-large")
-    if base_name(call.op) in ("arange", "linspace", "logspace", "eye") and any(
-        isinstance(arg, (int, float)) and abs(arg) > MAX_ELEMENTS for arg in call.args
-    ):
-        raise ProgramError(f"{call.op} asks for more than {MAX_ELEMENTS} elements", slug="program-too-large")
+# What a call with arguments from a hostile file may raise.
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, AssertionError, MemoryError, RecursionError)
+
+
+def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]) -> int:
+    """Return how many elements a call will make, worked out without making them: a file must not be able to ask for all memory."""
+    huge = any(isinstance(arg, (int, float)) and MAX_ELEMENTS < abs(arg) < math.inf for arg in args)
+    if huge and base_name(call.op) in ("arange", "eye", "linspace", "logspace"):
+        return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
+    if base_name(call.op) in _BY_CONTENT:
+        return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
+    result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
+    return sum(tensor.numel() for tensor in _tensors(result))
+
+
+# The size of these results depends on the content of their arguments; nothing can be said without it.
+_BY_CONTENT = frozenset(["_unique2", "bincount", "equal", "index", "masked_select", "nonzero", "unique_dim"])
+
+
+def _meta_device(function: Any) -> dict[str, Any]:
+    named = any(argument.name == "device" for argument in function._schema.arguments)
+    return {"device": torch.device("meta")} if named else {}
+
+
+def _on_meta(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+    if isinstance(arg, list):
+        return [_on_meta(item) for item in arg]
+    return arg
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
 
 
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

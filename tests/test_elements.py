@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope.elements import MANY, at, first_nonfinite, sources, spread
+from nanscope.elements import at, first_nonfinite, sources, spread
 from nanscope.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Call, Ref, overload
 
 Args = tuple[Any, ...]
+
+
+BY_STRIDES = ("aten.as_strided.default", "aten._reshape_alias.default")
 
 
 def real(*shape: int, low: float = 0.1, high: float = 0.9) -> Tensor:
@@ -79,8 +82,6 @@ def pointwise() -> Iterator[tuple[str, Args]]:
     yield "aten.threshold.default", (X, 0.4, 3.0)
     yield "aten.polygamma.default", (1, X)
     yield "aten.mvlgamma.default", (real(2, 3, low=2, high=3), 2)
-    yield "aten.copy.default", (X, Y)
-    yield "aten.copy.default", (X, ROW)
     yield "aten.to.dtype", (X, torch.float32)
     yield "aten.log_sigmoid_forward.default", (X,)
     yield "aten.binary_cross_entropy_with_logits.default", (X, Y, None, None, 0)
@@ -192,8 +193,6 @@ def moves() -> Iterator[tuple[str, Args]]:
     yield "aten.slice_scatter.default", (X, COLUMN, 1, 1, 2)
     yield "aten.slice_scatter.default", (X, real(2, 2, low=0.25), -1, 0, 3, 2)
     yield "aten.diagonal_scatter.default", (X, real(2, low=0.35), 1)
-    yield "aten.as_strided_scatter.default", (X, real(2, low=0.35), (2,), (2,), 1)
-    yield "aten.as_strided_scatter.default", (X, ROW, (3,), (1,), 3)
 
 
 def reductions() -> Iterator[tuple[str, Args]]:
@@ -296,12 +295,14 @@ def negative_log_likelihood() -> Iterator[tuple[str, Args]]:
     yield "aten.nll_loss_forward.default", (log_probs[0], torch.tensor(2), None, 1, -100)
 
 
-EXACT = [*pointwise(), *moves(), *reductions(), *along(), *matmuls(), *negative_log_likelihood()]
+EXACT = [
+    case
+    for case in (*pointwise(), *moves(), *reductions(), *along(), *matmuls(), *negative_log_likelihood())
+    if flow_of(case[0]) is not None
+]  # an operator that leaves the table takes its cases with it
 LOOSE = [*mixes()]
 # Told as "from anywhere" on purpose: torch takes them apart before a tape sees them, so only a file can hold them.
 ROUGH = frozenset(("aten.matmul.default", "aten.linear.default"))
-BY_STRIDES = ("aten.as_strided.default", "aten.as_strided_scatter.default", "aten._reshape_alias.default")
-WRONG = ("aten.as_strided_scatter.default",)  # torch 2.13: its derivative lets through what was overwritten, and nothing else
 ASIDE = {  # outputs that say which, or how many, beside the values
     "aten.nll_loss_forward.default": (1,),
 }
@@ -658,7 +659,7 @@ def test_drawn_calls_flow_exactly(case: tuple[str, Args], layout: str) -> None:
 # -- the gradient agrees ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in EXACT if case[0] not in (*ROUGH, *WRONG) and "bitwise" not in case[0]], ids=label)
+@pytest.mark.parametrize("case", [case for case in EXACT if case[0] not in ROUGH and "bitwise" not in case[0]], ids=label)
 def test_a_gradient_flows_only_where_elements_do(case: tuple[str, Args]) -> None:
     """Where autograd gives a derivative that is not 0, the element is among the sources: what backward reaches, the walk reaches."""
     rig = Rig(*case)
@@ -739,9 +740,9 @@ def test_copies_of_any_dtype_are_followed(dtype: torch.dtype) -> None:
 
 def test_many_contributors_are_no_trouble() -> None:
     """A sum over more elements than anybody looks at one by one."""
-    x = torch.zeros(MANY + 5)
+    x = torch.zeros(70_000)
     (source,) = sources(Call("aten.sum.default", (Ref(0),), (), (1,)), {0: x, 1: x.sum()}, 1, 0)
-    assert source.flat.numel() == MANY + 5
+    assert source.flat.numel() == 70_000
 
 
 def test_empty_tensors_are_no_trouble() -> None:

@@ -1286,7 +1286,6 @@ OPS: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
     "view zero": lambda a, b, c: a.view(-1)[2:5].zero_(),
     "masked_fill_": lambda a, b, c: a.masked_fill_(b > c, -1.0),
     "quiet add_": lambda a, b, c: _quietly(lambda: a.add_(c)),
-    "data": lambda a, b, c: a.data.mul_(c) is None,
     "dropout": lambda a, b, c: F.dropout(a, 0.5),
     "double": lambda a, b, c: Double.apply(a),
     "forget": lambda a, b, c: None,  # a micro-batch ends here
