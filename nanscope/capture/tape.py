@@ -364,10 +364,10 @@ class Tape:
             value = self.values.get(value_id)
             if value is None or value.tensor is None or value.copied:
                 continue
-            content = value.tensor
+            content, intact = value.tensor, _intact(value)
             if value.leaf is not None or value.id != target.id:
                 self._release(value)
-            if value.leaf is not None:
+            if value.leaf is not None and intact:
                 value.tensor, value.copied = content.detach().clone(), True
                 self.held += value.bytes
         return target
@@ -435,6 +435,8 @@ class Tape:
 
     def _spread(self, written: Value, target: Value, live: list[Value], tensor: Tensor) -> None:
         """Carry a write to the other tensors that share its memory, through the one that covers all of it."""
+        # What is written through a detached alias changes a value behind autograd's back: that value is a leaf when it is next read.
+        live = [value for value in live if written.diff or not value.diff]
         if not live:
             return
         storage = tensor.untyped_storage()
@@ -450,11 +452,13 @@ class Tape:
         else:
             offset = (target.key[0] - root.key[0]) // item
             fresh = self._scatter(root, written, shape, stride, offset)
+        # The functional form may lay its result out in another way than the memory that was written to.
+        plain = self._hidden("aten.clone.default", (Ref(fresh.id),), root.shape, root.dtype, (("memory_format", torch.contiguous_format),))
         for value in live:
             if value.id == root.id or value.dtype is not root.dtype:
                 continue
             offset = (value.key[0] - root.key[0]) // item
-            self._pseudo("aten.as_strided.default", ((Ref(fresh.id), value.key[1], value.key[2], offset), ()), value)
+            self._pseudo("aten.as_strided.default", ((Ref(plain), value.key[1], value.key[2], offset), ()), value)
 
     def _scatter(self, root: Value, written: Value, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Value:
         """Put a written view back into the tensor that covers its memory.
@@ -470,13 +474,15 @@ class Tape:
         whole = self._hidden("aten.scatter.src", (Ref(flat), 0, Ref(places), Ref(content)), (size,), root.dtype)
         return self._pseudo("aten.reshape.default", ((Ref(whole), root.shape), ()), root)
 
-    def _hidden(self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def _hidden(
+        self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype, kwargs: tuple[tuple[str, Arg], ...] = ()
+    ) -> int:
         """Add a call that the trainer did not make, and whose result no tensor of his stands for."""
         diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in args for i in _ids(arg))
         value = Value(self._next, (0, (), (), dtype, PLAIN), None, 0, None, -1, diff, shape, dtype)
         self._next += 1
         self.values[value.id] = value
-        self._note_made(op, args, value, diff)
+        self._note_made(op, args, value, diff, kwargs)
         return value.id
 
     def _pseudo(self, op: str, noted: Noted, like: Value) -> Value:
@@ -491,10 +497,10 @@ class Tape:
         self._note_made(op, noted[0], value, diff)
         return value
 
-    def _note_made(self, op: str, args: tuple[Arg, ...], value: Value, diff: bool) -> None:
+    def _note_made(self, op: str, args: tuple[Arg, ...], value: Value, diff: bool, kwargs: tuple[tuple[str, Arg], ...] = ()) -> None:
         self.made_by[value.id] = self.count
         last = self.entries[self.count - 1]
-        self._number(Entry(op, args, (), (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module), not diff)
+        self._number(Entry(op, args, kwargs, (value.id,), torch.is_grad_enabled(), last.code, last.lasti, last.module), not diff)
 
     # -- positions -------------------------------------------------------------------------------------------------------
 

@@ -564,7 +564,7 @@ def compare_calls(rounds: int, losses: int = 50) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps per variant (30); for the small modes, rounds")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per variant; rounds with --generate and --tiny (30)")
     parser.add_argument("--threads", type=int, default=1, help="threads for torch (1: beside other work, several wait for each other)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--generate", action="store_true", help="compare a sampling loop instead")
@@ -576,7 +576,7 @@ def main() -> int:
         peak_of(args.peak_of)
         return 0
     figures: dict[str, Any] = {"torch": torch.__version__, "nanscope": nanscope.__version__, "threads": torch.get_num_threads()}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}")
     try:
         if args.generate:
             figures["generate"] = compare_generation(args.steps)
