@@ -230,7 +230,7 @@ def inspect(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where to put the snapshot and the reports.")] = Path("nanscope-demo"),
-    seed: Annotated[int | None, typer.Option("--seed", help="Another run; most of them fail, some stay healthy.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Another run.")] = None,
 ) -> None:
     """Watch a tiny policy learn with GRPO until it dies of NaN by itself.
 

@@ -6,8 +6,9 @@ reference at padding positions, where the completion mask is 0, so their log-pro
 passes 88.72 nats, ``exp`` in the KL estimate overflows float32 to inf, the mask turns it into ``inf * 0 = NaN``, and
 the sum takes that NaN into the loss. Until then every weight and input is finite, and no counted token looks unusual.
 
-What is unusual is the haste: a high learning rate and a model short of norm layers, so that the drift which takes a
-large run days takes this one about sixty steps. The module needs only torch, writes no files and prints nothing.
+The drift is quick because positions enter the model as a multiple of one learned direction and no norm precedes the
+output head: what the policy learns about when to stop goes on growing, position by position, through the padding.
+The module needs only torch, writes no files and prints nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch.nn import functional
 PAD_ID = 0
 END_ID = 1
 FIRST_COUNT_ID = 2
-PROMPT_LENGTH = 2
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class DemoSettings:
     """
 
     steps: int = 200
-    prompts_per_batch: int = 16
+    prompts_per_batch: int = 8
     group_size: int = 8
     updates_per_batch: int = 2
-    max_new_tokens: int = 16
-    letters: int = 2
+    max_new_tokens: int = 32
+    letters: int = 3
     max_repeats: int = 3
     width: int = 32
     layers: int = 2
     heads: int = 2
-    learning_rate: float = 3.5e-2
+    learning_rate: float = 2e-2
     warmup_steps: int = 20
     beta: float = 0.04
     clip: float = 0.2
     max_grad_norm: float = 1.0
-    seed: int = 0
+    seed: int = 9
 
     @property
     def first_letter_id(self) -> int:
@@ -73,7 +73,7 @@ class StepRecord:
 
 
 class Block(nn.Module):
-    """One transformer block: causal self-attention, then a feed-forward layer, each added to its input."""
+    """One pre-norm transformer block: causal self-attention, then a feed-forward layer, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
-        # No norm in front: with one, the drift at padding positions is too slow for a demo.
+        self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Block(nn.Module):
         per_head = query_key_value.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(per_head[0], per_head[1], per_head[2], is_causal=True)
         hidden = hidden + self.attention_output(attended.transpose(1, 2).reshape(batch, length, width))
-        feed_forward: Tensor = self.feed_forward(hidden)
+        feed_forward: Tensor = self.feed_forward(self.feed_forward_norm(hidden))
         return hidden + feed_forward
 
 
@@ -100,9 +100,8 @@ class TinyPolicy(nn.Module):
 
     def __init__(self, settings: DemoSettings) -> None:
         super().__init__()
-        self.embedding_scale = settings.width**0.5
         self.token_embedding = nn.Embedding(settings.vocabulary_size, settings.width)
-        self.position_embedding = nn.Embedding(PROMPT_LENGTH + settings.max_new_tokens, settings.width)
+        self.position_direction = nn.Parameter(torch.randn(settings.width))
         self.blocks = nn.ModuleList(Block(settings.width, settings.heads) for _ in range(settings.layers))
         self.output_head = nn.Linear(settings.width, settings.vocabulary_size, bias=False)
         # A head of zeros starts the policy, and so its reference, at the uniform distribution.
@@ -110,8 +109,8 @@ class TinyPolicy(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map token ids (batch, length) to the logits of the token after each (batch, length, vocabulary)."""
-        positions = torch.arange(token_ids.shape[1])
-        hidden = (self.token_embedding(token_ids) + self.position_embedding(positions)) * self.embedding_scale
+        positions = torch.arange(token_ids.shape[1]).unsqueeze(1)
+        hidden = self.token_embedding(token_ids) + positions * self.position_direction
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.output_head(hidden)
@@ -127,20 +126,18 @@ def sample_prompts(settings: DemoSettings, generator: torch.Generator) -> Tensor
 
 
 @torch.no_grad()
-def sample_completions(
-    policy: TinyPolicy, prompts: Tensor, max_new_tokens: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def sample_completions(policy: TinyPolicy, prompts: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sample a completion of each prompt (batch, 2) from the policy at temperature 1.
 
-    Returns the completions (batch, max_new_tokens), padded after the end of sequence, and their mask of the same
+    Returns the completions (batch, length), padded after the end of sequence, and their mask of the same
     shape: 1.0 up to and including the end of sequence, 0.0 at padding.
     """
     batch, prompt_length = prompts.shape
-    token_ids = torch.full((batch, prompt_length + max_new_tokens), PAD_ID)
+    token_ids = torch.full((batch, prompt_length + length), PAD_ID)
     token_ids[:, :prompt_length] = prompts
-    completion_mask = torch.zeros(batch, max_new_tokens)
+    completion_mask = torch.zeros(batch, length)
     running = torch.ones(batch, dtype=torch.bool)
-    for index in range(max_new_tokens):
+    for index in range(length):
         position = prompt_length + index
         probabilities = torch.softmax(policy(token_ids[:, :position])[:, -1], dim=-1)
         next_ids = torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(1)
@@ -218,8 +215,19 @@ def train(settings: DemoSettings) -> Iterator[StepRecord]:
     """Train a fresh policy, yielding a record after each optimizer step, until ``settings.steps`` are done.
 
     A step whose loss is not finite is taken and yielded like any other, and leaves the weights NaN: stop iterating
-    there. A caller that goes on gets the RuntimeError of sampling from NaN probabilities.
+    there. A caller that goes on gets the RuntimeError of sampling from NaN probabilities. While the iterator is alive
+    torch computes on one thread.
     """
+    threads = torch.get_num_threads()
+    # The tensors are tiny: on a busy machine a second thread makes the run 20 times slower.
+    torch.set_num_threads(1)
+    try:
+        yield from _steps(settings)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _steps(settings: DemoSettings) -> Iterator[StepRecord]:
     # Layers draw their first weights from the global generator, whose state belongs to the caller.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
