@@ -74,7 +74,7 @@ def read_header(path: Path | str) -> Header:
         schema = about["schema"]
         tensors = tuple(sorted((_tensor(name, entry) for name, entry in head.items()), key=lambda tensor: tensor.name))
         end = max((int(entry["data_offsets"][1]) for entry in head.values()), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__})", slug="snapshot-damaged") from None
     if not isinstance(schema, int) or schema > SCHEMA_VERSION:
         raise SnapshotError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -43,19 +44,50 @@ class Entry:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Entry:
-        """Return the entry that `to_json` wrote; unknown keys are ignored."""
-        known = {field.name for field in fields(Entry)}
-        return Entry(**{name: parse(value) for name, value in data.items() if name in known})
+        """Return the entry that `to_json` wrote; unknown keys are ignored. Raises TypeError for a value of another kind."""
+        return Entry(**checked(Entry, data))
+
+
+KINDS: dict[str, tuple[type, ...]] = {  # how a field is annotated → what JSON may give for it
+    "int": (int,),
+    "int | None": (int, NoneType),
+    "float": (int, float),
+    "float | None": (int, float, NoneType),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def checked(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a flat dataclass out of JSON data, without the keys that it does not know.
+
+    Raises TypeError if a value is not what its field says: a file may hold anything.
+    """
+    if not isinstance(data, dict):
+        raise TypeError(f"{kind.__name__} is {type(data).__name__}")
+    found = {}
+    for field in fields(kind):
+        if field.name not in data:
+            continue
+        value = parse(data[field.name])
+        if not isinstance(value, KINDS[str(field.type)]) or (isinstance(value, bool) and field.type != "bool"):
+            raise TypeError(f"{field.name} is {type(value).__name__}, not {field.type}")
+        found[field.name] = value
+    return found
 
 
 def show(value: Any) -> Any:
-    """Return a number as JSON can hold it."""
+    """Return JSON data as JSON can hold it, all the way down: NaN and the infinities become text."""
+    if isinstance(value, dict):
+        return {key: show(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [show(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse(value: Any) -> Any:
-    """Return the number that `show` wrote."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    """Return the number that `show` wrote as text."""
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
 class Ledger:
@@ -89,10 +121,10 @@ class Ledger:
 def read(path: Path) -> list[Entry]:
     """Return the entries of a history file; a last line that a killed process left half-written is skipped."""
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             entries.append(Entry.from_json(json.loads(line)))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
     return entries
 

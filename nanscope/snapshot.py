@@ -14,6 +14,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     schema        version of this format (integer)       step, rank       which step, of which process
     program       the recorded calls from the tensors to the loss: leaves, calls, output, sites (see `program`)
     tensors       leaf id → tensor name                  reached          what went bad: loss, gradients, weights
+    strides       leaf id → strides in elements, of tensors that did not lie in memory row by row: the order of additions depends on it
     observed      what was seen in the process and cannot be recomputed from the file      settings   the trainer's, where visible
     history       the last steps                         environment      versions, device, dtype of the run
     opaque        operators that could not be recorded; their results are leaves
@@ -30,7 +31,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError, SnapshotError
 from nanscope.header import KEY, SCHEMA_VERSION, read_header
-from nanscope.ledger import Entry
+from nanscope.ledger import Entry, checked, show
 from nanscope.program import Program
+
+LONGEST_NAME = 100  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +96,15 @@ def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
     """A tensor name that is readable and unique: the last word of what the code calls it."""
     found = re.findall(r"[A-Za-z_]\w*", name or "")
     keyed = re.search(r"""\[["'](\w+)["']\]""", name or "")
-    plain = (
-        keyed.group(1)
-        if keyed
-        else (found[-1] if found and re.fullmatch(r"[\w.]+", name or "") else (found[0] if found else f"value_{value}"))
-    )
+    if keyed:
+        plain = keyed.group(1)
+    elif found:
+        plain = found[-1] if re.fullmatch(r"[\w.]+", name or "") else found[0]
+    else:
+        plain = f"value_{value}"
+    plain = plain[:LONGEST_NAME]
     unique, count = plain, 2
-    while unique in taken or unique == "loss":
+    while unique in taken or unique in ("loss", "__metadata__"):
         unique, count = f"{plain}_{count}", count + 1
     taken.add(unique)
     return unique
@@ -151,16 +156,14 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
-    from nanscope.ledger import show
-
-    reached = {key: show(getattr(snapshot.reached, key)) for key in Reached.__slots__}
-    return {
+    described = {
         "schema": SCHEMA_VERSION,
         "step": snapshot.step,
         "rank": snapshot.rank,
         "program": snapshot.program.to_json(),
         "tensors": {str(value): name for value, name in names.items()},
-        "reached": reached,
+        "strides": {str(value): list(snapshot.tensors[value].stride()) for value in names if not snapshot.tensors[value].is_contiguous()},
+        "reached": asdict(snapshot.reached),
         "observed": snapshot.observed,
         "settings": snapshot.settings,
         "history": [entry.to_json() for entry in snapshot.history],
@@ -168,6 +171,29 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "opaque": list(snapshot.opaque),
         "notes": [list(note) for note in snapshot.notes],
     }
+    found: dict[str, Any] = show(described)
+    return found
+
+
+def _laid_out(tensor: Tensor, strides: object) -> Tensor:
+    """The same elements at the strides they once had; as it is where the strides make no sense or elements would share memory.
+
+    A dimension of stride 0 is an expanded one and takes no memory. Nothing here is larger than four times the tensor.
+    """
+    if not isinstance(strides, list) or len(strides) != tensor.ndim or not all(type(n) is int and 0 <= n < 1 << 40 for n in strides):
+        return tensor
+    solid = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    reach = 1 + sum(stride * (size - 1) for stride, size in zip(strides, solid.shape, strict=True))
+    if not tensor.numel() or reach > 4 * tensor.numel() + 1024:
+        return tensor
+    end = 0
+    for stride, size in sorted(zip(strides, solid.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return tensor
+        end += stride * (size - 1)
+    memory = torch.zeros(reach, dtype=tensor.dtype)
+    memory.as_strided(solid.shape, strides).copy_(solid)
+    return memory.as_strided(tensor.shape, strides)
 
 
 def load(path: Path | str) -> Snapshot:
@@ -178,8 +204,6 @@ def load(path: Path | str) -> Snapshot:
     from safetensors import SafetensorError
     from safetensors.torch import load as decode
 
-    from nanscope.ledger import parse
-
     path = Path(path)
     about = read_header(path).about
     try:
@@ -189,7 +213,7 @@ def load(path: Path | str) -> Snapshot:
     try:
         program = Program.from_json(about["program"])
         by_id = {int(value): str(name) for value, name in about["tensors"].items()}
-        reached = Reached(**{key: parse(value) for key, value in about["reached"].items() if key in Reached.__slots__})
+        strides = about.get("strides") or {}
         missing = [name for name in by_id.values() if name not in tensors]
         if missing:
             raise SnapshotError(f"{path}: the tensor {missing[0]!r} is missing", slug="snapshot-damaged")
@@ -197,10 +221,10 @@ def load(path: Path | str) -> Snapshot:
             step=int(about["step"]),
             rank=int(about["rank"]),
             program=program,
-            tensors={value: tensors[name] for value, name in by_id.items()},
+            tensors={value: _laid_out(tensors[name], strides.get(str(value))) for value, name in by_id.items()},
             loss=tensors.get("loss"),
             grads={value: tensors[f"grad/{name}"] for value, name in by_id.items() if f"grad/{name}" in tensors},
-            reached=reached,
+            reached=Reached(**checked(Reached, about["reached"])),
             observed=dict(about.get("observed") or {}),
             settings=dict(about.get("settings") or {}),
             history=tuple(Entry.from_json(entry) for entry in about.get("history", [])),
@@ -212,7 +236,7 @@ def load(path: Path | str) -> Snapshot:
         raise
     except ProgramError as error:
         raise SnapshotError(f"{path}: {error}", slug=error.slug) from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__}: {error})", slug="snapshot-damaged") from None
 
 

@@ -93,7 +93,7 @@ def plain(tensor: Tensor) -> Tensor:
     if values.is_complex():
         parts = torch.view_as_real(values).double()
         worst = torch.where(torch.isfinite(parts[..., 0]), parts[..., 1], parts[..., 0])
-        return torch.where(torch.isfinite(worst), values.abs().double(), worst)
+        return torch.where(torch.isfinite(worst), torch.hypot(parts[..., 0], parts[..., 1]), worst)
     return values.double()
 
 
@@ -102,17 +102,19 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
     A NaN or an infinity in a tensor is one in its norm. The reverse does not hold: finite elements may have an infinite norm.
     """
+    if not tensors:
+        return torch.zeros(0)
     usable = [t.detach() for t in tensors]
     special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
     found = torch._foreach_norm(special, 2.0)
-    return torch.stack([norm.float() for norm in found]) if found else torch.zeros(0)
+    return torch.stack([norm.float() for norm in found])
 
 
 def _widened(tensor: Tensor) -> Tensor:
     """fp8, integer, complex and empty tensors have no norm of their own."""
     if tensor.numel() == 0:
         return torch.zeros(1, device=tensor.device)
-    return torch.view_as_real(tensor).float() if tensor.is_complex() else tensor.float()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.float()
 
 
 def is_finite(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -64,12 +63,3 @@ def nothing_stays_installed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert left_installed() == [], "left by this test"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The listed tests may fail: what they state does not hold yet. Whoever closes a gap takes it from the list."""
-    lines = (Path(__file__).parent / "known_gaps.txt").read_text(encoding="utf-8").splitlines()
-    gaps = {line for line in lines if line and not line.startswith("#")}
-    for item in items:
-        if item.nodeid.removeprefix("tests/") in gaps:
-            item.add_marker(pytest.mark.xfail(reason="a known gap"))

@@ -21,7 +21,7 @@ LONGEST = 400  # characters of one expression
 def _tree(file: str) -> ast.Module | None:
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
@@ -36,7 +36,7 @@ def site_of(code: CodeType, lasti: int) -> Site:
     tree = _tree(code.co_filename)
     if tree is None or column is None or end_column is None:
         return plain
-    node, statement = _find(tree, line, end_line, _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column))
+    node, statement, walrus = _find(tree, line, end_line, _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column))
     if statement is None:
         return plain
     targets = _targets(statement)
@@ -44,6 +44,7 @@ def site_of(code: CodeType, lasti: int) -> Site:
     bound = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and (node is value or isinstance(statement, ast.AugAssign))
     if isinstance(statement, ast.AugAssign) and node is not None and node is not statement:
         bound = False
+    name = targets if bound else walrus
     return Site(
         file=code.co_filename,
         line=line,
@@ -51,7 +52,7 @@ def site_of(code: CodeType, lasti: int) -> Site:
         column=column,
         end_line=end_line,
         end_column=end_column,
-        name=targets if bound else None,
+        name=name,
         within=targets,
         expression=_unparse(node) if node is not None else "",
         args=_args(node) if node is not None else (),
@@ -64,10 +65,11 @@ def _chars(file: str, line: int, column: int) -> int:
     return min(column, len(linecache.getline(file, line).encode()))
 
 
-def _find(tree: ast.Module, line: int, end_line: int, column: int, end_column: int) -> tuple[ast.AST | None, ast.stmt | None]:
-    """Return the expression at exactly these positions, and the innermost statement around them."""
+def _find(tree: ast.Module, line: int, end_line: int, column: int, end_column: int) -> tuple[ast.AST | None, ast.stmt | None, str | None]:
+    """Return the expression at exactly these positions, the innermost statement around them, and the name that `:=` gives it."""
     statement: ast.stmt | None = None
     exact: ast.AST | None = None
+    named: list[ast.NamedExpr] = []
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
@@ -80,10 +82,13 @@ def _find(tree: ast.Module, line: int, end_line: int, column: int, end_column: i
             if begin <= (line, column) and end >= (end_line, end_column):
                 if isinstance(child, ast.stmt):
                     statement = child
+                if isinstance(child, ast.NamedExpr):
+                    named.append(child)
                 if begin == (line, column) and end == (end_line, end_column) and not isinstance(child, ast.Expr):
                     exact = exact if isinstance(exact, ast.expr) else child
                 stack.append(child)
-    return exact, statement
+    walrus = next((_unparse(found.target) for found in named if found.value is exact), None)
+    return exact, statement, walrus
 
 
 def _targets(statement: ast.stmt) -> str | None:
@@ -124,7 +129,10 @@ def _is_module(node: ast.expr) -> bool:
 
 
 def _unparse(node: ast.AST) -> str:
-    text = ast.unparse(node)
+    try:
+        text = ast.unparse(node)
+    except RecursionError:  # a sum of a thousand terms
+        return ""
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
