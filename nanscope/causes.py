@@ -63,7 +63,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.PLOGP_ZERO: CauseInfo("the product p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
     Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
     Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
-    Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator",)),
+    Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator", "guard_empty")),
     Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
     Cause.SQRT_ZERO_GRAD: CauseInfo("the gradient of a square root at 0", ("avoid_singular_op", "clamp_input")),
     Cause.SQRT_NEGATIVE: CauseInfo("the square root of a small negative number left by cancellation", ("clamp_input",)),

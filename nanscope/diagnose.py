@@ -23,12 +23,13 @@ from nanscope.frameworks import Framework, recognise
 from nanscope.indices import show_index, unravel
 from nanscope.ledger import Entry, parse, show
 from nanscope.locate import Location, Namer, Origin, Phase, Step
-from nanscope.ops import base_name
-from nanscope.program import Program, Run
+from nanscope.ops import Flow, base_name, flow_of
+from nanscope.program import Call, Program, Run, Site
 from nanscope.replay import Replay, Row, replay
 from nanscope.roles import ROLES, Role, last_word, role_of
 from nanscope.snapshot import Snapshot
 from nanscope.summary import exponent_limit, headroom_bits
+from nanscope.variants import vanishing_eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         case = _Case.observed(snapshot, seen.get("location") or {})
         if seen.get("rows"):
             replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
+    case = case.with_seen(seen)
     cause = _cause(case)
     framework = recognise({site.file for site in snapshot.program.sites})
     fixes, rejected = _fixes(case, cause, replayed.rows)
@@ -272,16 +274,25 @@ class _Facts:
     """What the rules ask of the program around an origin, kept apart so that it can travel without the program.
 
     coefficient: a zero advantage or coefficient multiplies the origin. ancestors: operators that made its first operand.
-    mask_denominator: it divides by a sum over a mask. literal_denominator: by a number of the code. eps_underflow, optimizer: of an update.
+    mask_denominator: it divides by a sum over a mask. literal_denominator: by a number of the code.
+    eps_underflow: an epsilon of the code rounds to nothing on the way. whole: no element is finite. unwritten: memory that nobody wrote.
+    multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
+    number of the code or by a scalar that came in.
+    clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update.
     """
 
     coefficient: bool = False
     ancestors: tuple[str, ...] = ()
     mask_denominator: bool = False
     literal_denominator: bool = False
+    setting: bool = False
     whole: bool = False
     eps_underflow: bool = False
+    unwritten: bool = False
+    multiplied: bool = False
+    plogp: bool = False
     optimizer: str = ""
+    clip: str = ""
 
     @staticmethod
     def of(location: Location, program: Program, run: Run) -> _Facts:
@@ -293,7 +304,12 @@ class _Facts:
             ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
+            setting=literal or (len(origin.operands) > 1 and _scalar_leaf(program, run, origin.operands[1].id)),
             whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
+            multiplied=any(drop.how == "mask" for drop in origin.drops),
+            plogp=origin.op in _LOGS and call is not None and _times_own_operand(program, call),
+            unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
+            eps_underflow=origin.call is not None and bool(vanishing_eps(program, run.values, origin.call)),
         )
 
 
@@ -327,6 +343,12 @@ class _Case:
         facts = _Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
         return _Case(phase, _place_from_json(origin), chain, facts)
 
+    def with_seen(self, seen: dict[str, Any]) -> _Case:
+        """The case with what only the process could see: a clip by norm, the optimizer's class."""
+        facts = replace(self.facts, clip=str(seen.get("clip") or ""), optimizer=str(seen.get("optimizer") or self.facts.optimizer))
+        place = replace(self.place, role=str(Role.GRAD)) if facts.clip == "inf" else self.place
+        return replace(self, facts=facts, place=place)
+
     def number(self, position: int) -> float:
         """The value of an operand, NaN if there is none."""
         return self.place.operands[position][1] if position < len(self.place.operands) else math.nan
@@ -349,6 +371,27 @@ def _ancestors(program: Program, value: int) -> set[str]:
         found.add(base_name(program.calls[index].op))
         stack += [(v, depth + 1) for v in program.calls[index].inputs()]
     return found
+
+
+def _times_own_operand(program: Program, call: Call) -> bool:
+    """Is the logarithm multiplied by the number it was taken of, p · log p?"""
+    consumers = program.consumers()
+    operand = next(iter(call.inputs()), None)
+    value = call.outs[0]
+    for _ in range(6):
+        readers = [program.calls[index] for index in consumers.get(value, ())] if value is not None else []
+        if any(base_name(reader.op) == "mul" and operand in set(reader.inputs()) for reader in readers):
+            return True
+        following = [r for r in readers if flow_of(r.op) in (Flow.POINTWISE, Flow.MOVE)]
+        if not following:
+            return False
+        value = following[0].outs[0]
+    return False
+
+
+def _scalar_leaf(program: Program, run: Run, value: int) -> bool:
+    """Is a value a single number that came in, a temperature for instance?"""
+    return program.leaf(value) is not None and run.values[value].numel() == 1
 
 
 def _from_mask(program: Program, run: Run, value: int) -> bool:
@@ -393,40 +436,59 @@ def _sequence(case: _Case) -> bool:
 
 
 _EXPS = ("exp", "expm1", "exp2")
+_LOGS = ("log", "log2", "log10", "log1p", "xlogy")
+_DOMAIN = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "asin", "acos", "atanh", "acosh")  # NaN outside their domain
+_DIVISORS = {"div": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}  # which argument an op divides by
 _HALF_OPS = ("sum", "mul", "add", "sub", "mm", "bmm", "addmm", "pow", "square", "mean", "matmul", "linear", "_to_copy", "div", "baddbmm")
 # (op names or None for any, condition, cause)
 _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
     (None, lambda c: c.phase is Phase.WEIGHTS and c.facts.whole and math.prod(c.place.shape) > 1, Cause.UNINITIALIZED),
     (None, lambda c: c.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
-    (None, lambda c: c.phase is Phase.OPTIMIZER and c.facts.eps_underflow, Cause.EPS_UNDERFLOW),
-    (None, lambda c: c.phase is Phase.OPTIMIZER, Cause.ZERO_DIV_ZERO),
+    (None, lambda c: c.facts.clip == "inf", Cause.INF_GRAD_NORM_CLIP),
+    (None, lambda c: c.facts.unwritten, Cause.UNINITIALIZED),
     (None, lambda c: c.phase is Phase.INPUT and c.place.masked is True, Cause.NAN_TIMES_ZERO_MASK),
     (None, lambda c: c.phase is Phase.INPUT, Cause.BAD_INPUT),
+    (_LOGS, lambda c: c.facts.plogp, Cause.PLOGP_ZERO),
+    (None, lambda c: c.phase is Phase.FORWARD and c.facts.multiplied and math.isinf(c.place.value), Cause.INF_TIMES_ZERO_MASK),
+    (_DOMAIN, lambda c: c.phase is Phase.FORWARD and c.facts.multiplied and math.isnan(c.place.value), Cause.NAN_TIMES_ZERO_MASK),
     (("_softmax", "softmax", "_safe_softmax"), lambda c: math.isnan(c.place.value), Cause.FULLY_MASKED_SOFTMAX),
     (("logsumexp", "_log_softmax", "log_softmax"), lambda c: not math.isfinite(c.place.value), Cause.INF_MINUS_INF),
     (("std", "var"), lambda c: math.isnan(c.place.value), Cause.STD_SINGLE),
-    (("sqrt", "rsqrt", "pow"), lambda c: c.number(0) < 0, Cause.SQRT_NEGATIVE),
-    (("sqrt", "linalg_vector_norm", "norm", "std", "pow", "rsqrt"), lambda c: c.phase is Phase.BACKWARD, Cause.SQRT_ZERO_GRAD),
+    ((*_DIVISORS, "log"), lambda c: c.facts.eps_underflow and _zero(_divisor(c)), Cause.EPS_UNDERFLOW),
+    (("sqrt", "rsqrt", "pow"), lambda c: c.number(0) < 0 and math.isnan(c.place.value), Cause.SQRT_NEGATIVE),
+    (
+        ("sqrt", "linalg_vector_norm", "norm", "std", "pow", "rsqrt", "cdist", "acos", "asin"),
+        lambda c: c.phase is Phase.BACKWARD and math.isfinite(c.place.value),
+        Cause.SQRT_ZERO_GRAD,
+    ),
     (_EXPS, lambda c: c.phase is Phase.BACKWARD, Cause.WHERE_GRAD_TRAP),
     (_EXPS, lambda c: c.place.masked is True, Cause.INF_TIMES_ZERO_MASK),
     (_EXPS, lambda c: c.facts.coefficient, Cause.INF_TIMES_ZERO_COEF),
     (_EXPS, _sequence, Cause.SEQ_RATIO_OVERFLOW),
     (_EXPS, lambda c: True, Cause.EXP_OVERFLOW),
-    (("log", "log1p", "log2", "log10", "xlogy"), lambda c: True, Cause.LOG_ZERO),
+    (_LOGS, lambda c: True, Cause.LOG_ZERO),
     (("mul",), lambda c: _zero_times_infinity(c) and c.phase is Phase.BACKWARD, Cause.WHERE_GRAD_TRAP),
     (("mul",), lambda c: _zero_times_infinity(c), Cause.PLOGP_ZERO),
     (("sub", "add", "rsub"), lambda c: math.isinf(c.number(0)) and math.isinf(c.number(1)), Cause.INF_MINUS_INF),
-    (("div",), lambda c: _is_half(c) and _zero(c.number(1)), Cause.EPS_UNDERFLOW),
     (("div",), lambda c: c.phase is Phase.BACKWARD and _zero(c.number(1)), Cause.WHERE_GRAD_TRAP),
     (("div",), lambda c: _zero(c.number(1)) and c.facts.mask_denominator, Cause.EMPTY_MASK_MEAN),
     (("div",), lambda c: c.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
     (("div",), lambda c: _zero(c.number(0)) and _zero(c.number(1)), Cause.ZERO_DIV_ZERO),
-    (("div", "reciprocal", "rsqrt"), lambda c: True, Cause.ZERO_DENOMINATOR),
-    (("mean", "nanmean"), lambda c: math.isnan(c.place.value), Cause.EMPTY_MASK_MEAN),
+    (("addcdiv",), lambda c: _zero(c.number(1)) and _zero(c.number(2)), Cause.ZERO_DIV_ZERO),
+    (tuple(_DIVISORS), lambda c: _zero(_divisor(c)), Cause.ZERO_DENOMINATOR),
+    (("mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward"), lambda c: math.isnan(c.place.value), Cause.EMPTY_MASK_MEAN),
     (_HALF_OPS, _is_half, Cause.FP16_OVERFLOW),
-    (_HALF_OPS, lambda c: math.isinf(c.place.value), Cause.MAGNITUDE_OVERFLOW),
+    (None, lambda c: math.isinf(c.place.value) and _is_half(c), Cause.FP16_OVERFLOW),
+    (None, lambda c: math.isinf(c.place.value), Cause.MAGNITUDE_OVERFLOW),
+    (None, lambda c: c.phase is Phase.OPTIMIZER and c.facts.eps_underflow, Cause.EPS_UNDERFLOW),
+    (None, lambda c: c.phase is Phase.OPTIMIZER, Cause.ZERO_DIV_ZERO),
 )
+
+
+def _divisor(case: _Case) -> float:
+    """What the origin divides by (of a logarithm: its operand)."""
+    return case.number(_DIVISORS.get(case.place.op, 0))
 
 
 def _zero_times_infinity(case: _Case) -> bool:
@@ -448,10 +510,14 @@ def _fixes(case: _Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, .
     """Return the fixes that work, best first, and what was tried and does not."""
     where = f"{Path(case.place.file).name}:{case.place.line}" if case.place.file and case.place.line else None
     wanted = CAUSES[cause].fixes
+    if cause is Cause.INF_MINUS_INF and len(case.place.shape) > 2:
+        wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # over a vocabulary there are no samples to drop
+    if case.facts.multiplied and "mask_before_op" not in wanted[:1]:
+        wanted = ("mask_before_op", *wanted)
     if case.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:
-        wanted = ("representable_eps", "upcast_fp32")  # the update cannot be replayed; eps is the setting people can change
+        wanted = ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
     natural = {name: position for position, name in enumerate(wanted)}
-    tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and row.loss is not None]
+    tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
     working = [fix for fix in tried if fix.works and not fix.id.endswith("_after_op")]
     working.sort(key=lambda fix: (fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 99)))
     advised = [
@@ -462,7 +528,8 @@ def _fixes(case: _Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, .
     rejected = tuple(fix for fix in tried if not fix.works or fix.id.endswith("_after_op"))
     if not working and not advised:
         advised = [Fix(name, ADVICE[name], where, False, None) for name in wanted if name not in {fix.id for fix in rejected}]
-    return (*advised, *working), rejected
+    first = advised if cause is not Cause.ZERO_DENOMINATOR or case.facts.setting else []
+    return (*first, *working, *(fix for fix in advised if fix not in first)), rejected
 
 
 def _bucket(distortion: float | None) -> float:
@@ -693,6 +760,24 @@ def weight_observation(name: str | None, parameter: Tensor, flat: int, group: di
         "operands": operands,
     }
     return {"origin": origin, "facts": {"eps_underflow": small}}
+
+
+def norm_observation(name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
+    """Return the largest element of a gradient whose norm overflowed, as JSON data. site: where the norm was taken."""
+    origin = {
+        "op": "linalg_vector_norm",
+        "index": list(unravel(flat, gradient.shape)),
+        "shape": list(gradient.shape),
+        "dtype": str(gradient.dtype).removeprefix("torch."),
+        "value": show(at(gradient, flat)),
+        "variable": name,
+        "role": str(Role.GRAD),
+        "masked": None,
+        "operands": [["gradient", show(at(gradient, flat))]],
+    }
+    if site is not None:
+        origin |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
+    return {"phase": str(Phase.BACKWARD), "origin": origin}
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------------------------

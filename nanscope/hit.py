@@ -12,15 +12,16 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanscope import diagnose
 from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleCall, ModuleWatch
-from nanscope.elements import first_nonfinite
+from nanscope.capture.tape import Tape
+from nanscope.elements import at, first_nonfinite
 from nanscope.errors import ProgramError
 from nanscope.locate import Location, Phase, locate
-from nanscope.program import Program, Run
+from nanscope.program import Computes, Program, Run, Site
 from nanscope.replay import replay
 from nanscope.snapshot import Snapshot
 
@@ -61,6 +62,9 @@ class Look:
     second: bool = False
 
 
+NOTHING = Look(Program((), (), -1), {}, None, None)
+
+
 def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
     """Run the model's forward once more under a tape and walk through it; None if that is not possible."""
     try:
@@ -75,10 +79,35 @@ def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         return None
 
 
+def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int) -> Look | None:
+    """Make the update of one parameter once more and walk through it; None if it stays finite now or cannot be made again."""
+    try:
+        again = autopsy.update_again(optimizer, parameter, name, budget)
+        return None if again is None else _walked(*again)
+    except Exception as error:  # noqa: BLE001 - an optimizer is anybody's code
+        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        return None
+
+
+def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
+    """Walk through what the trainer did to a gradient between backward and the optimizer; None if the tape did not see it made."""
+    try:
+        program, tensors = tape.program(tape.value_of(gradient))
+        return _walked(replace(program, computes=Computes.GRADIENT), tensors) if program.calls else None
+    except (ProgramError, LookupError):
+        return None
+
+
+def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
+    run = program.execute(tensors, trace=True)
+    location = locate(program, run)
+    return None if location is None else Look(program, tensors, run, location, second=True)
+
+
 def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
     """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
     if recording.program is None:
-        return Look(Program((), (), -1), {}, None, None)
+        return NOTHING
     run = recording.program.execute(recording.tensors, trace=True)
     first = Look(recording.program, recording.tensors, run, locate(recording.program, run))
     leaf = first.location.origin.leaf if first.location is not None else None
@@ -91,12 +120,12 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
     program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens)
-    observed: dict[str, Any] = {}
+    observed: dict[str, Any] = dict(snapshot.observed)
     if look.location is not None and look.run is not None:
         origin = look.location.origin
         made = set(program.producers())
         if origin.value_id not in (made if origin.born else made | {leaf.id for leaf in program.leaves}):
-            observed = {"outside": True, "location": diagnose.observation(look.location, snapshot.program, look.run)}
+            observed |= {"outside": True, "location": diagnose.observation(look.location, snapshot.program, look.run)}
             with contextlib.suppress(ProgramError):
                 observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
     return replace(
@@ -119,6 +148,23 @@ def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
                 seen["facts"]["optimizer"] = type(optimizer).__name__
                 return {"outside": True, "location": {**location, **seen}}
     return {"outside": True, "location": location}
+
+
+def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | None:
+    """Return, as a snapshot keeps it, the largest element of the gradients whose norm overflowed; None if all of them are 0.
+
+    look: with the gradients that backward made, before they were clipped.
+    """
+    grads = look.run.grads if look is not None and look.run is not None else {}
+    leaves = [leaf for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads] if look is not None else []
+    largest = max(leaves, key=lambda leaf: float(grads[leaf.id].double().abs().max()), default=None)
+    if largest is None:
+        return None
+    gradient = grads[largest.id].detach()
+    flat = int(gradient.double().abs().argmax())
+    if not at(gradient, flat):
+        return None
+    return {"outside": True, "clip": "inf", "location": diagnose.norm_observation(largest.name, gradient, flat, site)}
 
 
 # -- around the step ---------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 from nanscope.elements import Source, at, first_nonfinite, sources, spread
 from nanscope.indices import unravel
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
-from nanscope.program import Call, Leaf, Program, Ref, Run, Site, refs
+from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, Site, refs
 from nanscope.roles import Role, role_of
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
@@ -38,6 +38,9 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     WEIGHTS = "weights"
+
+
+_PHASES = {Computes.GRADIENT: Phase.BACKWARD, Computes.UPDATE: Phase.OPTIMIZER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,12 @@ class Location:
     also_backward: bool
 
 
-def locate(program: Program, run: Run, leaves: tuple[int, ...] | None = None) -> Location | None:
-    """Return the origin of the harm that a run of `program` shows, None if loss and gradients are finite.
+def locate(program: Program, run: Run) -> Location | None:
+    """Return the origin of the harm that a run of `program` shows, None if its output and all gradients are finite.
 
-    run: executed with trace=True. leaves: the leaf ids whose gradients count as harm, by default all of them.
+    run: executed with trace=True.
     """
-    return _Walker(program, run).locate(leaves)
+    return _Walker(program, run).locate()
 
 
 def spotted(program: Program, run: Run) -> Location | None:
@@ -164,22 +167,18 @@ class _Walker:
 
     # -- the two walks ---------------------------------------------------------------------------------------------------
 
-    def locate(self, counted: tuple[int, ...] | None) -> Location | None:
+    def locate(self) -> Location | None:
         run, program = self.run, self.program
         bad = tuple(
-            leaf.id
-            for leaf in program.leaves
-            if leaf.diff
-            and (counted is None or leaf.id in counted)
-            and leaf.id in run.grads
-            and first_nonfinite(run.grads[leaf.id]) is not None
+            leaf.id for leaf in program.leaves if leaf.diff and leaf.id in run.grads and first_nonfinite(run.grads[leaf.id]) is not None
         )
         flat = first_nonfinite(run.values[program.output])
         if flat is not None:
             root = self.walk_back(program.output, flat, 0)
             origin = self.origin(root.call, root.value, root.flat)
             forward = tuple(self.step(value, position) for value, position in reversed(root.path))
-            return Location(self._phase(origin, Phase.FORWARD), origin, forward, bad, bool(bad))
+            phase = _PHASES.get(program.computes) or self._phase(origin, Phase.FORWARD)
+            return Location(phase, origin, forward, bad, bool(bad))
         if not bad:
             return None
         path, call, value, position = self._walk_gradient(bad[0])
@@ -205,6 +204,8 @@ class _Walker:
                 return self._root_of_leaf(value, flat, path)
             bad = self.bad_sources(index, value, flat)
             if not bad:
+                if base_name(self.program.calls[index].op) in ("fill", "full", "masked_fill", "lift_fresh"):
+                    return self._root_of_literal(index, value, flat, path)
                 kind = "intended" if self.intended(index, value, flat) else "born"
                 return _Root(kind, index, value, flat, tuple(path))
             number = at(self.run.values[value], flat)
@@ -261,6 +262,16 @@ class _Walker:
             inputs = [v for v in call.inputs() if self.run.values[v].dim() > 0]
             return bool(inputs) and all(self.is_mask(v, None, strict=True) for v in inputs)
         return False
+
+    def _root_of_literal(self, index: int, value: int, flat: int, path: list[tuple[int, int]]) -> _Root:
+        """An infinity that the code writes is meant; a NaN that it writes is bad data, in the tensor that it was written into."""
+        if not math.isnan(at(self.run.values[value], flat)):
+            return _Root("intended", index, value, flat, tuple(path))
+        for depth in range(len(path) - 1, -1, -1):
+            inner, position = path[depth]
+            if depth == 0 or not self._is_write(path[depth - 1][0]):
+                return _Root("fed", None, inner, position, tuple(path[: depth + 1]))
+        return _Root("fed", None, value, flat, tuple(path))
 
     def _root_of_leaf(self, value: int, flat: int, path: list[tuple[int, int]]) -> _Root:
         """A literal that was written into a tensor is not where the data went bad: the tensor is."""
@@ -468,9 +479,21 @@ class _Walker:
             return True, tuple(drops), coefficient
         made = self.producers.get(value)
         in_model = made is not None and bool(self.program.calls[made].module)
-        if not drops and tensor.dim() == 0 and not in_model:
+        if not drops and tensor.dim() == 0 and not in_model and not self._meets_mask(marked):
             return (False if coefficient else None), (), coefficient
         return False, tuple(drops), coefficient
+
+    def _meets_mask(self, marked: dict[int, Tensor]) -> bool:
+        """Does a mask weigh, or an index select, what came of the marked elements?"""
+        for call in self.program.calls:
+            inputs = list(call.inputs())
+            if not any(value in marked for value in inputs):
+                continue
+            if base_name(call.op) == "mul" and any(v not in marked and self.run.values[v].dim() and self.is_mask(v, None) for v in inputs):
+                return True
+            if base_name(call.op) in ("where", "index", "masked_fill", "masked_select"):
+                return True
+        return False
 
     def _kept(self, index: int, call: Call, out: int, mark: Tensor, marked: dict[int, Tensor]) -> tuple[Tensor, Drop | None, str | None]:
         name, values = base_name(call.op), self.run.values
@@ -532,8 +555,11 @@ class _Walker:
         if role is not None:
             return False
         index = self.producers.get(value)
-        if index is None or depth > 20:
-            binary = bool(((tensor == 0) | (tensor == 1)).all()) and tensor.dim() > 0
+        leaf = self.program.leaf(value)
+        if leaf is not None and leaf.origin == "parameter":
+            return False
+        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and not self._is_label(value)
+        if index is None or depth > 20 or (binary and not strict):
             return binary and (not strict or not tensor.is_floating_point())
         call = self.program.calls[index]
         name = base_name(call.op)
@@ -549,6 +575,20 @@ class _Walker:
                 parts = [v for v in parts if bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())] or parts
             return any(self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in parts)
         return False
+
+    def _is_label(self, value: int) -> bool:
+        """Zeros and ones that weigh one term by themselves and another by their complement say which is right, not which counts."""
+        if not self._multiplies(value):
+            return False
+        made = self.producers.get(value)
+        calls = [self.program.calls[index] for index in self.consumers.get(value, ())]
+        twins = [call.outs[0] for call in calls if base_name(call.op) in ("rsub", "sub")]
+        if made is not None and base_name(self.program.calls[made].op) in ("rsub", "sub"):
+            twins += list(self.program.calls[made].inputs())
+        return any(self._multiplies(twin) for twin in twins)
+
+    def _multiplies(self, value: int | None) -> bool:
+        return value is not None and any(base_name(self.program.calls[index].op) == "mul" for index in self.consumers.get(value, ()))
 
     def _mask_behind(self, value: int, zeros: Tensor) -> int:
         """A product of mask and coefficient is zero because of the mask: return the mask itself."""
@@ -589,6 +629,9 @@ class _Walker:
                 if bool((inside == 0).all()) and bool((tensor != 0).any()):
                     return Drop(position, "mask", mask, self.names.name(mask))
         return None
+
+
+_KEEPS_SCORES = frozenset("sub div mul std var mean sum amax amin max min sqrt clamp clamp_min abs nan_to_num where rsub add".split())
 
 
 class Namer:
@@ -632,6 +675,25 @@ class Namer:
                     return words[position]
         return None
 
+    def _read_role(self, value: int) -> Role | None:
+        """The role that a leaf has for the code that reads it, by whatever name it passes on the way."""
+        stack = [value]
+        for _ in range(12):
+            if not stack:
+                break
+            current = stack.pop(0)
+            for index in self.consumers.get(current, ()):
+                call = self.program.calls[index]
+                site = self.program.site_of(call)
+                for position, arg in enumerate(call.args):
+                    if site is not None and isinstance(arg, Ref) and arg.id == current and position < len(site.args):
+                        role = role_of(site.args[position])
+                        if role is not None:
+                            return role
+                if flow_of(call.op) is Flow.MOVE or base_name(call.op) in ("_to_copy", "detach", "clone", "alias"):
+                    stack += [out for out in call.outs if out is not None]
+        return None
+
     def says_mask(self, value: int) -> bool:
         """Is this value called a mask, or made from nothing but a value that is?"""
         for _ in range(20):
@@ -650,13 +712,18 @@ class Namer:
     def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
         """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
         named = role_of(self.name(value))
+        made = self.producers.get(value)
+        if named is Role.REWARDS and made is not None and self.program.calls[made].module:
+            named = Role.ATTENTION  # inside a model scores are those of attention
         if named is not None or depth > 12:
             return named
         computed = self._computed(value, depth)
         if computed is not None:
             return computed
-        index = self.producers.get(value)
+        index = made
         site = self.program.site_of(self.program.calls[index]) if index is not None else None
+        if index is None and (read := self._read_role(value)) is not None:
+            return read
         if index is not None and self.program.calls[index].module:
             if self._of_weights_only(value):
                 return Role.WEIGHTS
@@ -685,11 +752,18 @@ class Namer:
         name, inputs = base_name(call.op), list(call.inputs())
         if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "detach", "clone", "alias", "lift_fresh", "neg"):
             return self._own(inputs[0], depth) if inputs else None
+        first = self._own(inputs[0], depth) if inputs and not call.module else None
+        if first in (Role.REWARDS, Role.ADVANTAGES) and name in _KEEPS_SCORES:
+            return first
+        if name in ("sum", "mean") and (first in LOG_PROBS or first is Role.LOG_RATIO):
+            return first  # of a sequence
         if name == "sub" and len(inputs) == 2:
             both = {self._own(v, depth) for v in inputs}
             return Role.LOG_RATIO if both <= LOG_PROBS else None
         if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
             return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
+        if name == "exp" and not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
+            return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
         if name in ("_log_softmax", "log_softmax", "logsumexp"):
             return Role.LOG_PROBS
         if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, TypeAlias, Union, cast
 
 import torch
@@ -60,6 +61,14 @@ class Site:
     expression: str = ""
     args: tuple[str, ...] = ()
     source: tuple[tuple[int, str], ...] = ()
+
+
+class Computes(StrEnum):
+    """What a program ends in: the loss, a gradient as the trainer changed it after backward, or a weight after the optimizer's update."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +123,18 @@ def substitute(arg: Arg, mapping: Mapping[int, int]) -> Arg:
     return arg
 
 
-def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None) -> Any:
+def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None, device: torch.device) -> Any:
     if isinstance(arg, Ref):
         try:
             return values[arg.id]
         except KeyError:
             raise ProgramError(f"the program reads value {arg.id} before it is made", slug="program-missing-value") from None
     if isinstance(arg, tuple):
-        return [_resolve(item, values, dtype) for item in arg]
+        return [_resolve(item, values, dtype, device) for item in arg]
     if isinstance(arg, torch.dtype) and dtype is not None and arg.is_floating_point:
         return dtype
     if isinstance(arg, torch.device):
-        return torch.device("cpu")  # a snapshot is replayed where it is read
+        return device  # a step is replayed where its tensors are
     return arg
 
 
@@ -161,12 +170,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Leaves, calls in order, and the id of the value they end in (the loss)."""
+    """Leaves, calls in order, the id of the value they end in, and what that value is."""
 
     leaves: tuple[Leaf, ...]
     calls: tuple[Call, ...]
     output: int
     sites: tuple[Site, ...] = ()
+    computes: Computes = Computes.LOSS
 
     def producer(self, value: int) -> int | None:
         """Return the index of the call that makes a value, None for a leaf."""
@@ -214,6 +224,7 @@ class Program:
             tuple(replace(call, site=renumbered.get(call.site, -1)) for call in calls),
             target,
             tuple(self.sites[index] for index in used),
+            self.computes,
         )
 
     def execute(
@@ -261,14 +272,15 @@ class Program:
                 tensor.register_hook(keep_grad(leaf.id))  # type: ignore[no-untyped-call]
             values[leaf.id] = tensor
 
+        device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
         made = 0  # elements of all results so far
         with contextlib.ExitStack() as stack:
-            for device in {tensor.device.type for tensor in values.values()} | {"cpu"}:
-                stack.enter_context(torch.autocast(device, enabled=False))  # the recorded calls hold the casts already
+            for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
             for index, call in enumerate(self.calls):
                 function = overload(call.op)
-                args = [_resolve(arg, values, dtype) for arg in call.args]
-                kwargs = {name: _resolve(arg, values, dtype) for name, arg in call.kwargs}
+                args = [_resolve(arg, values, dtype, device) for arg in call.args]
+                kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
                 if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
                     kwargs["dtype"] = dtype
                 try:
@@ -320,6 +332,7 @@ class Program:
                 for call in self.calls
             ],
             "output": self.output,
+            "computes": str(self.computes),
             "sites": [
                 [s.file, s.line, s.function, s.column, s.end_line, s.end_column, s.name, s.within, s.expression, list(s.args), s.source]
                 for s in self.sites
@@ -353,7 +366,7 @@ class Program:
                 )
                 for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
             )  # fmt: skip
-            return Program(leaves, calls, int(data["output"]), sites)
+            return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
 
@@ -383,6 +396,8 @@ def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]
         return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
     if base_name(call.op) in _BY_CONTENT:
         return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
+    if base_name(call.op) == "repeat_interleave" and (repeats := [a for a in args if isinstance(a, Tensor) and not a.is_floating_point()]):
+        return int(repeats[-1].sum().item()) * max(1, args[0].numel())
     result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
     return sum(tensor.numel() for tensor in _tensors(result))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate import Location, locate
-from nanscope.program import Call, Leaf, Program, Ref, Run, same_bits
+from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, same_bits
 from nanscope.snapshot import Snapshot
 from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
 
@@ -76,6 +76,8 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     note = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[reproduces]
     if reproduces and gradients is False:
         note = "loss reproduces bit for bit, gradients do not"
+    if program.computes is not Computes.LOSS:
+        reproduces, gradients, note = None, None, ""
     rows = [_row("as_recorded", "as recorded", "recorded", program, run, None, note)]
     if location is None:
         return Replay(tuple(rows), reproduces, gradients, None, run)
@@ -100,8 +102,36 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
             if kind == "asked":
                 rows.append(Row(name, name, kind, None, 0, 0, None, False, "does not apply to this origin"))
             continue
+        if kind == "fix":
+            variant = _everywhere(variant, edit, patch)
         rows.append(_try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy))
+    if program.computes is not Computes.LOSS:
+        rows = [replace(row, loss=None) for row in rows]
     return Replay(tuple(rows), reproduces, gradients, location, run)
+
+
+ROUNDS = 3  # further places at which one edit is tried
+
+
+def _everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch: Patch) -> Variant:
+    """Make the same edit where the next origin is, if the first one uncovers another of its kind (`err_a` and `err_b` both overflow)."""
+    seen = {patch.origin.value_id}
+    found = variant
+    for _ in range(ROUNDS):
+        try:
+            run = found.program.execute(found.tensors, trace=True)
+            location = locate(found.program, run)
+            if location is None or location.origin.value_id in seen:
+                break
+            seen.add(location.origin.value_id)
+            more = edit(Patch(found.program, location.origin, run.values, found.tensors))
+        except NanscopeError:
+            break
+        if more is None:
+            break
+        site = location.origin.site
+        found = replace(more, label=f"{found.label}; the same {f'at line {site.line}' if site else 'elsewhere'}")
+    return found
 
 
 def _try(
@@ -122,10 +152,20 @@ def _try(
 
 def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: _Healthy | None, note: str = "") -> Row:
     loss = run.values[program.output].double().sum()
-    grads = {leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.diff and leaf.id in run.grads}
+    grads = _results(program, run)
     bad = sum(not bool(torch.isfinite(grad).all()) for grad in grads.values())
     works = bool(torch.isfinite(loss)) and not bad
     return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note)
+
+
+def _results(program: Program, run: Run) -> dict[int, Tensor]:
+    """What has to come out healthy: the gradients of a loss; of an update or a changed gradient, the thing itself."""
+    if program.computes is not Computes.LOSS:
+        return {_RESULT: run.values[program.output]}
+    return {leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.diff and leaf.id in run.grads}
+
+
+_RESULT = -1  # stands for a program's output, whichever value an edit makes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +189,15 @@ class _Healthy:
             plain = variant.program.execute(variant.tensors)
         except NanscopeError:
             return None
-        grads = {leaf.id: run.grads[leaf.id] for leaf in patch.program.leaves if leaf.diff and leaf.id in run.grads}
+        grads = _results(variant.program, run)
         if any(not bool(torch.isfinite(grad).all()) for grad in grads.values()):
             return None
         touched = _touched(patch)
+        if patch.program.computes is not Computes.LOSS:
+            touched = {_RESULT: ~torch.isfinite(patch.values[patch.program.output])}
         masks = {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
         healthy = _Healthy(grads, masks)
-        noise = healthy.distortion({value: plain.grads[value] for value in grads if value in plain.grads})
+        noise = healthy.distortion(_results(variant.program, plain))
         return replace(healthy, noise=noise if math.isfinite(noise) else 0.0)
 
     def distortion(self, grads: dict[int, Tensor]) -> float:

@@ -67,7 +67,7 @@ ROLES: dict[Role, RoleInfo] = {
     Role.RESPONSE_IDS: RoleInfo("y", "[B, T]", "token id", "the sampled tokens"),
 }
 
-_LOGP = r"(log_?p(rob)?s?|logps|logprobs?)"
+_LOGP = r"(log_?p(rob)?s?|logps|logprobs?|(?<![a-z])lps?(?![a-z]))"
 # Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
 _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
@@ -75,11 +75,17 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"((^|_)log_(\w+_)?(ratios?|weights?|rho)|logratio|^logr$|neg(ative)?_approx_kl)", Role.LOG_RATIO),
     (r"^(ppo_kl|approx_kl)$", Role.LOG_RATIO),
     (r"(^|_)(ref(erence)?|base)_.*" + _LOGP, Role.REF_LOG_PROBS),
-    (_LOGP + r"_?ref", Role.REF_LOG_PROBS),
-    (r"(rollout|inference|sampling|sampler|generation|generator|engine|vllm|sglang|infer).*" + _LOGP, Role.ROLLOUT_LOG_PROBS),
-    (r"(^|_)(old|prev|behaviou?r|proximal|prox).*" + _LOGP, Role.OLD_LOG_PROBS),
-    (_LOGP + r"_?old", Role.OLD_LOG_PROBS),
-    (r"(is_weight|is_ratio|^(token|seq|sequence)_is$|importance_sampling_ratio|importance_(sampling_)?weight|tis_|rho$)", Role.IS_WEIGHT),
+    (_LOGP + r"_?ref|^ref$", Role.REF_LOG_PROBS),
+    (
+        r"(rollout|inference|sampling|sampler|generation|generator|engine|vllm|sglang|infer|actor_worker|serving).*" + _LOGP,
+        Role.ROLLOUT_LOG_PROBS,
+    ),
+    (r"(^|_)(old|prev|behaviou?r|behave|proximal|prox).*" + _LOGP, Role.OLD_LOG_PROBS),
+    (_LOGP + r"_?old|^old$", Role.OLD_LOG_PROBS),
+    (
+        r"(is_weight|is_ratio|^(token|seq|sequence)_is$|importance_sampling_ratio|(importance|imp)_(sampling_)?weight|^(tis|icepop|mis)$|tis_|rho$|propensity)",
+        Role.IS_WEIGHT,
+    ),
     (r"(^|_)(ratios?|coef_1|coef_2|coef|importance_ratio|is_ratio)($|_)", Role.RATIO),
     (r"(^|_)(kl|k1|k2|k3|kld|kl_div|kls)($|_)", Role.KL),
     (r"entrop", Role.ENTROPY),
@@ -88,7 +94,7 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"(reward|score|return)s?", Role.REWARDS),
     (r"(logits?)", Role.LOGITS),
     (_LOGP, Role.LOG_PROBS),
-    (r"(^|_)(router|gates?|gating|expert)", Role.ROUTER),
+    (r"(^|_)(router|gates?|gating|expert|load_balanc|aux_loss)|^load$|imbalance", Role.ROUTER),
     (r"(hidden|activation|embed)", Role.HIDDEN),
     (r"loss(es)?", Role.LOSS),
     (r"(^|_)grad", Role.GRAD),

@@ -11,6 +11,7 @@ in place, to see what was harmed, and the step is saved.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -80,7 +81,8 @@ class Scope:
         self._save_tokens = save_tokens
         self._limit = limit
         self._rank = int(os.environ.get("RANK", "0") or 0)
-        self._tape = Tape(budget)
+        # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
+        self._tape = Tape(budget, largest=budget // 32)
         self._mode = TapeMode(self._tape)
         self._quietly = Quiet()
         self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._quietly)
@@ -234,7 +236,12 @@ class Scope:
         grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
         total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
         self._norm = total
-        if total is None or math.isfinite(total) or not count_bad(grads):
+        if total is None or (math.isfinite(total) and (total or self._hit)):
+            return
+        if not total:
+            self._quietly("clip-hit", self._clip_hit, parameters, grads)
+            return
+        if not count_bad(grads):
             return
         if self.on_nonfinite == "skip":
             self._hold_back(parameters)  # first of all: nothing that fails below may let this step through
@@ -243,7 +250,7 @@ class Scope:
             self._foreign = True
             self._note("foreign_gradients", "an optimizer stepped on non-finite gradients that no backward pass in the watched block made")
         elif not self._hit:
-            self._quietly("gradient-hit", self._gradient_hit, grads)
+            self._quietly("gradient-hit", self._gradient_hit, parameters, grads)
         self._quietly("mark", self._mark_gradients, len(grads), count_bad(grads))
         if self.on_nonfinite == "stop":
             self._stop()
@@ -286,22 +293,61 @@ class Scope:
         if self.on_nonfinite == "stop":
             self._stop()
 
-    def _gradient_hit(self, grads: list[Tensor]) -> None:
-        """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it."""
+    def _gradient_hit(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+        """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it, or whoever
+        changed the gradients after backward."""
         candidates = [r for r in self._recordings if r.program is not None or r.calls]
-        guilty = (r for r in candidates if (look := self._second_look(r)) is not None and look.location is not None)
-        recording = next(guilty, candidates[-1] if candidates else None)
-        if recording is not None:
-            self._found(recording, Reached(recording.value, len(grads), count_bad(grads), scaled=recording.scaled), loss_bad=False)
+        if not candidates:
+            return
+        recording = candidates[-1]
+        reached = Reached(recording.value, len(grads), count_bad(grads), scaled=recording.scaled)
+        for found in candidates:
+            look = hit.look_closely(found, functools.partial(self._second_look, found))
+            if look.location is not None:
+                self._found(found, replace(reached, loss=found.value), loss_bad=False, look=look, clip=self._clip(look))
+                return
+        bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
+        changed = hit.gradient_look(self._tape, bad.grad) if bad is not None and bad.grad is not None else None
+        self._found(recording, reached, loss_bad=False, look=changed)
+
+    def _clip(self, look: hit.Look) -> str:
+        """What a clip by norm made of the gradients that backward had made: "", "inf" if it was their norm that ruined them, "nan"."""
+        if look.run is None or not any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+            return ""
+        raw = [look.run.grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in look.run.grads]
+        return "nan" if any(bool(torch.isnan(grad).any()) for grad in raw) else "inf"
+
+    def _clip_hit(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+        """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
+        recording = self._recordings[-1] if self._recordings else None
+        if recording is None or not any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+            return
+        seen = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
+        if seen is not None:
+            reached = Reached(recording.value, len(grads), 0, scaled=recording.scaled)
+            self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=seen)
 
     def _second_look(self, recording: Recording) -> hit.Look | None:
         return hit.second_look(recording, self._tape.budget * 4, self._modules)
 
-    def _found(self, recording: Recording, reached: Reached, loss_bad: bool) -> None:
-        """An incident: locate it, save the step."""
+    def _found(
+        self,
+        recording: Recording,
+        reached: Reached,
+        loss_bad: bool,
+        look: hit.Look | None = None,
+        clip: str = "",
+        seen: dict[str, Any] | None = None,
+    ) -> None:
+        """An incident: locate it, save the step. look: where it was located already. seen: what was observed instead."""
         if not self._count_hit():
             return
-        look = hit.look_closely(recording, lambda: self._second_look(recording))
+        if look is None:
+            look = hit.NOTHING
+            try:
+                look = hit.look_closely(recording, lambda: self._second_look(recording))
+            except Exception as error:  # noqa: BLE001 - an incident that cannot be explained is still one
+                log.warning("nanscope [not-located]: step %d: %s: %s", self._step_number(), type(error).__name__, error)
         trainer = hit.find_trainer(self._targets)
         framework = recognise({site.file for site in look.program.sites})
         snapshot = self._blank(recording.loss, framework.package if framework else None)
@@ -314,6 +360,7 @@ class Scope:
             settings=hit.settings(trainer, framework.settings if framework else ()),
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
             notes=tuple(hit.logged_loss(trainer, reached.loss, loss_bad)),
+            observed={**({"clip": clip} if clip else {}), **(seen or {})},
         )
         self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
@@ -325,8 +372,14 @@ class Scope:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         reached = Reached(recording.value if recording else None, len(grads), count_bad(grads), total, bad, "taken")
         named = {key: name for key, (name, _) in self._modules.parameters().items()}
-        snapshot = self._blank(recording.loss if recording else None, None)
-        self._keep(replace(snapshot, reached=reached, observed=hit.update_seen(optimizer, named)))
+        snapshot = replace(self._blank(recording.loss if recording else None, None), reached=reached)
+        parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p.detach())))
+        look = hit.update_look(optimizer, parameter, named.get(id(parameter), "weight"), self._tape.budget)
+        if look is None:
+            self._keep(replace(snapshot, observed=hit.update_seen(optimizer, named)))
+        else:
+            snapshot = replace(snapshot, program=look.program, tensors=look.tensors, observed={"optimizer": type(optimizer).__name__})
+            self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
     def _count_hit(self) -> bool:
         """Count a bad step; should it be saved, too?"""
@@ -483,9 +536,10 @@ class Scope:
 
     def _unstepped(self) -> None:
         """No optimizer looked at the last gradients: do it now."""
-        grads = [p.grad for _, p in self._modules.parameters().values() if p.grad is not None]
+        parameters = [p for _, p in self._modules.parameters().values() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
         if count_bad(grads):
-            self._gradient_hit(grads)
+            self._gradient_hit(parameters, grads)
 
     def _logged(self) -> None:
         """Compare with what the trainer logged at the bad step."""

@@ -26,10 +26,8 @@ Token ids and text are not in it unless asked for.
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +37,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError, SnapshotError
+from nanscope.files import write_whole
 from nanscope.header import KEY, SCHEMA_VERSION, read_header
 from nanscope.ledger import Entry, checked, show
 from nanscope.program import Program
@@ -134,19 +133,7 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
     metadata = {KEY: json.dumps(_about(snapshot, names), sort_keys=True, allow_nan=False)}
     data = encode(tensors, metadata=metadata)
     path = folder / snapshot.file_name
-    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
     return path
 
 

@@ -6,6 +6,7 @@ tempting wrong ones, kept as controls: forward looks repaired and backward is no
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -213,9 +214,9 @@ def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
 
 def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
     """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else."""
-    if not _is(patch, "div", "true_divide", "reciprocal", "rsqrt"):
+    if not _is(patch, "div", "true_divide", "reciprocal", "rsqrt", "addcdiv"):
         return None
-    position = 1 if _is(patch, "div", "true_divide") else 0
+    position = 2 if _is(patch, "addcdiv") else 1 if _is(patch, "div", "true_divide") else 0
     value = patch.operand(position)
     if value is None:
         return None
@@ -225,6 +226,50 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     bound = least if least is not None else (1.0 if count else _small(content.dtype))
     label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), dict(patch.tensors))
+
+
+def vanishing_eps(program: Program, values: Mapping[int, Tensor], index: int) -> dict[tuple[int, int], float]:
+    """Return the numbers of the code, on the way into a call, that the dtype they meet cannot hold.
+
+    An epsilon that rounds to 0, or a bound next to 1 that rounds to 1: (call, argument) → what to write there instead.
+    """
+    producers = program.producers()
+    found: dict[tuple[int, int], float] = {}
+    stack, seen = [(index, 0)], set[int]()
+    while stack:
+        current, depth = stack.pop()
+        if current in seen or depth > 6:
+            continue
+        seen.add(current)
+        call = program.calls[current]
+        dtype = next((values[v].dtype for v in call.inputs() if values[v].is_floating_point()), None)
+        if dtype is not None and base_name(call.op) in ("add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"):
+            for position, arg in enumerate(call.args):
+                if isinstance(arg, float) and math.isfinite(arg):
+                    held = float(torch.tensor(arg, dtype=dtype))
+                    if arg != 0 and held == 0:
+                        found[(current, position)] = math.copysign(_small(dtype), arg)
+                    elif abs(arg) != 1 and abs(held) == 1:
+                        found[(current, position)] = math.copysign(1 - torch.finfo(dtype).eps, arg)
+        stack += [(producers[v], depth + 1) for v in call.inputs() if v in producers]
+    return found
+
+
+def representable_eps(patch: Patch) -> Variant | None:
+    """Use an epsilon that the dtype can hold."""
+    if patch.origin.call is None:
+        return None
+    found = vanishing_eps(patch.program, patch.values, patch.origin.call)
+    if not found:
+        return None
+    calls = list(patch.program.calls)
+    for (index, position), number in found.items():
+        args = tuple(number if place == position else arg for place, arg in enumerate(calls[index].args))
+        calls[index] = replace(calls[index], args=args)
+    (index, position), number = next(iter(found.items()))
+    was = patch.program.calls[index].args[position]
+    label = f"{number:.4g} instead of {was:.4g}, which {patch.origin.dtype} cannot hold"
+    return Variant("representable_eps", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
 
 
 def clamp_input(patch: Patch) -> Variant | None:
@@ -316,7 +361,12 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
         return None
     inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), torch.finfo(patch.values[value].dtype).min / 4))]
     label = f"mask {_name(patch, value)} with a large finite number instead of −inf"
-    return Variant("finite_mask_fill", label, before(patch, 0, inserts), dict(patch.tensors))
+    program = before(patch, 0, inserts)
+    other = patch.operand(1) if _is(patch, "sub") else None
+    if other is not None and bool((patch.values[other] == -math.inf).any()):
+        moved = replace(patch.origin, call=program.producer(patch.origin.value_id))
+        program = before(Patch(program, moved, patch.values, patch.tensors), 1, inserts)
+    return Variant("finite_mask_fill", label, program, dict(patch.tensors))
 
 
 def safe_softmax(patch: Patch) -> Variant | None:
@@ -375,6 +425,14 @@ def guard_small_group(patch: Patch) -> Variant | None:
         return None
     inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
     return Variant("guard_small_group", "use 0 for the deviation of a group of one", after(patch, inserts), dict(patch.tensors))
+
+
+def guard_empty(patch: Patch) -> Variant | None:
+    """Use 0 for the mean of nothing."""
+    if not _is(patch, "mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward"):
+        return None
+    inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
+    return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), dict(patch.tensors))
 
 
 def drop_invalid_sample(patch: Patch) -> Variant | None:
@@ -464,7 +522,9 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "finite_mask_fill": finite_mask_fill,
     "safe_softmax": safe_softmax,
     "upcast_fp32": upcast_fp32,
+    "representable_eps": representable_eps,
     "guard_small_group": guard_small_group,
+    "guard_empty": guard_empty,
     "drop_invalid_sample": drop_invalid_sample,
     "reject_input": reject_input,
     "avoid_singular_op": avoid_singular_op,

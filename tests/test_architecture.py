@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "roles", "ops", "indices", "causes"),
+    ("errors", "roles", "ops", "indices", "causes", "files"),
     ("program", "ledger", "header", "frameworks", "summary"),
     ("elements", "snapshot"),
     ("locate",),
@@ -109,7 +109,7 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["cli", "header", "ledger", "errors", "roles", "ops", "indices", "causes", "__init__"])
+@pytest.mark.parametrize("module", ["cli", "header", "ledger", "errors", "roles", "ops", "indices", "causes", "files", "__init__"])
 def test_help_and_inspect_do_not_load_torch(module: str) -> None:
     """`nanscope --help` and `nanscope inspect` answer at once: the files they need do not import torch."""
     if not (ROOT / f"{module}.py").exists():

@@ -8,17 +8,20 @@ transient.
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.locate import LOG_PROBS, Namer
-from nanscope.program import Arg, Leaf, Program, join, refs, same_bits, substitute
+from nanscope.program import Arg, Computes, Leaf, Program, join, refs, same_bits, substitute
 from nanscope.roles import Role, role_of
 
 WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss is one over the vocabulary
@@ -70,6 +73,44 @@ def second_look(
         return None
     whole = join([*parts, program]).slice()
     return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
+
+
+def update_again(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int
+) -> tuple[Program, dict[int, Tensor]] | None:
+    """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
+
+    The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
+    the best that is still known of what was there before.
+    """
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    twin = nn.Parameter(_finite(parameter), requires_grad=parameter.requires_grad)
+    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+    left = optimizer.state[parameter]
+    state = {key: _finite(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in left.items()}
+    plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = [{**group, **plain, "params": [twin]}]
+    copied.state = defaultdict(dict, {twin: state})
+    tape = Tape(budget)
+    tape.is_parameter = lambda tensor: name if tensor is twin else None
+    for key, value in (("gradient", twin.grad), *state.items()):
+        if isinstance(value, Tensor):
+            tape.tag(key, value)
+    step = type(optimizer).step
+    with torch.random.fork_rng(devices=[]), TapeMode(tape):
+        getattr(step, "__wrapped__", step)(copied)  # without the hooks that people have put on the real one
+    value = tape.find(twin)
+    if value is None:
+        return None
+    program, tensors = tape.program(value)
+    return replace(program, computes=Computes.UPDATE), tensors
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    content = tensor.detach().clone()
+    return content.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if content.is_floating_point() else content
 
 
 def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]:
@@ -186,7 +227,7 @@ def narrow(
     if program.output in cut:
         return program, tensors, grads  # nothing would be left; keep what there is
     leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())
-    smaller = Program(leaves, tuple(kept), program.output, program.sites).slice()
+    smaller = replace(program, leaves=leaves, calls=tuple(kept)).slice()
     needed = {leaf.id for leaf in smaller.leaves}
     contents = {value: (tensors[value] if value in tensors else run.values[value]) for value in needed}
     gradients = {value: grads[value] if value in grads else run.grads[value] for value in needed if value in grads or value in run.grads}

@@ -84,7 +84,7 @@ class Guard:
             self._quietly("resume", self._resume)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
+        if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
         self._end_step()
         self._quietly("suspend", self._suspend)

@@ -36,7 +36,8 @@ def site_of(code: CodeType, lasti: int) -> Site:
     tree = _tree(code.co_filename)
     if tree is None or column is None or end_column is None:
         return plain
-    node, statement, walrus = _find(tree, line, end_line, _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column))
+    begin, end = _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column)
+    node, statement, walrus = _find(tree, line, end_line, begin, end)
     if statement is None:
         return plain
     targets = _targets(statement)

@@ -32,7 +32,6 @@ from nanscope.program import Arg, Call, Leaf, Program, Ref, Site
 log = logging.getLogger("nanscope")
 
 BUDGET = 256 << 20  # bytes of results and leaves held by reference
-LARGEST = 8  # a single tensor may take this fraction (1/8) of the budget; larger ones cut the program
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
@@ -41,6 +40,8 @@ _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
 _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
+_EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
+_NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
@@ -99,11 +100,13 @@ class Unseen(Exception):
 class Tape:
     """What was recorded since the last `forget`.
 
-    budget: bytes of tensors that may be held by reference. `held` says how many are.
+    budget: bytes of tensors that may be held by reference. `held` says how many are. largest: bytes of a single one, by default an
+    eighth of the budget; a larger one cuts the program.
     """
 
-    def __init__(self, budget: int = BUDGET) -> None:
+    def __init__(self, budget: int = BUDGET, largest: int | None = None) -> None:
         self.budget = budget
+        self.largest = budget // 8 if largest is None else largest
         self.entries: dict[int, Entry] = {}  # by number, in order
         self.count = 0  # calls numbered so far
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
@@ -120,6 +123,8 @@ class Tape:
         self.opaque: dict[Key, str] = {}  # results of calls that cannot be replayed, until they are read
         self.tags: dict[str, int] = {}
         self._replay_cache: tuple[int, dict[int, bool]] = (-1, {})
+        self.norms: list[Tensor] = []  # norms taken without gradient since the last `forget`: of gradients, by whoever clips them
+        self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
         self._users: dict[CodeType, bool] = {}
@@ -162,6 +167,9 @@ class Tape:
                 self._after_write(known, noted, target, args, result)
             else:
                 self._after_call(known, noted, result)
+                if name in _NORMS and not torch.is_grad_enabled():
+                    self.norms += _tensors(result)
+                    self._norm_place = self._caller()
         except Exception as error:  # noqa: BLE001 - as above
             self._break(error)
         return result
@@ -222,7 +230,7 @@ class Tape:
         known = self._storages.get(value.storage)
         if known is None:
             size = tensor.untyped_storage().nbytes()
-            if size > self.budget // LARGEST:
+            if size > self.largest:
                 return False
             while self.held + size > self.budget and self._lasting:
                 self._drop(self._lasting.popleft())
@@ -257,7 +265,9 @@ class Tape:
         opaque = self.opaque.pop(self._key(tensor, _state(tensor)), "") if self.opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
-        if opaque:
+        if opaque.startswith(_EMPTY):
+            kind, made_by = "data", "empty"
+        elif opaque:
             kind, made_by = "opaque", opaque
         elif module:
             kind, made_by = "module", module
@@ -350,13 +360,16 @@ class Tape:
                 for state in (PLAIN, MADE, LEAF):
                     key = self._key(item, state)
                     self.by_key.pop(key, None)
-                    if op and op not in _DATA:
+                    if op and (op not in _DATA or op.startswith(_EMPTY)):
                         self.opaque[key] = op
 
     # -- in-place writes -------------------------------------------------------------------------------------------------
 
     def _before_write(self, tensor: Any) -> Value | None:
-        """Save what a write is about to destroy: a leaf's content, by copy, while it is small enough to keep."""
+        """Save what a write is about to destroy: a leaf's content, by copy, while it is small enough to keep.
+
+        Without gradient it is most often gradients that are clipped in place: large ones are not worth a copy in every step.
+        """
         if not isinstance(tensor, Tensor):
             return None
         target = self.value_of(tensor)
@@ -367,7 +380,7 @@ class Tape:
             content, intact = value.tensor, _intact(value)
             if value.leaf is not None or value.id != target.id:
                 self._release(value)
-            if value.leaf is not None and intact:
+            if value.leaf is not None and intact and (value.bytes <= REMEMBERED or torch.is_grad_enabled()):
                 value.tensor, value.copied = content.detach().clone(), True
                 self.held += value.bytes
         return target
@@ -526,6 +539,11 @@ class Tape:
         """How many values were numbered so far."""
         return self._next
 
+    def norm_site(self) -> Site | None:
+        """Return where the last of `norms` was taken."""
+        code, lasti = self._norm_place
+        return None if code is None else site_of(code, lasti)
+
     def tag(self, name: str, tensor: Tensor) -> None:
         """Name a tensor where its variable does not tell what it means."""
         value = self.value_of(tensor)
@@ -662,6 +680,7 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.broken = ""
         self.scaled = False
+        self.norms = []
         self.opaque = {}
         self._replay_cache = (-1, {})
 
@@ -712,7 +731,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def _state(tensor: Tensor) -> int:
     if not tensor.requires_grad:
         return PLAIN
-    return LEAF if tensor.is_leaf else MADE
+    try:
+        return LEAF if tensor.is_leaf else MADE
+    except RuntimeError:  # a view made without gradient, of a tensor that was written to since: autograd itself will not have it
+        return PLAIN
 
 
 def _next_version(tensor: Tensor) -> int:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanscope.errors import NanscopeError
+from nanscope.files import write_whole
 
 if TYPE_CHECKING:
     from nanscope.diagnose import Verdict
@@ -30,18 +30,7 @@ def render(verdict: Verdict, path: str | os.PathLike[str]) -> None:
             f"{path.name}: the suffix chooses the form of a report, and {path.suffix or 'none'} is not one of {', '.join(RENDERERS)}",
             slug="unknown-format",
         )
-    data = renderer(verdict)
-    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, renderer(verdict))
 
 
 def suffixes() -> tuple[str, ...]:
@@ -72,18 +61,18 @@ def _txt(verdict: Verdict) -> bytes:
 
 
 def _json(verdict: Verdict) -> bytes:
-    return (json.dumps(_plain(verdict.to_json()), indent=1, allow_nan=False) + "\n").encode()
+    from nanscope.ledger import show
+
+    return (json.dumps(show(_plain(verdict.to_json())), indent=1, allow_nan=False) + "\n").encode()
 
 
 def _plain(data: Any) -> Any:
-    """Settings may hold anything; JSON holds no NaN and no objects."""
-    from nanscope.ledger import show
-
+    """Settings may hold anything; JSON holds no objects."""
     if isinstance(data, dict):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [_plain(value) for value in data]
-    return show(data) if isinstance(data, (str, int, float, bool, type(None))) else str(data)
+    return data if isinstance(data, (str, int, float, bool, type(None))) else str(data)
 
 
 RENDERERS: dict[str, Callable[[Verdict], bytes]] = {".html": _html, ".png": _png, ".txt": _txt, ".json": _json}
