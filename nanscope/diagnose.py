@@ -118,6 +118,7 @@ class Incident:
     snapshot: str | None
     rows: tuple[Row, ...]
     reproduces: bool | None
+    suspect: bool
     history: tuple[Entry, ...]
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -161,6 +162,13 @@ class Verdict:
         return not self.incidents
 
     @property
+    def status(self) -> str:
+        """ "healthy", "non-finite", or "suspect" where everything stayed finite and a step was ruined all the same."""
+        if self.healthy:
+            return "healthy"
+        return "suspect" if all(incident.suspect for incident in self.incidents) else "non-finite"
+
+    @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         if self.incidents:
@@ -174,7 +182,7 @@ class Verdict:
         return {
             "schema": 1,
             "nanscope": self.version,
-            "status": "healthy" if self.healthy else "non-finite",
+            "status": self.status,
             "sentence": self.sentence,
             "steps": self.steps,
             "bad_steps": self.bad_steps,
@@ -200,16 +208,20 @@ def verdict(
     from nanscope import __version__
 
     incidents = []
+    poisoned: int | None = None
     for index, snapshot in enumerate(snapshots):
-        incidents.append(diagnose(snapshot, paths[index] if index < len(paths) else None))
+        incidents.append(diagnose(snapshot, paths[index] if index < len(paths) else None, poisoned_at=poisoned))
+        if poisoned is None and snapshot.reached.bad_weights:
+            poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
     return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, max(bad_steps, len(incidents)), __version__)
 
 
-def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | None = None) -> Incident:
+def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | None = None, *, poisoned_at: int | None = None) -> Incident:
     """Explain one snapshot.
 
-    replayed: a replay that was already run, to save a second one.
+    replayed: a replay that was already run, to save a second one. poisoned_at: the earlier step that made weights non-finite, if the
+    run saw one.
     """
     if replayed is None:
         try:
@@ -225,7 +237,7 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         case = _Case.observed(snapshot, seen.get("location") or {})
         if seen.get("rows"):
             replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
-    case = case.with_seen(seen)
+    case = case.with_seen(seen, poisoned_at)
     cause = _cause(case)
     framework = recognise({site.file for site in snapshot.program.sites})
     fixes, rejected = _fixes(case, cause, replayed.rows)
@@ -256,6 +268,7 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         snapshot=path,
         rows=replayed.rows,
         reproduces=replayed.reproduces,
+        suspect=case.facts.suspect,
         history=snapshot.history,
         environment=snapshot.environment,
         settings=snapshot.settings,
@@ -278,7 +291,8 @@ class _Facts:
     eps_underflow: an epsilon of the code rounds to nothing on the way. whole: no element is finite. unwritten: memory that nobody wrote.
     multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
     number of the code or by a scalar that came in.
-    clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update.
+    clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update. weight: what was updated.
+    suspect: everything is finite and the step is ruined. poisoned_at: the earlier step that wrote non-finite numbers into the weights.
     """
 
     coefficient: bool = False
@@ -292,7 +306,10 @@ class _Facts:
     multiplied: bool = False
     plogp: bool = False
     optimizer: str = ""
+    weight: str = ""
     clip: str = ""
+    poisoned_at: int | None = None
+    suspect: bool = False
 
     @staticmethod
     def of(location: Location, program: Program, run: Run) -> _Facts:
@@ -304,7 +321,7 @@ class _Facts:
             ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
-            setting=literal or (len(origin.operands) > 1 and _scalar_leaf(program, run, origin.operands[1].id)),
+            setting=literal or (len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
             whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
             multiplied=any(drop.how == "mask" for drop in origin.drops),
             plogp=origin.op in _LOGS and call is not None and _times_own_operand(program, call),
@@ -343,9 +360,10 @@ class _Case:
         facts = _Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
         return _Case(phase, _place_from_json(origin), chain, facts)
 
-    def with_seen(self, seen: dict[str, Any]) -> _Case:
-        """The case with what only the process could see: a clip by norm, the optimizer's class."""
-        facts = replace(self.facts, clip=str(seen.get("clip") or ""), optimizer=str(seen.get("optimizer") or self.facts.optimizer))
+    def with_seen(self, seen: dict[str, Any], poisoned_at: int | None) -> _Case:
+        """The case with what only the process could see: a clip by norm, the optimizer's class, what an earlier step did."""
+        known = {key: str(seen.get(key) or getattr(self.facts, key)) for key in ("clip", "optimizer", "weight")}
+        facts = replace(self.facts, poisoned_at=poisoned_at, suspect=bool(seen.get("suspect")), **known)  # type: ignore[arg-type]
         place = replace(self.place, role=str(Role.GRAD)) if facts.clip == "inf" else self.place
         return replace(self, facts=facts, place=place)
 
@@ -389,9 +407,18 @@ def _times_own_operand(program: Program, call: Call) -> bool:
     return False
 
 
-def _scalar_leaf(program: Program, run: Run, value: int) -> bool:
-    """Is a value a single number that came in, a temperature for instance?"""
-    return program.leaf(value) is not None and run.values[value].numel() == 1
+def _came_in(program: Program, value: int) -> bool:
+    """Is a value one that came in as it is, a temperature for instance, and was at most reshaped?"""
+    producers = program.producers()
+    for _ in range(12):
+        index = producers.get(value)
+        if index is None:
+            return True
+        call = program.calls[index]
+        if flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "clone", "detach", "alias"):
+            return False
+        value = next(iter(call.inputs()), value)
+    return False
 
 
 def _from_mask(program: Program, run: Run, value: int) -> bool:
@@ -443,6 +470,9 @@ _HALF_OPS = ("sum", "mul", "add", "sub", "mm", "bmm", "addmm", "pow", "square", 
 # (op names or None for any, condition, cause)
 _RULES: tuple[tuple[tuple[str, ...] | None, Callable[[_Case], bool], Cause], ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
+    (None, lambda c: c.phase is Phase.WEIGHTS and math.isfinite(c.place.value), Cause.HW_BITFLIP),
+    (tuple(_DIVISORS), lambda c: c.facts.suspect, Cause.CANCELLATION_SPIKE),
+    (None, lambda c: c.phase is Phase.WEIGHTS and c.facts.poisoned_at is not None, Cause.POISONED_WEIGHTS),
     (None, lambda c: c.phase is Phase.WEIGHTS and c.facts.whole and math.prod(c.place.shape) > 1, Cause.UNINITIALIZED),
     (None, lambda c: c.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
     (None, lambda c: c.facts.clip == "inf", Cause.INF_GRAD_NORM_CLIP),
@@ -592,11 +622,17 @@ def _dtype(name: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
+_OPERANDS = {"addcdiv": ("weight", "numerator", "denominator"), "addcmul": ("value", "factor", "factor")}  # no source names these
+
+
 def _operand_name(origin: Origin, position: int) -> str:
     operand = origin.operands[position]
     if operand.name:
         return last_word(operand.name)
     words = origin.site.args if origin.site else ()
+    known = _OPERANDS.get(origin.op, ())
+    if position < len(known):
+        return known[position]
     return words[position] if position < len(words) else f"operand {position + 1}"
 
 
@@ -654,7 +690,17 @@ def _sentence(snapshot: Snapshot, case: _Case, cause: Cause) -> str:
     if case.phase is Phase.INPUT:
         what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{inside}, read at {where}"
     elif case.phase is Phase.WEIGHTS:
-        what = f"the weight {p.variable or p.op} was already {number(p.value)} at {index} before the step"
+        name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
+        if cause is Cause.HW_BITFLIP:
+            what = f"{name} is {number(p.value)} at {index}, many orders of magnitude beyond every other element of it"
+        elif case.facts.poisoned_at is not None:
+            what = f"{name} was already {number(p.value)} at {index}: the update of step {case.facts.poisoned_at} wrote it there"
+        else:
+            what = f"{name} was already {number(p.value)} at {index} before the step"
+    elif case.phase is Phase.OPTIMIZER and p.operands and p.op != "unknown" and case.facts.weight:
+        head, numbers = _made(p)
+        at = f" at {index}" if index else ""
+        what = f"the update of {case.facts.optimizer} made {case.facts.weight} non-finite: {head}{at}, {where}: {numbers}"
     elif case.phase is Phase.OPTIMIZER:
         what = f"the update of {case.facts.optimizer or 'the optimizer'} made {p.variable or 'a weight'} {number(p.value)} at {index}"
     elif p.op in ("unknown", "module"):
@@ -664,6 +710,8 @@ def _sentence(snapshot: Snapshot, case: _Case, cause: Cause) -> str:
         what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
+    if case.facts.suspect:
+        end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {snapshot.observed.get('spike') or 'out of scale'}"
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
 
 
@@ -692,7 +740,7 @@ def _end(loss: float | None, bad: int | None, total: int | None, weights: int | 
         elif bad:
             parts.append(_of(bad, total, "gradient"))
     if weights:
-        parts.append(f"{weights} weights went bad with the update")
+        parts.append(f"the update wrote it into {weights} weight{'' if weights == 1 else 's'}")
     if stepped == "skipped":
         parts.append("the optimizer step was skipped and the weights stayed clean")
     text = ", ".join(parts)
@@ -845,6 +893,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "rank": i.rank,
         "phase": i.phase,
         "cause": str(i.cause),
+        "status": "suspect" if i.suspect else "non-finite",
         "headline": i.headline,
         "sentence": i.sentence,
         "origin": _place_json(i.origin),

@@ -296,6 +296,21 @@ def _reads_marked(call: Call, values: Mapping[int, Tensor], mark: Tensor, result
     return torch.tensor(rows).reshape(result.shape)
 
 
+FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
+
+
+def outlier(tensor: Tensor) -> int | None:
+    """Return the flat position of the one element that is many orders of magnitude beyond all others, None if there is none."""
+    if not tensor.is_floating_point() or tensor.numel() < 4:
+        return None
+    sizes = tensor.detach().flatten().double().abs()
+    top = sizes.topk(2)
+    first, second = top.values.tolist()
+    if not (math.isfinite(first) and second > 0 and first > 1 and first > FLIPPED * second):
+        return None
+    return int(top.indices[0])
+
+
 def first_nonfinite(tensor: Tensor) -> int | None:
     """Return the flat position of the first element that is NaN or infinite, None if there is none."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:

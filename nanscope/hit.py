@@ -20,8 +20,9 @@ from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import ProgramError
-from nanscope.locate import Location, Phase, locate
-from nanscope.program import Computes, Program, Run, Site
+from nanscope.locate import Location, Phase, locate, spike, spotted
+from nanscope.ops import base_name
+from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
 from nanscope.snapshot import Snapshot
 
@@ -60,6 +61,20 @@ class Look:
     run: Run | None
     location: Location | None
     second: bool = False
+
+
+BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow; whoever does that also skips steps that overflow
+
+
+def scaled_by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> bool:
+    """Is the last thing done to the loss a multiplication by a large constant?"""
+    if program is None or not program.calls or base_name(program.calls[-1].op) != "mul":
+        return False
+    for arg in program.calls[-1].args:
+        factor = float(tensors[arg.id]) if isinstance(arg, Ref) and arg.id in tensors and tensors[arg.id].numel() == 1 else arg
+        if isinstance(factor, (int, float)) and factor >= BY_HAND:
+            return True
+    return False
 
 
 NOTHING = Look(Program((), (), -1), {}, None, None)
@@ -102,6 +117,41 @@ def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
     run = program.execute(tensors, trace=True)
     location = locate(program, run)
     return None if location is None else Look(program, tensors, run, location, second=True)
+
+
+SPIKE = 1e3  # times the largest that a run has seen: more than any healthy change of scale
+SETTLED = 3  # steps before a run's own scale is known
+
+
+@dataclass(slots=True)
+class Usual:
+    """The largest that a number has been in the healthy steps so far, at least 1. count: of these steps."""
+
+    largest: float = 1.0
+    count: int = 0
+
+    def add(self, size: float) -> None:
+        """Take a healthy step into account."""
+        self.largest, self.count = max(self.largest, size), self.count + 1
+
+    def exceeded(self, size: float) -> bool:
+        """Is this out of all proportion? Never in the first steps: a large first loss is no finding."""
+        return self.count >= SETTLED and size > SPIKE * self.largest
+
+
+def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Look | None:
+    """Find what made a step huge, in the loss or, by `again`, in the model; None if nothing stands out."""
+    if recording.program is None:
+        return None
+    look: Look | None = Look(recording.program, recording.tensors, recording.program.execute(recording.tensors, trace=True), None)
+    for _ in range(2):
+        if look is None or look.run is None:
+            return None
+        location = spike(look.program, look.run)
+        if location is not None and (location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque")):
+            return replace(look, location=location)
+        look = again()
+    return None
 
 
 def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
@@ -165,6 +215,23 @@ def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | N
     if not at(gradient, flat):
         return None
     return {"outside": True, "clip": "inf", "location": diagnose.norm_observation(largest.name, gradient, flat, site)}
+
+
+def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
+    """Return, as a snapshot keeps it, what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
+    try:
+        program, tensors = tape.program(tape.value_of(gradient))
+        run = program.execute(tensors, trace=True)
+    except (ProgramError, LookupError):
+        return None
+    location = spotted(program, run)
+    if location is None or not any(bool(tensor.any()) for tensor in tensors.values()):
+        return None
+    return {
+        "outside": True,
+        "clip": "inf",
+        "location": {**diagnose.observation(location, program, run), "phase": str(Phase.BACKWARD)},
+    }
 
 
 # -- around the step ---------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from nanscope.elements import Source, at, first_nonfinite, sources, spread
+from nanscope.elements import Source, at, first_nonfinite, outlier, sources, spread
 from nanscope.indices import unravel
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, Site, refs
@@ -146,6 +146,17 @@ def spotted(program: Program, run: Run) -> Location | None:
     return None
 
 
+JUMP = 1e3  # a call whose result is this much larger than anything it reads makes a spike
+
+
+def spike(program: Program, run: Run) -> Location | None:
+    """Return what made a step huge although everything in it is finite, None if nothing stands out.
+
+    run: executed with trace=True.
+    """
+    return _Walker(program, run).spike()
+
+
 @dataclass(frozen=True, slots=True)
 class _Root:
     """Where a backward walk over values ended: born, fed or intended, and the path that led there (harm first)."""
@@ -164,6 +175,7 @@ class _Walker:
         self.producers = program.producers()
         self.consumers = program.consumers()
         self.names = Namer(program)
+        self.own_operands: set[int] = set()  # of the call whose fate is followed: p in p · log p is no mask
 
     # -- the two walks ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +187,7 @@ class _Walker:
         flat = first_nonfinite(run.values[program.output])
         if flat is not None:
             root = self.walk_back(program.output, flat, 0)
+            root = self._flipped(root) or root
             origin = self.origin(root.call, root.value, root.flat)
             forward = tuple(self.step(value, position) for value, position in reversed(root.path))
             phase = _PHASES.get(program.computes) or self._phase(origin, Phase.FORWARD)
@@ -188,11 +201,60 @@ class _Walker:
         chain += [self.step(v, f, backward=True) for v, f in reversed(path)]
         return Location(self._phase(origin, Phase.BACKWARD), origin, tuple(chain), bad, True)
 
+    def spike(self) -> Location | None:
+        """Follow the largest contribution back to the call that made something large out of what was not, or to where it came in."""
+        value, flat = self.program.output, _largest(self.run.values[self.program.output])
+        path = [(value, flat)]
+        for _ in range(DEEP):
+            index = self.producers.get(value)
+            if index is None:
+                break
+            size = abs(at(self.run.values[value], flat))
+            call = self.program.calls[index]
+            read = []
+            for source in sources(call, self.run.values, value, flat):
+                content = self.run.values[source.value].flatten()
+                if content.is_floating_point() and source.flat.numel():
+                    best = int(source.flat[_largest(content[source.flat])])
+                    read.append((abs(float(content[best])), source.value, best))
+            top = max(read, default=None)
+            if top is None:
+                break
+            if top[0] * JUMP < size:
+                origin = self.origin(index, value, flat)
+                return Location(Phase.FORWARD, origin, tuple(self.step(v, f) for v, f in reversed(path)), (), False)
+            _, value, flat = top
+            path.append((value, flat))
+        if abs(at(self.run.values[value], flat)) > JUMP:
+            origin = self.origin(None, value, flat)
+            return Location(self._phase(origin, Phase.INPUT), origin, tuple(self.step(v, f) for v, f in reversed(path)), (), False)
+        return self._steepest()
+
+    def _steepest(self) -> Location | None:
+        """The call whose backward made its gradient larger by the largest factor."""
+        found: tuple[float, int, Tensor] | None = None
+        for index, (received, returned) in self.run.flows.items():
+            came = max((float(g.abs().max()) for g in received if g is not None and g.numel()), default=0.0)
+            for grad in returned:
+                if grad is not None and grad.numel() and came > 0:
+                    factor = float(grad.abs().max()) / came
+                    if math.isfinite(factor) and (found is None or factor > found[0]):
+                        found = (factor, index, grad)
+        if found is None or found[0] < JUMP:
+            return None
+        _, index, grad = found
+        out = next(out for out in self.program.calls[index].outs if out is not None)
+        same = grad.shape == self.run.values[out].shape
+        origin = self.origin(index, out, _largest(grad) if same else 0)
+        return Location(Phase.BACKWARD, origin, (self.step(out, origin.flat),), (), True)
+
     def _phase(self, origin: Origin, otherwise: Phase) -> Phase:
         if origin.born:
             return otherwise
         if origin.leaf is None:
             return Phase.INPUT
+        if origin.leaf.made_by == "empty" and any(self.program.calls[index].module for index in self.consumers.get(origin.value_id, ())):
+            return Phase.FORWARD
         return {"parameter": Phase.WEIGHTS, "data": Phase.INPUT}.get(origin.leaf.origin, otherwise)
 
     def walk_back(self, value: int, flat: int, depth: int) -> _Root:
@@ -223,6 +285,17 @@ class _Walker:
             value, flat = (nan or bad)[0]
             path.append((value, flat))
         return _Root("born", self.producers.get(value), value, flat, tuple(path))
+
+    def _flipped(self, root: _Root) -> _Root | None:
+        """An overflow may come of one weight that is many orders beyond all others: then that weight is where the harm was born."""
+        if root.call is None:
+            return None
+        for leaf in self.program.slice(root.value).leaves:
+            if leaf.origin == "parameter":
+                flat = outlier(self.run.values[leaf.id])
+                if flat is not None:
+                    return _Root("fed", None, leaf.id, flat, (*root.path, (leaf.id, flat)))
+        return None
 
     def bad_sources(self, index: int, out: int, flat: int) -> list[tuple[int, int]]:
         """Return the non-finite elements that an element came from; for softmax and its like its own position first."""
@@ -404,13 +477,13 @@ class _Walker:
         if call is not None:
             for source in sources(call, self.run.values, value, flat):
                 operands.append(self._operand(source))
-        masked, drops, coefficient = self.fate(value, flat)
+        masked, drops, coefficient = self.fate(value, flat) if self.program.computes is Computes.LOSS else (None, (), None)
         leaf = self.program.leaf(value)
         site = self.program.site_of(call) if call is not None else self._first_reader(value)
         return Origin(
             value_id=value,
             call=index,
-            op=base_name(call.op) if call is not None else ("input" if leaf is None or leaf.origin == "data" else leaf.origin),
+            op=base_name(call.op) if call is not None else self._source(leaf),
             born=call is not None,
             flat=flat,
             index=unravel(flat, tensor.shape),
@@ -419,13 +492,29 @@ class _Walker:
             value=at(tensor, flat),
             operands=tuple(operands),
             variable=self.names.name(value),
-            role=Role.WEIGHTS if leaf is not None and leaf.origin == "parameter" else self.names.role(value, via=via),
+            role=self._role(value, leaf, via),
             site=site,
             leaf=leaf,
             masked=masked,
             drops=drops,
             coefficient=coefficient,
         )
+
+    @staticmethod
+    def _source(leaf: Leaf | None) -> str:
+        """What stands for the op where a value came in."""
+        if leaf is None or leaf.origin == "data":
+            return "empty" if leaf is not None and leaf.made_by == "empty" else "input"
+        return leaf.origin
+
+    def _role(self, value: int, leaf: Leaf | None, via: int | None) -> Role | None:
+        if self.program.computes is Computes.UPDATE:
+            return Role.OPTIMIZER
+        if self.program.computes is Computes.GRADIENT:
+            return Role.GRAD
+        if leaf is not None and any(self.program.calls[index].module for index in self.consumers.get(value, ())[:1]):
+            return Role.WEIGHTS if leaf.origin == "parameter" else Role.HIDDEN  # read inside the model
+        return Role.WEIGHTS if leaf is not None and leaf.origin == "parameter" else self.names.role(value, via=via)
 
     def _operand(self, source: Source) -> Operand:
         tensor = self.run.values[source.value].flatten()
@@ -457,6 +546,8 @@ class _Walker:
         marked: dict[int, Tensor] = {value: mark.reshape(tensor.shape)}
         drops: list[Drop] = []
         coefficient: str | None = None
+        made = self.producers.get(value)
+        self.own_operands = set(self.program.calls[made].inputs()) if made is not None else set()
         for index, call in enumerate(self.program.calls):
             touched = [v for v in dict.fromkeys(call.inputs()) if v in marked]
             if not touched or any(out in marked for out in call.outs if out is not None):
@@ -504,7 +595,7 @@ class _Walker:
                 zero = mark & (values[other] == 0).expand(result.shape)
                 if not bool(zero.any()):
                     continue
-                if self.is_mask(other, zero):
+                if other not in self.own_operands and self.is_mask(other, zero):
                     by = self._mask_behind(other, zero)
                     return mark & ~zero, Drop(index, "mask", by, self.names.name(by)), None
                 return mark, None, self.names.name(other) or "a coefficient"
@@ -631,7 +722,32 @@ class _Walker:
         return None
 
 
-_KEEPS_SCORES = frozenset("sub div mul std var mean sum amax amin max min sqrt clamp clamp_min abs nan_to_num where rsub add".split())
+_KEEPS_SCORES = frozenset(
+    (
+        "sub",
+        "rsub",
+        "add",
+        "div",
+        "mul",
+        "std",
+        "var",
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "sqrt",
+        "clamp",
+        "clamp_min",
+        "abs",
+        "where",
+    )
+)  # what these make of rewards or advantages are still rewards or advantages
+
+
+def _largest(tensor: Tensor) -> int:
+    return int(tensor.detach().flatten().double().abs().argmax())
 
 
 class Namer:
@@ -752,6 +868,10 @@ class Namer:
         name, inputs = base_name(call.op), list(call.inputs())
         if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "detach", "clone", "alias", "lift_fresh", "neg"):
             return self._own(inputs[0], depth) if inputs else None
+        if name == "sub" and len(inputs) == 2 and (top := self.producers.get(inputs[1])) is not None:
+            reduced = self.program.calls[top]
+            if base_name(reduced.op) in ("amax", "max", "logsumexp") and inputs[0] in set(reduced.inputs()):
+                return Role.LOGITS  # shifted by their largest, as a softmax does
         first = self._own(inputs[0], depth) if inputs and not call.module else None
         if first in (Role.REWARDS, Role.ADVANTAGES) and name in _KEEPS_SCORES:
             return first

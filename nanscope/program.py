@@ -396,8 +396,11 @@ def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]
         return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
     if base_name(call.op) in _BY_CONTENT:
         return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
-    if base_name(call.op) == "repeat_interleave" and (repeats := [a for a in args if isinstance(a, Tensor) and not a.is_floating_point()]):
-        return int(repeats[-1].sum().item()) * max(1, args[0].numel())
+    if base_name(call.op) == "repeat_interleave":
+        repeats = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_floating_point()]
+        if repeats:
+            total: int = int(repeats[-1].sum())
+            return total * max(1, int(args[0].numel()))
     result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
     return sum(tensor.numel() for tensor in _tensors(result))
 

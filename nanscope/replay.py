@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
-from nanscope.locate import Location, locate
+from nanscope.locate import Location, locate, spike
 from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, same_bits
 from nanscope.snapshot import Snapshot
 from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
@@ -28,7 +28,7 @@ class Row:
     loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
     gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
     measured.
-    works: loss and gradients are finite. note: why it could not be run, or what is remarkable.
+    works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element. note: why it could not be run, or what is remarkable.
     """
 
     id: str
@@ -40,6 +40,7 @@ class Row:
     distortion: float | None
     works: bool
     note: str = ""
+    largest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     if not program.calls:
         return Replay((), None, None, None, None)
     run = program.execute(snapshot.tensors, trace=True)
-    location = locate(program, run)
+    suspect = bool(snapshot.observed.get("suspect"))
+    location = locate(program, run) or (spike(program, run) if suspect else None)
     loss = run.values[program.output]
     reproduces = None if snapshot.loss is None else same_bits(loss, snapshot.loss)
     gradients = None
@@ -105,6 +107,8 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
         if kind == "fix":
             variant = _everywhere(variant, edit, patch)
         rows.append(_try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy))
+    if suspect:
+        rows = [row if row.kind in ("recorded", "float64") else replace(row, works=row.works and _calmer(row, rows[0])) for row in rows]
     if program.computes is not Computes.LOSS:
         rows = [replace(row, loss=None) for row in rows]
     return Replay(tuple(rows), reproduces, gradients, location, run)
@@ -150,12 +154,20 @@ def _try(
     return _row(name, label, kind, program, run, healthy)
 
 
+CALM = 0.01  # a fix of a spike brings the largest gradient to this part of what it was
+
+
+def _calmer(row: Row, recorded: Row) -> bool:
+    return row.largest is not None and recorded.largest is not None and row.largest <= CALM * recorded.largest
+
+
 def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: _Healthy | None, note: str = "") -> Row:
     loss = run.values[program.output].double().sum()
     grads = _results(program, run)
     bad = sum(not bool(torch.isfinite(grad).all()) for grad in grads.values())
     works = bool(torch.isfinite(loss)) and not bad
-    return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note)
+    largest = max((float(grad.abs().max()) for grad in grads.values() if grad.numel()), default=None)
+    return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note, largest)
 
 
 def _results(program: Program, run: Run) -> dict[int, Tensor]:

@@ -100,6 +100,7 @@ class Scope:
         self._hit = False  # this step is known to be bad
         self._foreign = False  # weights were already spoilt by gradients that were not made here
         self._norm: float | None = None
+        self._usual_loss, self._usual_norm = hit.Usual(), hit.Usual()
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._quiet_sites: set[tuple[str, int]] = set()
         self._verdict: tuple[int, diagnose.Verdict] | None = None
@@ -179,7 +180,8 @@ class Scope:
         if len(roots) == 1 and seeds[0] is None and not self._tape.broken:
             with contextlib.suppress(LookupError):
                 program, tensors = self._tape.program(self._tape.value_of(root))
-        recording = Recording(program, tensors, root.detach(), self._modules.finish(), self._tape.scaled)
+        scaled = self._tape.scaled or hit.scaled_by_hand(program, tensors)
+        recording = Recording(program, tensors, root.detach(), self._modules.finish(), scaled)
         self._current = recording
         recording.flags.append(is_finite(recording.loss))
         if program is not None:
@@ -237,6 +239,8 @@ class Scope:
         total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
         self._norm = total
         if total is None or (math.isfinite(total) and (total or self._hit)):
+            if total is not None and not self._hit:
+                self._quietly("spike", self._watch_for_spikes, total)
             return
         if not total:
             self._quietly("clip-hit", self._clip_hit, parameters, grads)
@@ -310,6 +314,27 @@ class Scope:
         changed = hit.gradient_look(self._tape, bad.grad) if bad is not None and bad.grad is not None else None
         self._found(recording, reached, loss_bad=False, look=changed)
 
+    def _watch_for_spikes(self, total: float) -> None:
+        """Everything is finite: is it also of the size that this run is used to?"""
+        before_clip = (
+            self._tape.norms[-1] if self._tape.norms and self._tape.norms[-1].numel() == 1 and self._tape.norms[-1].is_cpu else None
+        )
+        norm = max(total, float(before_clip)) if before_clip is not None else total
+        found = [
+            f"{size / usual.largest:.2g} times the largest {name} of the {usual.count} steps before it"
+            for name, size, usual in (("loss", abs(self._loss or 0.0), self._usual_loss), ("gradient norm", norm, self._usual_norm))
+            if usual.exceeded(size)
+        ]
+        if found and self._recordings:
+            recording = max(self._recordings, key=lambda r: abs(r.value or 0.0))
+            look = hit.look_for_spike(recording, functools.partial(self._second_look, recording))
+            if look is not None:
+                grads = [p.grad for _, p in self._modules.parameters().values() if p.grad is not None]
+                self._found(recording, Reached(recording.value, len(grads), 0), False, look=look, seen={"suspect": True, "spike": found[0]})
+                return
+        self._usual_loss.add(abs(self._loss or 0.0))
+        self._usual_norm.add(norm)
+
     def _clip(self, look: hit.Look) -> str:
         """What a clip by norm made of the gradients that backward had made: "", "inf" if it was their norm that ruined them, "nan"."""
         if look.run is None or not any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
@@ -320,9 +345,12 @@ class Scope:
     def _clip_hit(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
         """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
         recording = self._recordings[-1] if self._recordings else None
-        if recording is None or not any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+        if recording is None:
             return
-        seen = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
+        if any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+            seen = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
+        else:
+            seen = next((found for grad in grads if (found := hit.overflowing_clip(self._tape, grad)) is not None), None)
         if seen is not None:
             reached = Reached(recording.value, len(grads), 0, scaled=recording.scaled)
             self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=seen)
@@ -378,7 +406,8 @@ class Scope:
         if look is None:
             self._keep(replace(snapshot, observed=hit.update_seen(optimizer, named)))
         else:
-            snapshot = replace(snapshot, program=look.program, tensors=look.tensors, observed={"optimizer": type(optimizer).__name__})
+            seen = {"optimizer": type(optimizer).__name__, "weight": named.get(id(parameter), "a weight")}
+            snapshot = replace(snapshot, program=look.program, tensors=look.tensors, observed=seen)
             self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
     def _count_hit(self) -> bool:

@@ -19,6 +19,7 @@ from nanscope.locate import Drop, Origin
 from nanscope.ops import base_name
 from nanscope.program import Arg, Call, Leaf, Program, Ref, overload, refs
 
+SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have settled on
 
 
@@ -223,7 +224,8 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     content = patch.values[value]
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
     count = bool((finite == finite.round()).all()) and bool((finite >= 0).all())
-    bound = least if least is not None else (1.0 if count else _small(content.dtype))
+    spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
+    bound = least if least is not None else (1.0 if count else SPIKE_FLOOR if spiky else _small(content.dtype))
     label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), dict(patch.tensors))
 

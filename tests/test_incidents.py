@@ -61,7 +61,7 @@ def missed(expected: dict[str, Any], verdict: nanscope.Verdict) -> dict[str, Any
         "phase": said["phase"] in expected["phase"],
         "cause": said["cause"] in expected["cause"],
         "op": first.phase in ("input", "weights") or origin.op.strip("_") in [name.strip("_") for name in expected["op"]],
-        "index": expected["index"] is None or origin.index == tuple(expected["index"]),
+        "index": expected["index"] is None or first.phase == "weights" or origin.index == tuple(expected["index"]),
         "masked": expected["masked"] is None or origin.masked == expected["masked"],
         "role": any(ROLES.get(role, role) == ROLES.get(origin.role or "", origin.role) for role in expected["role"]),
         "fix": said["fix"] in expected["fix"],

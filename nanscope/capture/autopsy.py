@@ -84,7 +84,7 @@ def update_again(
     the best that is still known of what was there before.
     """
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    twin = nn.Parameter(_finite(parameter), requires_grad=parameter.requires_grad)
+    twin = nn.Parameter(_finite(parameter), requires_grad=False)
     twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
     left = optimizer.state[parameter]
     state = {key: _finite(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in left.items()}
@@ -143,7 +143,8 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, content in saved:
-                buffer.copy_(content)
+                if not same_bits(buffer, content):
+                    buffer.copy_(content)
 
 
 @contextlib.contextmanager

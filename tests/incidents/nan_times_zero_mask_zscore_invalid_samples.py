@@ -12,7 +12,7 @@ EXPECTED = {
     "op": ("sqrt",),
     "index": (5,),
     "masked": True,
-    "role": ("rewards", "advantages"),
+    "role": ("rewards", "advantages", "loss"),
     "fix": ("mask_before_op", "clamp_input"),
     "variable": "spread",
 }

@@ -11,7 +11,7 @@ EXPECTED = {
     "cause": ("std_single",),
     "op": ("std",),
     "index": (),
-    "masked": False,
+    "masked": None,  # nothing selects
     "role": ("advantages",),
     "fix": ("guard_small_group",),
     "variable": None,

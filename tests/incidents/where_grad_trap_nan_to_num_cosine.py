@@ -10,7 +10,7 @@ EXPECTED = {
     "cause": ("where_grad_trap", "zero_div_zero"),
     "op": ("div",),
     "index": (4,),
-    "masked": True,
+    "masked": None,  # replaced, not masked
     "role": ("rewards", "hidden", "loss"),
     "fix": ("clamp_denominator",),
     "variable": "cosine",
