@@ -321,6 +321,9 @@ class _Walker:
             if bad.numel():
                 numbers = tensor.flatten()[bad]
                 nan = bad[torch.isnan(numbers)]
+                alike = bad[numbers == at(self.run.values[out], flat)]  # of a maximum over +inf and −inf, the one that it is
+                if not nan.numel() and alike.numel():
+                    bad = alike
                 found.append((source.value, int((nan if nan.numel() else bad)[0])))
         return found
 
@@ -649,7 +652,9 @@ class _Walker:
         leaf = self.program.leaf(value)
         if leaf is not None and leaf.origin == "parameter":
             return False
-        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and not self._is_label(value)
+        if self._is_label(value):
+            return False
+        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and (index is None or bool((tensor == 1).any()))
         if index is None or depth > 20 or (binary and not strict):
             return binary and (not strict or not tensor.is_floating_point())
         call = self.program.calls[index]
@@ -679,7 +684,11 @@ class _Walker:
         return any(self._multiplies(twin) for twin in twins)
 
     def _multiplies(self, value: int | None) -> bool:
-        return value is not None and any(base_name(self.program.calls[index].op) == "mul" for index in self.consumers.get(value, ()))
+        """Does a value weigh another tensor?"""
+        return value is not None and any(
+            base_name(call.op) == "mul" and all(isinstance(arg, Ref) and self.run.values[arg.id].dim() > 0 for arg in call.args[:2])
+            for call in (self.program.calls[index] for index in self.consumers.get(value, ()))
+        )
 
     def _mask_behind(self, value: int, zeros: Tensor) -> int:
         """A product of mask and coefficient is zero because of the mask: return the mask itself."""
@@ -833,6 +842,8 @@ class Namer:
             named = Role.ATTENTION  # inside a model scores are those of attention
         if named is not None or depth > 12:
             return named
+        if (leaf := self._leaves.get(value)) is not None and leaf.role in set(Role):
+            return Role(leaf.role)
         computed = self._computed(value, depth)
         if computed is not None:
             return computed
@@ -847,7 +858,11 @@ class Namer:
         if site is None:
             return self._downstream(value)
         function = role_of(site.function.rsplit(".", 1)[-1])
-        return role_of(site.within) or (function if function is not Role.LOSS else None) or self._downstream(value if via is None else via)
+        return (
+            role_of(site.within)
+            or (function if function not in (Role.LOSS, Role.GRAD) else None)
+            or self._downstream(value if via is None else via)
+        )
 
     @staticmethod
     def _inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
@@ -908,7 +923,9 @@ class Namer:
         return not stack
 
     def _own(self, value: int, depth: int) -> Role | None:
-        return role_of(self.name(value)) or self._computed(value, depth + 1)
+        leaf = self._leaves.get(value)
+        known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
+        return role_of(self.name(value)) or known or self._computed(value, depth + 1)
 
     def _ancestors(self, value: int) -> set[Role]:
         found: set[Role] = set()

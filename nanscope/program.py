@@ -76,7 +76,8 @@ class Leaf:
     """A tensor that comes into the program from outside.
 
     origin: "data" (batch, constant), "module" (output of a module), "parameter", or "opaque" (made by a call that cannot be replayed).
-    made_by: the module's class and path, or the operator. diff: a gradient flows back through it.
+    made_by: the module's class and path, or the operator. diff: a gradient flows back through it. role: what it means, where what told so
+    has been cut off.
     """
 
     id: int
@@ -84,6 +85,7 @@ class Leaf:
     origin: str
     diff: bool
     made_by: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +320,7 @@ class Program:
     def to_json(self) -> dict[str, Any]:
         """Return the program as JSON data."""
         return {
-            "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by] for leaf in self.leaves],
+            "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by, leaf.role] for leaf in self.leaves],
             "calls": [
                 [
                     call.op,
@@ -346,7 +348,7 @@ class Program:
         Raises ProgramError if the data is not one; operators are looked up only when the program runs.
         """
         try:
-            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m)) for i, n, o, d, m in data["leaves"])
+            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m), str(r)) for i, n, o, d, m, r in data["leaves"])
             calls = tuple(
                 Call(
                     str(op),

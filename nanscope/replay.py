@@ -28,7 +28,8 @@ class Row:
     loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
     gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
     measured.
-    works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element. note: why it could not be run, or what is remarkable.
+    works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
+    note: why it could not be run, or what is remarkable.
     """
 
     id: str

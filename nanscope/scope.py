@@ -238,14 +238,14 @@ class Scope:
         grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
         total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
         self._norm = total
-        if total is None or (math.isfinite(total) and (total or self._hit)):
-            if total is not None and not self._hit:
-                self._quietly("spike", self._watch_for_spikes, total)
+        if total is None:
+            return
+        if (math.isfinite(total) and (total or self._hit)) or (not math.isfinite(total) and not count_bad(grads)):
+            if not self._hit:
+                self._quietly("spike", self._watch_for_spikes, total)  # finite elements may have an infinite norm
             return
         if not total:
             self._quietly("clip-hit", self._clip_hit, parameters, grads)
-            return
-        if not count_bad(grads):
             return
         if self.on_nonfinite == "skip":
             self._hold_back(parameters)  # first of all: nothing that fails below may let this step through
@@ -321,7 +321,7 @@ class Scope:
         )
         norm = max(total, float(before_clip)) if before_clip is not None else total
         found = [
-            f"{size / usual.largest:.2g} times the largest {name} of the {usual.count} steps before it"
+            f"{size / usual.largest:.2g} times the largest {name} of the {usual.count} steps before"
             for name, size, usual in (("loss", abs(self._loss or 0.0), self._usual_loss), ("gradient norm", norm, self._usual_norm))
             if usual.exceeded(size)
         ]

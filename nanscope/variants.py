@@ -422,11 +422,17 @@ def _swap(arg: Arg, mapping: Mapping[int, int]) -> Arg:
 
 
 def guard_small_group(patch: Patch) -> Variant | None:
-    """Use 0 for the standard deviation of a single element."""
-    if not _is(patch, "std", "var"):
+    """Use the biased deviation, which is 0 for a group of one and whose gradient is 0, too."""
+    if not _is(patch, "std", "var") or not patch.call.op.endswith(".correction"):
         return None
-    inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
-    return Variant("guard_small_group", "use 0 for the deviation of a group of one", after(patch, inserts), dict(patch.tensors))
+    calls = list(patch.program.calls)
+    for index in patch.siblings():
+        out, source = calls[index].outs[0], next(calls[index].inputs())
+        if out is not None and patch.values[source].numel() <= max(1, patch.values[out].numel()):
+            others = tuple(item for item in calls[index].kwargs if item[0] != "correction")
+            calls[index] = replace(calls[index], kwargs=(*others, ("correction", 0)))
+    label = f"{_op(patch)} with correction=0 for groups of one: 0 instead of 0/0"
+    return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
 
 
 def guard_empty(patch: Patch) -> Variant | None:

@@ -212,6 +212,7 @@ def narrow(
     if not closed:
         return program, tensors, grads
     cut: dict[int, Leaf] = {}
+    namer = Namer(program)
     kept = []
     for call in program.calls:
         inputs = list(call.inputs())
@@ -224,7 +225,8 @@ def narrow(
                 closed.add(out)
             else:
                 site = program.site_of(call)
-                cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op)
+                role = namer.role(out)
+                cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op, str(role) if role else "")
     if program.output in cut:
         return program, tensors, grads  # nothing would be left; keep what there is
     leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())

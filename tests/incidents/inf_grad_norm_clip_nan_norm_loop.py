@@ -13,7 +13,7 @@ EXPECTED = {
     "op": ("log",),
     "index": (4,),
     "masked": True,
-    "role": ("grad", "advantages", "rewards"),
+    "role": ("grad", "advantages", "rewards", "hidden"),
     "fix": ("clamp_input", "mask_before_op", "skip_bad_step", "where_on_detached", "clamp_denominator"),
     "variable": None,
 }
