@@ -18,6 +18,7 @@ from nanscope import diagnose
 from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
+from nanscope.case import norm_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import ProgramError
 from nanscope.locate import Location, Phase, locate, spike, spotted
@@ -175,7 +176,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         origin = look.location.origin
         made = set(program.producers())
         if origin.value_id not in (made if origin.born else made | {leaf.id for leaf in program.leaves}):
-            observed |= {"outside": True, "location": diagnose.observation(look.location, snapshot.program, look.run)}
+            observed |= {"outside": True, "location": observation(look.location, snapshot.program, look.run)}
             with contextlib.suppress(ProgramError):
                 observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
     return replace(
@@ -194,7 +195,7 @@ def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
         for parameter in group["params"]:
             flat = first_nonfinite(parameter.detach())
             if flat is not None:
-                seen = diagnose.weight_observation(names.get(id(parameter)), parameter, flat, group)
+                seen = weight_observation(names.get(id(parameter)), parameter, flat, group)
                 seen["facts"]["optimizer"] = type(optimizer).__name__
                 return {"outside": True, "location": {**location, **seen}}
     return {"outside": True, "location": location}
@@ -214,7 +215,7 @@ def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | N
     flat = int(gradient.double().abs().argmax())
     if not at(gradient, flat):
         return None
-    return {"outside": True, "clip": "inf", "location": diagnose.norm_observation(largest.name, gradient, flat, site)}
+    return {"outside": True, "clip": "inf", "location": norm_observation(largest.name, gradient, flat, site)}
 
 
 def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
@@ -230,7 +231,7 @@ def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
     return {
         "outside": True,
         "clip": "inf",
-        "location": {**diagnose.observation(location, program, run), "phase": str(Phase.BACKWARD)},
+        "location": {**observation(location, program, run), "phase": str(Phase.BACKWARD)},
     }
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nanscope import diagnose, hit
+from nanscope import diagnose, hit, words
 from nanscope.capture.guard import Guard
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.pulse import Plan, Pulse, read_pulse
@@ -446,7 +446,7 @@ class Scope:
         if place in self._quiet_sites:
             return
         self._quiet_sites.add(place)
-        self.notes.append(diagnose.absorbed(location, self._step_number()))
+        self._note("nonfinite_absorbed", words.absorbed(location, self._step_number()))
 
     def _note(self, slug: str, text: str) -> None:
         if len(self.notes) < NOTES and not any(note.slug == slug and note.text == text for note in self.notes):

@@ -14,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_report import KINDS, NASTY, hostile, verdict_of
 
+from nanscope.case import Link
 from nanscope.causes import Cause
-from nanscope.diagnose import Fix, Incident, Link, Note, Picture, Verdict
+from nanscope.diagnose import Fix, Incident, Note, Picture, Verdict
 from nanscope.ledger import Entry
 from nanscope.replay import Row
 from nanscope.report import html

@@ -18,7 +18,8 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
-from nanscope.diagnose import Fix, Incident, Link, Note, Place, Verdict, number, role_words
+from nanscope.case import Link, Place
+from nanscope.diagnose import Fix, Incident, Note, Verdict
 from nanscope.indices import show_index
 from nanscope.report.view import (
     LIMITS,
@@ -47,6 +48,7 @@ from nanscope.report.view import (
     two,
     where,
 )
+from nanscope.words import number, role_words
 
 MOST_BYTES = 400_000
 

@@ -94,8 +94,8 @@ def _incident(incident: Incident) -> RenderableType:
 
 
 def _facts(incident: Incident) -> RenderableType:
-    from nanscope.diagnose import number
     from nanscope.indices import show_index
+    from nanscope.words import number
 
     o = incident.origin
     table = Table.grid(padding=(0, 2))
@@ -129,7 +129,7 @@ def _facts(incident: Incident) -> RenderableType:
 
 
 def _chain(incident: Incident) -> Text:
-    from nanscope.diagnose import number
+    from nanscope.words import number
 
     links = list(incident.chain)
     if len(links) > CHAIN:
@@ -150,7 +150,7 @@ def _chain(incident: Incident) -> Text:
 
 
 def _table(incident: Incident) -> RenderableType:
-    from nanscope.diagnose import is_exact, number
+    from nanscope.words import is_exact, number
 
     best = next((fix.id for fix in incident.fixes if fix.executed), None)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET)

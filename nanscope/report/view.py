@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from nanscope.case import Place
 from nanscope.causes import CAUSES
-from nanscope.diagnose import Fix, Incident, Place, Verdict, is_exact, number
+from nanscope.diagnose import Fix, Incident, Verdict
 from nanscope.ledger import Entry
 from nanscope.replay import Row
+from nanscope.words import is_exact, number
 
 
 @dataclass(frozen=True, slots=True)

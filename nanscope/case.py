@@ -1,0 +1,374 @@
+"""The case: one view on an origin, whether it was replayed or only observed, with what the rules ask about it.
+
+A case travels: what a file cannot recompute (an origin inside the model, in an update, in a clip) goes into the snapshot as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.elements import at
+from nanscope.indices import show_index, unravel
+from nanscope.ledger import show
+from nanscope.locate import Location, Namer, Origin, Phase, Step
+from nanscope.ops import Flow, base_name, flow_of
+from nanscope.program import Call, Program, Run, Site
+from nanscope.roles import Role, last_word, role_of
+from nanscope.snapshot import Snapshot
+from nanscope.summary import exponent_limit, headroom_bits
+from nanscope.variants import vanishing_eps
+
+EXPS = ("exp", "expm1", "exp2")
+LOGS = ("log", "log2", "log10", "log1p", "xlogy")
+CLIPPED = "picked the other side"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The origin as reports show it. See `locate.Origin`; headroom in bits, negative beyond the dtype's range.
+
+    limit: for an exponential, the largest exponent that its dtype can take, in nats.
+    """
+
+    op: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: float
+    dtype: str
+    variable: str | None
+    expression: str | None
+    role: str | None
+    masked: bool | None
+    masked_by: str | None
+    file: str | None
+    line: int | None
+    function: str | None
+    module: str | None
+    operands: tuple[tuple[str, float], ...]
+    source: tuple[tuple[int, str], ...]
+    headroom: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step of the chain, in words and numbers."""
+
+    text: str
+    line: int | None
+    value: float
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the rules ask of the program around an origin, kept apart so that it can travel without the program.
+
+    coefficient: a zero advantage or coefficient multiplies the origin. ancestors: operators that made its first operand.
+    mask_denominator: it divides by a sum over a mask. literal_denominator: by a number of the code.
+    eps_underflow: an epsilon of the code rounds to nothing on the way. whole: no element is finite. unwritten: memory that nobody wrote.
+    multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
+    number of the code or by a scalar that came in.
+    clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update. weight: what was updated.
+    suspect: everything is finite and the step is ruined. poisoned_at: the earlier step that wrote non-finite numbers into the weights.
+    """
+
+    coefficient: bool = False
+    ancestors: tuple[str, ...] = ()
+    mask_denominator: bool = False
+    literal_denominator: bool = False
+    setting: bool = False
+    whole: bool = False
+    eps_underflow: bool = False
+    unwritten: bool = False
+    multiplied: bool = False
+    plogp: bool = False
+    optimizer: str = ""
+    weight: str = ""
+    clip: str = ""
+    poisoned_at: int | None = None
+    suspect: bool = False
+
+    @staticmethod
+    def of(location: Location, program: Program, run: Run) -> Facts:
+        origin = location.origin
+        call = program.calls[origin.call] if origin.call is not None else None
+        literal = call is not None and base_name(call.op) == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
+        return Facts(
+            coefficient=origin.coefficient is not None,
+            ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
+            mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
+            literal_denominator=literal,
+            setting=literal or (len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
+            whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
+            multiplied=any(drop.how == "mask" for drop in origin.drops),
+            plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
+            unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
+            eps_underflow=origin.call is not None and bool(vanishing_eps(program, run.values, origin.call)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    phase: Phase
+    place: Place
+    chain: tuple[Link, ...]
+    facts: Facts
+
+    @staticmethod
+    def of(location: Location, program: Program, run: Run) -> Case:
+        """The case of an origin that was replayed."""
+        chain = tuple(Link(_link_words(s), s.line, s.value, s.backward) for s in location.chain)
+        first = next((position for position, link in enumerate(chain) if link.backward), None)
+        if first is not None and location.origin.born:
+            link = chain[first]
+            if math.isinf(location.origin.value) and location.origin.op in EXPS:
+                words = f"{link.text} (0 · inf in {location.origin.op}'s backward)"
+                chain = (*chain[:first], replace(link, text=words), *chain[first + 1 :])
+        return Case(location.phase, _place(location.origin, program), chain, Facts.of(location, program, run))
+
+    @staticmethod
+    def observed(snapshot: Snapshot, seen: dict[str, Any]) -> Case:
+        """The case of an origin that was seen in the process and is not in the file's program."""
+        origin = dict(seen.get("origin") or {})
+        default = Phase.FORWARD if snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss) else Phase.BACKWARD
+        phase = Phase(seen["phase"]) if seen.get("phase") in set(Phase) else default
+        chain = tuple(Link(str(t), line, float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
+        known = {name: value for name, value in (seen.get("facts") or {}).items() if name in Facts.__slots__}
+        facts = Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
+        return Case(phase, _place_from_json(origin), chain, facts)
+
+    def with_seen(self, seen: dict[str, Any], poisoned_at: int | None) -> Case:
+        """The case with what only the process could see: a clip by norm, the optimizer's class, what an earlier step did."""
+        known = {key: str(seen.get(key) or getattr(self.facts, key)) for key in ("clip", "optimizer", "weight")}
+        facts = replace(self.facts, poisoned_at=poisoned_at, suspect=bool(seen.get("suspect")), **known)  # type: ignore[arg-type]
+        place = replace(self.place, role=str(Role.GRAD)) if facts.clip == "inf" else self.place
+        return replace(self, facts=facts, place=place)
+
+    def number(self, position: int) -> float:
+        """The value of an operand, NaN if there is none."""
+        return self.place.operands[position][1] if position < len(self.place.operands) else math.nan
+
+
+def _link_words(step: Step) -> str:
+    return f"{last_word(step.variable) if step.variable else step.op}{show_index(step.index)}"
+
+
+def _ancestors(program: Program, value: int) -> set[str]:
+    """The operators that a value was made by, a few steps back."""
+    producers = program.producers()
+    found: set[str] = set()
+    stack = [(value, 0)]
+    while stack:
+        current, depth = stack.pop()
+        index = producers.get(current)
+        if index is None or depth > 4:
+            continue
+        found.add(base_name(program.calls[index].op))
+        stack += [(v, depth + 1) for v in program.calls[index].inputs()]
+    return found
+
+
+def _times_own_operand(program: Program, call: Call) -> bool:
+    """Is the logarithm multiplied by the number it was taken of, p · log p?"""
+    consumers = program.consumers()
+    operand = next(iter(call.inputs()), None)
+    value = call.outs[0]
+    for _ in range(6):
+        readers = [program.calls[index] for index in consumers.get(value, ())] if value is not None else []
+        if any(base_name(reader.op) == "mul" and operand in set(reader.inputs()) for reader in readers):
+            return True
+        following = [r for r in readers if flow_of(r.op) in (Flow.POINTWISE, Flow.MOVE)]
+        if not following:
+            return False
+        value = following[0].outs[0]
+    return False
+
+
+def _came_in(program: Program, value: int) -> bool:
+    """Is a value one that came in as it is, a temperature for instance, and was at most reshaped?"""
+    producers = program.producers()
+    for _ in range(12):
+        index = producers.get(value)
+        if index is None:
+            return True
+        call = program.calls[index]
+        if flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "clone", "detach", "alias", "lift_fresh"):
+            return False
+        value = next(iter(call.inputs()), value)
+    return False
+
+
+def _from_mask(program: Program, run: Run, value: int) -> bool:
+    """Is a value a sum over a mask?"""
+    producers, namer = program.producers(), Namer(program)
+    if "sum" not in _ancestors(program, value):
+        return False
+    for _ in range(12):
+        if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
+            return True
+        index = producers.get(value)
+        if index is None:
+            tensor = run.values[value]
+            return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
+        following = next(iter(program.calls[index].inputs()), None)
+        if following is None:
+            return False
+        value = following
+    return False
+
+
+def _place(origin: Origin, program: Program) -> Place:
+    site = origin.site
+    masked_by = next((_drop_words(drop.how, drop.name) for drop in origin.drops if drop.how in ("mask", "select")), None)
+    if masked_by is None and origin.masked and origin.drops:
+        masked_by = _drop_words(origin.drops[-1].how, origin.drops[-1].name)
+    operands = tuple((operand_name(origin, position), operand.value) for position, operand in enumerate(origin.operands))
+    call = program.calls[origin.call] if origin.call is not None else None
+    headroom = limit = None
+    if origin.op in EXPS and operands:
+        limit = round(exponent_limit(_dtype(origin.dtype)), 2)
+        headroom = round((exponent_limit(_dtype(origin.dtype)) - operands[0][1]) / math.log(2), 1)
+    elif math.isfinite(origin.value) and origin.value:
+        headroom = round(headroom_bits(abs(origin.value), _dtype(origin.dtype)), 1)
+    return Place(
+        op=origin.op,
+        index=origin.index,
+        shape=origin.shape,
+        value=origin.value,
+        dtype=origin.dtype,
+        variable=last_word(origin.variable) if origin.variable else None,
+        expression=site.expression or None if site else None,
+        role=str(origin.role) if origin.role else None,
+        masked=origin.masked,
+        masked_by=masked_by,
+        file=site.file if site else None,
+        line=site.line if site else None,
+        function=site.function if site else None,
+        module=call.module or None if call else None,
+        operands=operands,
+        source=site.source if site else (),
+        headroom=headroom,
+        limit=limit,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, torch.float32)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+_OPERANDS = {"addcdiv": ("weight", "numerator", "denominator"), "addcmul": ("value", "factor", "factor")}  # no source names these
+
+
+def operand_name(origin: Origin, position: int) -> str:
+    operand = origin.operands[position]
+    if operand.name:
+        return last_word(operand.name)
+    words = origin.site.args if origin.site else ()
+    known = _OPERANDS.get(origin.op, ())
+    if position < len(known):
+        return known[position]
+    return words[position] if position < len(words) else f"operand {position + 1}"
+
+
+def _drop_words(how: str, name: str | None) -> str:
+    return {
+        "mask": f"multiplied by {name or 'a mask'} = 0",
+        "select": f"not selected by {name or 'an index'}",
+        "clip": f"{name} {CLIPPED}",
+        "replace": f"replaced by {name}",
+    }[how]
+
+
+def observation(location: Location, program: Program, run: Run) -> dict[str, Any]:
+    """Return a location as JSON data: what a file keeps of an origin that its program does not hold."""
+    case = Case.of(location, program, run)
+    return {
+        "phase": str(case.phase),
+        "origin": place_json(case.place),
+        "chain": [[link.text, link.line, show(link.value), link.backward] for link in case.chain[:200]],
+        "facts": asdict(case.facts),
+    }
+
+
+def weight_observation(name: str | None, parameter: Tensor, flat: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what an update did to a weight, as JSON data."""
+    eps = group.get("eps")
+    small = isinstance(eps, float) and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0
+    grad = parameter.grad
+    operands = [] if grad is None else [["gradient", show(at(grad.detach(), flat))]]
+    origin = {
+        "op": "addcdiv" if eps is not None else "add",
+        "index": list(unravel(flat, parameter.shape)),
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "value": show(at(parameter.detach(), flat)),
+        "variable": name,
+        "role": "optimizer",
+        "masked": None,
+        "operands": operands,
+    }
+    return {"origin": origin, "facts": {"eps_underflow": small}}
+
+
+def norm_observation(name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
+    """Return the largest element of a gradient whose norm overflowed, as JSON data. site: where the norm was taken."""
+    origin = {
+        "op": "linalg_vector_norm",
+        "index": list(unravel(flat, gradient.shape)),
+        "shape": list(gradient.shape),
+        "dtype": str(gradient.dtype).removeprefix("torch."),
+        "value": show(at(gradient, flat)),
+        "variable": name,
+        "role": str(Role.GRAD),
+        "masked": None,
+        "operands": [["gradient", show(at(gradient, flat))]],
+    }
+    if site is not None:
+        origin |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
+    return {"phase": str(Phase.BACKWARD), "origin": origin}
+
+
+def place_json(p: Place) -> dict[str, Any]:
+    return {
+        "op": p.op,
+        "variable": p.variable,
+        "expression": p.expression,
+        "role": p.role,
+        "index": list(p.index),
+        "shape": list(p.shape),
+        "dtype": p.dtype,
+        "value": show(p.value),
+        "masked": p.masked,
+        "masked_by": p.masked_by,
+        "file": p.file,
+        "line": p.line,
+        "function": p.function,
+        "module": p.module,
+        "operands": [[name, show(value)] for name, value in p.operands],
+        "source": [[line, text] for line, text in p.source],
+        "headroom_bits": p.headroom,
+        "limit_nats": p.limit,
+    }
+
+
+def _place_from_json(data: dict[str, Any]) -> Place:
+    known: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Place)}
+    read: dict[str, Any] = {
+        "op": str(data.get("op") or "unknown"),
+        "index": tuple(data.get("index") or ()),
+        "shape": tuple(data.get("shape") or ()),
+        "value": float(data.get("value", math.nan)),
+        "dtype": str(data.get("dtype") or ""),
+        "operands": tuple((str(name), float(value)) for name, value in data.get("operands") or ()),
+        "source": tuple((int(number), str(text)) for number, text in data.get("source") or ()),
+        "headroom": data.get("headroom_bits"),
+        "limit": data.get("limit_nats"),
+    }
+    return Place(**{**known, **read})
