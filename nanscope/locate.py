@@ -593,6 +593,8 @@ class _Walker:
         name, values = base_name(call.op), self.run.values
         result = values[out]
         others = [v for v in call.inputs() if v not in marked]
+        if name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
+            return mark, None, "a coefficient"
         if name == "mul":
             for other in others:
                 zero = mark & (values[other] == 0).expand(result.shape)

@@ -7,6 +7,7 @@ global step hooks. What a callback of ours raises never reaches the trainer, exc
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -38,7 +39,8 @@ class Guard:
         self._wrapped: Any = None
         self._original: Any = None
         self._inside = False
-        self._stepping = False  # between an optimizer's two hooks; a step that raises never reaches the second
+        self._stepping: torch.optim.Optimizer | None = None  # between its two hooks; a step that raises never reaches the second
+        self._suspended = False
 
     def install(self) -> None:
         """Put the gates up."""
@@ -48,7 +50,8 @@ class Guard:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
-            self._end_step()
+            if not self._in_closure():
+                self._end_step()
             self._inside = True
             self._quietly("suspend", self._suspend)
             try:
@@ -78,17 +81,30 @@ class Guard:
             torch.autograd.backward = self._original
         self._inside = True
 
+    def _in_closure(self) -> bool:
+        """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
+        frame = sys._getframe(1) if self._stepping is not None else None
+        while frame is not None:
+            if frame.f_locals.get("self") is self._stepping:
+                return True
+            frame = frame.f_back
+        return False
+
     def _end_step(self) -> None:
-        if self._stepping:
-            self._stepping = False
-            self._quietly("resume", self._resume)
+        if self._stepping is not None:
+            self._stepping = None
+            if self._suspended:
+                self._quietly("resume", self._resume)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
             return
         self._end_step()
-        self._quietly("suspend", self._suspend)
-        self._stepping = True
+        closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        self._suspended = not closure  # a closure computes its loss inside the step: then the tape stays awake
+        if self._suspended:
+            self._quietly("suspend", self._suspend)
+        self._stepping = optimizer
         try:
             self._ours("before-step", self._observer.before_step, optimizer)
         except BaseException:
@@ -96,7 +112,7 @@ class Guard:
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread or torch.compiler.is_compiling() or not self._stepping:
+        if threading.get_ident() != self._thread or torch.compiler.is_compiling() or self._stepping is None:
             return
         try:
             self._ours("after-step", self._observer.after_step, optimizer)
