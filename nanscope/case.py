@@ -66,6 +66,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Story:
+    """What others have to do with a case. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of
+    the incident of another rank in the same step, "" if there is none."""
+
+    poisoned_at: int | None = None
+    source: str = ""
+
+
+NO_STORY = Story()
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the rules ask of the program around an origin, kept apart so that it can travel without the program.
 
@@ -75,7 +87,7 @@ class Facts:
     multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
     number of the code or by a scalar that came in.
     clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update. weight: what was updated.
-    suspect: everything is finite and the step is ruined. poisoned_at: the earlier step that wrote non-finite numbers into the weights.
+    suspect: everything is finite and the step is ruined. allreduce: this rank's own backward is fine, the gradients are not.
     """
 
     coefficient: bool = False
@@ -91,8 +103,9 @@ class Facts:
     optimizer: str = ""
     weight: str = ""
     clip: str = ""
-    poisoned_at: int | None = None
     suspect: bool = False
+    allreduce: bool = False
+    story: Story = NO_STORY
 
     @staticmethod
     def of(location: Location, program: Program, run: Run) -> Facts:
@@ -139,14 +152,15 @@ class Case:
         default = Phase.FORWARD if snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss) else Phase.BACKWARD
         phase = Phase(seen["phase"]) if seen.get("phase") in set(Phase) else default
         chain = tuple(Link(str(t), line, float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
-        known = {name: value for name, value in (seen.get("facts") or {}).items() if name in Facts.__slots__}
+        known = {name: value for name, value in (seen.get("facts") or {}).items() if name in Facts.__slots__ and name != "story"}
         facts = Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
         return Case(phase, _place_from_json(origin), chain, facts)
 
-    def with_seen(self, seen: dict[str, Any], poisoned_at: int | None) -> Case:
+    def with_seen(self, seen: dict[str, Any], story: Story) -> Case:
         """The case with what only the process could see: a clip by norm, the optimizer's class, what an earlier step did."""
         known = {key: str(seen.get(key) or getattr(self.facts, key)) for key in ("clip", "optimizer", "weight")}
-        facts = replace(self.facts, poisoned_at=poisoned_at, suspect=bool(seen.get("suspect")), **known)  # type: ignore[arg-type]
+        flags = {key: bool(seen.get(key)) for key in ("suspect", "allreduce")}
+        facts = replace(self.facts, story=story, **flags, **known)  # type: ignore[arg-type]
         place = replace(self.place, role=str(Role.GRAD)) if facts.clip == "inf" else self.place
         return replace(self, facts=facts, place=place)
 
@@ -317,10 +331,10 @@ def weight_observation(name: str | None, parameter: Tensor, flat: int, group: di
     return {"origin": origin, "facts": {"eps_underflow": small}}
 
 
-def norm_observation(name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
-    """Return the largest element of a gradient whose norm overflowed, as JSON data. site: where the norm was taken."""
+def gradient_observation(op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
+    """Return an element of a gradient that `op` was the ruin of, as JSON data. site: where that was."""
     origin = {
-        "op": "linalg_vector_norm",
+        "op": op,
         "index": list(unravel(flat, gradient.shape)),
         "shape": list(gradient.shape),
         "dtype": str(gradient.dtype).removeprefix("torch."),

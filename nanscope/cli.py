@@ -205,6 +205,25 @@ def _read(path: Path) -> Verdict:
 
 
 @app.command()
+def explain(
+    slug: Annotated[str | None, typer.Argument(metavar="CAUSE", help="A cause as a verdict names it; without one, all of them.")] = None,
+) -> None:
+    """Explain a cause: the mechanism, the smallest example, the right fix, the wrong ones, and where it was met.
+
+    Example: nanscope explain where_grad_trap
+    """
+    from nanscope.causes import Cause
+    from nanscope.report.terminal import print_causes, print_explanation
+
+    if slug is None:
+        print_causes(file=sys.stdout)
+    elif slug in set(Cause) - {Cause.UNKNOWN}:
+        print_explanation(Cause(slug), file=sys.stdout)
+    else:
+        raise NanscopeError(f"no cause is called {slug!r}; `nanscope explain` lists them", slug="unknown-cause")
+
+
+@app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,

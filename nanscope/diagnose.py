@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanscope.case import EXPS, Case, Link, Place, operand_name, place_json
+from nanscope.case import EXPS, NO_STORY, Case, Link, Place, Story, operand_name, place_json
 from nanscope.causes import ADVICE, CAUSES, Cause
 from nanscope.errors import ProgramError
 from nanscope.frameworks import Framework, recognise
@@ -166,17 +166,22 @@ def verdict(
     """
     from nanscope import __version__
 
-    incidents = []
+    incidents: list[Incident] = []
     poisoned: int | None = None
-    for index, snapshot in enumerate(snapshots):
-        incidents.append(diagnose(snapshot, paths[index] if index < len(paths) else None, poisoned_at=poisoned))
+    numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
+    # Of one step, the rank that made the harm comes before those that it reached.
+    for snapshot, path in sorted(numbered, key=lambda pair: (pair[0].step, bool(pair[0].observed.get("allreduce")), pair[0].rank)):
+        source = next((i for i in incidents if i.step == snapshot.step and i.rank != snapshot.rank), None)
+        story = Story(poisoned, f"rank {source.rank}: {source.sentence}" if source is not None else "")
+        incidents.append(diagnose(snapshot, path, story=story))
         if poisoned is None and snapshot.reached.bad_weights:
             poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
-    return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, max(bad_steps, len(incidents)), __version__)
+    bad_steps = max(bad_steps, len({incident.step for incident in incidents}))
+    return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, bad_steps, __version__)
 
 
-def examine(snapshot: Snapshot, replayed: Replay | None = None, *, poisoned_at: int | None = None) -> tuple[Case, Replay, str]:
+def examine(snapshot: Snapshot, replayed: Replay | None = None, *, story: Story = NO_STORY) -> tuple[Case, Replay, str]:
     """Return what is known of a snapshot's origin, its replay, and why it could not be replayed ("" if it could)."""
     problem = ""
     if replayed is None:
@@ -192,16 +197,15 @@ def examine(snapshot: Snapshot, replayed: Replay | None = None, *, poisoned_at: 
         case = Case.observed(snapshot, seen.get("location") or {})
         if seen.get("rows"):
             replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
-    return case.with_seen(seen, poisoned_at), replayed, problem
+    return case.with_seen(seen, story), replayed, problem
 
 
-def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | None = None, *, poisoned_at: int | None = None) -> Incident:
+def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | None = None, *, story: Story = NO_STORY) -> Incident:
     """Explain one snapshot.
 
-    replayed: a replay that was already run, to save a second one. poisoned_at: the earlier step that made weights non-finite, if the
-    run saw one.
+    replayed: a replay that was already run, to save a second one. story: what earlier steps and other ranks have to do with it.
     """
-    case, replayed, problem = examine(snapshot, replayed, poisoned_at=poisoned_at)
+    case, replayed, problem = examine(snapshot, replayed, story=story)
     if problem:
         snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", problem)))
     location, seen = replayed.location, snapshot.observed

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,14 @@ from nanscope import diagnose
 from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
-from nanscope.case import norm_observation, observation, weight_observation
+from nanscope.case import gradient_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
-from nanscope.errors import ProgramError
+from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate import Location, Phase, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
-from nanscope.snapshot import Snapshot
+from nanscope.snapshot import Snapshot, load
 
 log = logging.getLogger("nanscope")
 
@@ -215,7 +217,7 @@ def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | N
     flat = int(gradient.double().abs().argmax())
     if not at(gradient, flat):
         return None
-    return {"outside": True, "clip": "inf", "location": norm_observation(largest.name, gradient, flat, site)}
+    return {"outside": True, "clip": "inf", "location": gradient_observation("linalg_vector_norm", largest.name, gradient, flat, site)}
 
 
 def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
@@ -233,6 +235,44 @@ def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
         "clip": "inf",
         "location": {**observation(location, program, run), "phase": str(Phase.BACKWARD)},
     }
+
+
+# -- other ranks -------------------------------------------------------------------------------------------------------------------
+
+PATIENCE = 3.0  # seconds that a finished rank waits for the file of the one that made a NaN
+
+
+def has_peers() -> bool:
+    """Is this process one of several that train together?"""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def arrived(name: str, gradient: Tensor) -> dict[str, Any]:
+    """Return, as a snapshot keeps it, a gradient that is bad although this rank's own backward, made once more, is not."""
+    flat = first_nonfinite(gradient.detach()) or 0
+    return {"outside": True, "allreduce": True, "location": gradient_observation("all_reduce", name, gradient, flat, None)}
+
+
+def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict[str, Snapshot]:
+    """Return the snapshots that other ranks wrote into the same folder for the steps at which a NaN arrived from elsewhere, by path.
+
+    Ranks tell each other through files: a collective here could be one that only some ranks enter.
+    """
+    steps = {snapshot.step for snapshot in own if snapshot.observed.get("allreduce")}
+    ranks = {snapshot.rank for snapshot in own}
+    found: dict[str, Snapshot] = {}
+    until = time.monotonic() + (PATIENCE if wait else 0.0)
+    while steps:
+        for path in sorted(path for step in steps for path in folder.glob(f"step-{step:06d}.rank*.safetensors")):
+            if str(path) not in found:
+                with contextlib.suppress(NanscopeError):
+                    snapshot = load(path)
+                    if snapshot.rank not in ranks:
+                        found[str(path)] = snapshot
+        if any(not snapshot.observed.get("allreduce") for snapshot in found.values()) or time.monotonic() >= until:
+            break
+        time.sleep(0.1)
+    return {path: snapshot for path, snapshot in found.items() if not snapshot.observed.get("allreduce")}
 
 
 # -- around the step ---------------------------------------------------------------------------------------------------------------

@@ -70,9 +70,10 @@ RULES: tuple[Rule, ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
     Rule(None, lambda c: c.phase is Phase.WEIGHTS and math.isfinite(c.place.value), Cause.HW_BITFLIP),
     Rule(tuple(_DIVISORS), lambda c: c.facts.suspect, Cause.CANCELLATION_SPIKE),
-    Rule(None, lambda c: c.phase is Phase.WEIGHTS and c.facts.poisoned_at is not None, Cause.POISONED_WEIGHTS),
+    Rule(None, lambda c: c.phase is Phase.WEIGHTS and c.facts.story.poisoned_at is not None, Cause.POISONED_WEIGHTS),
     Rule(None, lambda c: c.phase is Phase.WEIGHTS and c.facts.whole and math.prod(c.place.shape) > 1, Cause.UNINITIALIZED),
     Rule(None, lambda c: c.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
+    Rule(None, lambda c: c.facts.allreduce, Cause.ALLREDUCE_NAN),
     Rule(None, lambda c: c.facts.clip == "inf", Cause.INF_GRAD_NORM_CLIP),
     Rule(None, lambda c: c.facts.unwritten, Cause.UNINITIALIZED),
     Rule(None, lambda c: c.phase is Phase.INPUT and c.place.masked is True, Cause.NAN_TIMES_ZERO_MASK),

@@ -106,6 +106,7 @@ class Scope:
         self._verdict: tuple[int, diagnose.Verdict] | None = None
         self._entered = False
         self._finished = False
+        self._had_peers = False
 
     # -- the block -------------------------------------------------------------------------------------------------------
 
@@ -158,8 +159,14 @@ class Scope:
         """What was found so far; complete after the block. Diagnosing runs when it is first asked for."""
         if self._verdict is None or self._verdict[0] != len(self.snapshots) or not self._finished:
             paths = [str(path) if path else None for path in self.paths]
+            others = hit.of_other_ranks(self.out, self.snapshots, wait=self._finished) if hit.has_peers() or self._had_peers else {}
             found = diagnose.verdict(
-                self.snapshots, paths, notes=self.notes, steps=self.steps, skipped=self.skipped, bad_steps=self.bad_steps
+                [*self.snapshots, *others.values()],
+                [*paths, *others],
+                notes=self.notes,
+                steps=self.steps,
+                skipped=self.skipped,
+                bad_steps=self.bad_steps,
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
@@ -311,8 +318,13 @@ class Scope:
                 self._found(found, replace(reached, loss=found.value), loss_bad=False, look=look, clip=self._clip(look))
                 return
         bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
-        changed = hit.gradient_look(self._tape, bad.grad) if bad is not None and bad.grad is not None else None
-        self._found(recording, reached, loss_bad=False, look=changed)
+        if bad is None or bad.grad is None:
+            return
+        changed = hit.gradient_look(self._tape, bad.grad)
+        seen: dict[str, Any] | None = None
+        if changed is None and hit.has_peers():
+            seen = hit.arrived(self._modules.parameters().get(id(bad), ("a weight", bad))[0], bad.grad)
+        self._found(recording, reached, loss_bad=False, look=changed or hit.NOTHING, seen=seen)
 
     def _watch_for_spikes(self, total: float) -> None:
         """Everything is finite: is it also of the size that this run is used to?"""
@@ -552,6 +564,7 @@ class Scope:
         self.ledger.path = history
 
     def _finish(self) -> None:
+        self._had_peers = hit.has_peers()
         if not self._closed_step and self._recordings:
             waiting = [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
             for recording in waiting:

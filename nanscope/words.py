@@ -54,14 +54,18 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     elif p.masked:
         inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
     index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
-    if case.phase is Phase.INPUT:
+    if case.facts.allreduce:
+        name, source = p.variable or "a weight", case.facts.story.source.rstrip(".")
+        what = f"the gradient of {name} is {number(p.value)} at {index}, while this rank's own backward gives finite numbers"
+        what += f": it came by all-reduce. {source}" if source else ": it came by all-reduce"
+    elif case.phase is Phase.INPUT:
         what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{inside}, read at {where}"
     elif case.phase is Phase.WEIGHTS:
         name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
         if cause is Cause.HW_BITFLIP:
             what = f"{name} is {number(p.value)} at {index}, many orders of magnitude beyond every other element of it"
-        elif case.facts.poisoned_at is not None:
-            what = f"{name} was already {number(p.value)} at {index}: the update of step {case.facts.poisoned_at} wrote it there"
+        elif case.facts.story.poisoned_at is not None:
+            what = f"{name} was already {number(p.value)} at {index}: the update of step {case.facts.story.poisoned_at} wrote it there"
         else:
             what = f"{name} was already {number(p.value)} at {index} before the step"
     elif case.phase is Phase.OPTIMIZER and p.operands and p.op != "unknown" and case.facts.weight:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "ops", "indices", "causes", "files"),
-    ("program", "ledger", "header", "frameworks", "summary"),
+    ("program", "ledger", "header", "frameworks", "summary", "explanations"),
     ("elements", "snapshot"),
     ("locate",),
     ("variants", "capture"),

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import nanscope
-from nanscope.case import Case
+from nanscope.case import Case, Story
 from nanscope.causes import Cause
 from nanscope.diagnose import examine
 from nanscope.rules import RULES, Rule, cause_of
 from nanscope.snapshot import load
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of
 
 FOLDER = Path(__file__).parent
 INCIDENTS = sorted((FOLDER / "incidents").glob("*.py"))
@@ -103,7 +105,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
         first, *later = [load(file) for file in sorted(folder.glob("*.safetensors"))]
         found.append((module.EXPECTED, examine(first)[0]))
         if later and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
-            found.append(({"cause": ("poisoned_weights",)}, examine(later[0], poisoned_at=first.step)[0]))
+            found.append(({"cause": ("poisoned_weights",)}, examine(later[0], story=Story(first.step))[0]))
     return found
 
 

@@ -113,22 +113,37 @@ def _finite(tensor: Tensor) -> Tensor:
     return content.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if content.is_floating_point() else content
 
 
+def _without_others(module: nn.Module) -> nn.Module | None:
+    """The module as it can be run by this process alone, None if every run of it needs the other ranks, too.
+
+    One rank runs a module again because of what only it has seen: a collective in there would wait for ever.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    kinds = {type(part).__name__ for part in module.modules()}
+    sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+    return None if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds) else module
+
+
 def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]:
+    module = _without_others(call.module)
+    if module is None:
+        raise LookupError(f"{type(call.module).__name__} is spread over several ranks and cannot be run again by one of them")
     devices = list(range(torch.cuda.device_count())) if len(call.rng) > 1 else []
     watch.busy = True
-    paths = {module: f"{path} ({type(module).__name__})" if path else type(module).__name__ for path, module in call.module.named_modules()}
+    paths = {part: f"{path} ({type(part).__name__})" if path else type(part).__name__ for path, part in module.named_modules()}
     with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as stack:
         torch.set_rng_state(call.rng[0])
         if len(call.rng) > 1:
             torch.cuda.set_rng_state(call.rng[1])
         for device, dtype in call.autocast.items():
             stack.enter_context(torch.autocast(device, dtype=dtype))
-        stack.enter_context(_buffers_kept(call.module))
+        stack.enter_context(_buffers_kept(module))
         stack.enter_context(_following(tape, paths))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(TapeMode(tape))
         try:
-            output = call.module(*(call.args or ()), **call.kwargs)
+            output = module(*(call.args or ()), **call.kwargs)
         finally:
             watch.busy = False
     return [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]

@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from nanscope.causes import CAUSES, Cause
 from nanscope.header import Header
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def _incident(incident: Incident) -> RenderableType:
         parts.append(Padding(Text(f"note: {safe(note.text)}", QUIET), (0, 2)))
     if incident.snapshot:
         parts += [Text(""), Text.assemble(("  next  ", QUIET), (f"nanscope replay {safe(incident.snapshot)}", ""))]
+    if incident.cause is not Cause.UNKNOWN:
+        parts.append(Text.assemble(("  why   ", QUIET), (f"nanscope explain {incident.cause}", "")))
     return Group(*parts)
 
 
@@ -209,6 +212,38 @@ def print_replay(incident: Incident, failing: bool, *, file: IO[str]) -> None:
     elif incident.origin.op not in ("unknown", ""):
         console.print(Padding(Text(safe(incident.sentence)), (0, 2)))
     console.print(_table(incident))
+
+
+def print_causes(*, file: IO[str]) -> None:
+    """Print every cause that is told apart, with a line about it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for cause, info in CAUSES.items():
+        if cause is not Cause.UNKNOWN:
+            table.add_row(Text(cause, STRONG), info.title)
+    console = _console(file)
+    console.print(table)
+    console.print(Text("\nnanscope explain CAUSE tells more", QUIET))
+
+
+def print_explanation(cause: Cause, *, file: IO[str]) -> None:
+    """Print the long form of a cause."""
+    from nanscope.explanations import EXPLANATIONS
+
+    explanation = EXPLANATIONS[cause]
+    console = _console(file)
+    console.print(Text.assemble((cause, STRONG), f"   {CAUSES[cause].title}"))
+    for title, text in (("", explanation.mechanism), ("what helps", explanation.right), ("what does not", explanation.wrong)):
+        if title:
+            console.print(Text(f"\n{title}", QUIET))
+        console.print(Padding(Text(text), (0, 2)))
+        if not title:
+            for name, snippet in (("it fails like this", explanation.broken), ("and is mended like this", explanation.mended)):
+                console.print(Text(f"\n{name}", QUIET))
+                console.print(Padding(Text(snippet.rstrip(), no_wrap=True, overflow="ignore"), (0, 4)))
+    if explanation.links:
+        console.print(Text("\nseen in", QUIET))
+        for link in explanation.links:
+            console.print(Padding(Text(link, no_wrap=True, overflow="ignore"), (0, 2)))
 
 
 def print_header(header: Header, path: str, program: bool, *, file: IO[str]) -> None:
