@@ -23,6 +23,7 @@ from nanscope.capture.tape import Tape
 from nanscope.case import gradient_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
+from nanscope.frameworks import Framework
 from nanscope.locate import Location, Phase, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
@@ -288,6 +289,41 @@ def find_trainer(targets: Iterable[Any]) -> Any:
         found = frame.f_locals.get("self")
         if hasattr(getattr(found, "args", None), "logging_nan_inf_filter"):
             return found
+        frame = frame.f_back
+    return None
+
+
+REPEATED = 4  # counted tokens of a completion that are all the same
+
+
+def repeated_tokens(ids: Tensor, mask: Tensor | None = None) -> str:
+    """Return what to say if most completions are one token over and over, "" otherwise.
+
+    ids: token ids, [B, T]. mask: [B, T], which tokens count; by default all. A model whose weights are NaN emits token id 0 for ever.
+    """
+    if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        return ""
+    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()
+    low = torch.where(counted, ids, ids.max()).amin(1)
+    high = torch.where(counted, ids, ids.min()).amax(1)
+    same = (low == high) & (counted.sum(1) >= REPEATED)
+    rows = int(same.sum())
+    if 2 * rows <= len(ids):
+        return ""
+    tokens = ", ".join(str(token) for token in sorted(set(low[same].tolist()))[:3])
+    return f"{rows} of {len(ids)} completions are one token over and over (id {tokens}): what a model with NaN weights generates"
+
+
+def sampled(framework: Framework | None) -> tuple[Tensor, Tensor | None] | None:
+    """Return ids and mask of the sampled tokens, [B, T], from the local variable in which the framework keeps its batch."""
+    if framework is None or framework.batch is None:
+        return None
+    local, ids, mask = framework.batch
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        held = frame.f_locals.get(local)
+        if isinstance(held, Mapping) and isinstance(held.get(ids), Tensor):
+            return held[ids], held.get(mask) if isinstance(held.get(mask), Tensor) else None
         frame = frame.f_back
     return None
 

@@ -36,7 +36,7 @@ from nanscope.errors import NanscopeError, NonFiniteError
 from nanscope.frameworks import recognise
 from nanscope.hit import Recording
 from nanscope.ledger import Entry, Ledger
-from nanscope.locate import spotted
+from nanscope.locate import Phase, spotted
 from nanscope.program import Program
 from nanscope.snapshot import Reached, Snapshot, save
 from nanscope.summary import count_bad, is_finite, norms
@@ -153,6 +153,13 @@ class Scope:
             if not isinstance(tensor, Tensor):
                 raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
             self._quietly("tag", self._tape.tag, name, tensor)
+        if "response_ids" in tensors:
+            self._quietly("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
+
+    def _look_at_tokens(self, ids: Tensor, mask: Tensor | None) -> None:
+        words = hit.repeated_tokens(ids, mask)
+        if words:
+            self._note("repeated_tokens", f"step {self._step_number()}: {words}")
 
     @property
     def verdict(self) -> diagnose.Verdict:
@@ -390,6 +397,8 @@ class Scope:
                 log.warning("nanscope [not-located]: step %d: %s: %s", self._step_number(), type(error).__name__, error)
         trainer = hit.find_trainer(self._targets)
         framework = recognise({site.file for site in look.program.sites})
+        if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := hit.sampled(framework)) is not None:
+            self._look_at_tokens(*tokens)
         snapshot = self._blank(recording.loss, framework.package if framework else None)
         snapshot = replace(
             snapshot,

@@ -194,7 +194,7 @@ def test_the_kinds_are_what_they_are_called(kind: str) -> None:
     incident = verdict_of(kind).incidents[0]
     phases = {"input": "input", "optimizer": "optimizer", "backward, finite loss": "backward"}
     assert incident.phase == phases.get(kind, "forward")
-    assert (incident.picture is None) == (kind in ("optimizer", "observed only"))
+    assert (incident.picture is None) == (kind == "observed only")
     if kind == "history":
         assert len(incident.history) == 9
     if kind == "observed only":

@@ -538,3 +538,29 @@ def test_gradient_accumulation_names_the_micro_batch_that_did_it(tmp_path: Path)
         optimizer.step()
     assert scope.steps == 1
     assert scope.verdict.incidents[0].origin.index == (1, 2)
+
+
+def test_the_story_of_the_exclamation_marks(tmp_path: Path) -> None:
+    """Step 1 poisons the weights, from step 2 on every log-prob is NaN, and the model emits token 0 for ever: one verdict tells all of it."""
+    torch.manual_seed(0)
+    policy = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(3):
+            logits = policy(torch.ones(2, 5, 4))
+            response_ids = logits.detach().nan_to_num(nan=-1.0).argmax(-1) if step else torch.tensor([[1, 2, 3, 4, 5], [0, 1, 2, 3, 4]])
+            scope.tag(response_ids=response_ids, mask=mask)
+            log_probs = logits.log_softmax(-1).gather(-1, response_ids[..., None]).squeeze(-1)
+            old_log_probs = log_probs.detach() - (200.0 if step == 0 else 0.0) * (1 - mask)
+            ratio = torch.exp(log_probs - old_log_probs)
+            loss = -(ratio * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    first, second, *_ = scope.verdict.incidents
+    assert (first.step, first.cause, first.origin.index) == (1, "inf_times_zero_mask", (0, 4))
+    assert (second.step, second.cause) == (2, "poisoned_weights")
+    assert "the update of step 1 wrote it there" in second.sentence
+    notes = [note.text for note in scope.verdict.notes if note.slug == "repeated_tokens"]
+    assert notes and "2 of 2 completions are one token over and over (id 0)" in notes[0]

@@ -437,11 +437,11 @@ def test_no_description_raises_anything_else(folder: Path, data: st.DataObject |
         for _ in range(data.draw(st.integers(1, 2))):
             place = data.draw(st.sampled_from(places(about)))
             if not place:
-                return data.draw(st.sampled_from(JUNK))
+                return copy.deepcopy(data.draw(st.sampled_from(JUNK)))
             inner: Any = about
             for key in place[:-1]:
                 inner = inner[key]
-            inner[place[-1]] = data.draw(st.sampled_from(JUNK))
+            inner[place[-1]] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
         return None
 
     try:

@@ -18,7 +18,8 @@ class Remedy:
 @dataclass(frozen=True, slots=True)
 class Framework:
     """One framework. package: its distribution. files: parts of the paths its loss code lives in. settings: option names that matter
-    for the loss, as attributes of its config object. version: the release that the rows were checked against."""
+    for the loss, as attributes of its config object. version: the release that the rows were checked against. batch: the local variable
+    that holds the batch, and its keys of the sampled token ids and of their mask."""
 
     name: str
     package: str
@@ -26,6 +27,7 @@ class Framework:
     files: tuple[str, ...]
     settings: tuple[str, ...]
     remedies: tuple[Remedy, ...] = field(default_factory=tuple)
+    batch: tuple[str, str, str] | None = None
 
 
 def known() -> tuple[Framework, ...]:

@@ -9,6 +9,7 @@ TRL = Framework(
     package="trl",
     version="1.16.0",
     files=("trl/trainer/", "trl/experimental/"),
+    batch=("inputs", "completion_ids", "completion_mask"),
     settings=(
         "loss_type", "beta", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards", "num_iterations",
         "num_generations", "use_bias_correction_kl", "temperature", "mask_truncated_completions", "off_policy_mask_threshold",
