@@ -331,6 +331,29 @@ def weight_observation(name: str | None, parameter: Tensor, flat: int, group: di
     return {"origin": origin, "facts": {"eps_underflow": small}}
 
 
+def made_observation(
+    op: str, result: Tensor, flat: int, site: Site | None, module: str, phase: Phase, name: str | None = None
+) -> dict[str, Any]:
+    """Return what a call inside the model, or its backward, made, as a snapshot keeps it. name: of what came in, not of what was made."""
+    role = Role.WEIGHTS if phase is Phase.WEIGHTS else Namer.inside(site, module, set())
+    origin = {
+        "op": op,
+        "index": list(unravel(flat, result.shape)),
+        "shape": list(result.shape),
+        "dtype": str(result.dtype).removeprefix("torch."),
+        "value": show(at(result, flat)),
+        "variable": name or (site.name if site and phase is not Phase.INPUT else None),
+        "expression": site.expression if site else None,
+        "role": str(role),
+        "masked": None,
+        "module": module,
+        "operands": [],
+    }
+    if site is not None:
+        origin |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
+    return {"outside": True, "location": {"phase": str(phase), "origin": origin}}
+
+
 def gradient_observation(op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
     """Return an element of a gradient that `op` was the ruin of, as JSON data. site: where that was."""
     origin = {

@@ -53,7 +53,9 @@ CAUSES: dict[Cause, CauseInfo] = {
         "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent")
     ),
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
-    Cause.INF_TIMES_ZERO_COEF: CauseInfo("exp overflows where the advantage is exactly 0, and inf · 0 is NaN", ("clamp_exponent",)),
+    Cause.INF_TIMES_ZERO_COEF: CauseInfo(
+        "an overflow meets a factor that is exactly 0 (an advantage, a coefficient), and inf · 0 is NaN", ("clamp_exponent",)
+    ),
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
     Cause.WHERE_GRAD_TRAP: CauseInfo(
         "forward drops the bad value, backward multiplies it by a zero gradient",

@@ -20,7 +20,7 @@ from nanscope import diagnose
 from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
-from nanscope.case import gradient_observation, observation, weight_observation
+from nanscope.case import gradient_observation, made_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.frameworks import Framework
@@ -28,7 +28,7 @@ from nanscope.locate import Location, Phase, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
-from nanscope.snapshot import Snapshot, load
+from nanscope.snapshot import Snapshot, load, tensor_bytes
 
 log = logging.getLogger("nanscope")
 
@@ -58,13 +58,15 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program."""
+    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: where there is no
+    program, what a snapshot keeps of the origin."""
 
     program: Program
     tensors: dict[int, Tensor]
     run: Run | None
     location: Location | None
     second: bool = False
+    seen: dict[str, Any] | None = None
 
 
 BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow; whoever does that also skips steps that overflow
@@ -81,6 +83,7 @@ def scaled_by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> bo
     return False
 
 
+LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 NOTHING = Look(Program((), (), -1), {}, None, None)
 
 
@@ -98,11 +101,74 @@ def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         return None
 
 
+def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward: bool = False) -> Look | None:
+    """Look into the model: by running it as a program, and where that does not reach the origin, by following its calls.
+
+    backward: the loss is finite, a gradient is not.
+    """
+    look = second_look(recording, budget, watch)
+    if look is not None and look.location is not None and is_settled(look.location):
+        return look
+    if recording.program is None:
+        return look
+    try:
+        return (_followed_back(recording, watch) if backward else _followed(recording, watch)) or look
+    except Exception as error:  # noqa: BLE001 - the model is anybody's code, and may not like to be run again
+        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        return look
+
+
+def is_settled(location: Location) -> bool:
+    """Does a location name the operation, or data, that made the harm, and not only something that hides it?"""
+    return location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque", "cut")
+
+
+def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
+    made = autopsy.follow(recording.tensors, recording.calls, watch)
+    if made is None:
+        return None
+    if made.program is not None:
+        with contextlib.suppress(ProgramError):
+            look = _walked(made.program, made.tensors)
+            if look is not None:
+                return look
+    phase, op, name = Phase.FORWARD, made.op, None
+    if made.foreign:
+        name = watch.parameter_name(made.result)
+        phase, op = (Phase.INPUT, "input") if name is None else (Phase.WEIGHTS, "parameter")
+    return _seen(made_observation(op, made.result, made.flat, made.site, made.module, phase, name))
+
+
+def _seen(observed: dict[str, Any]) -> Look:
+    return replace(NOTHING, second=True, seen=observed)
+
+
+def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
+    assert recording.program is not None
+    grads = dict(recording.grads)
+    if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
+        grads = recording.program.execute(recording.tensors, ends=True).grads
+    found = autopsy.follow_back(recording.tensors, grads, recording.calls, watch)
+    if found is None:
+        return None
+    made, module = found
+    return _seen(made_observation(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
+
+
 def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int) -> Look | None:
-    """Make the update of one parameter once more and walk through it; None if it stays finite now or cannot be made again."""
+    """Make the update of one parameter once more and walk through it; None if it cannot be made again.
+
+    An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
+    """
     try:
         again = autopsy.update_again(optimizer, parameter, name, budget)
-        return None if again is None else _walked(*again)
+        if again is None:
+            return None
+        look = _walked(*again)
+        if look is None and first_nonfinite(again[0].execute(again[1], ends=True).values[again[0].output]) is None:
+            flat = first_nonfinite(parameter.detach()) or 0
+            return _seen(made_observation("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
+        return look
     except Exception as error:  # noqa: BLE001 - an optimizer is anybody's code
         log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
         return None
@@ -152,7 +218,7 @@ def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Lo
         if look is None or look.run is None:
             return None
         location = spike(look.program, look.run)
-        if location is not None and (location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque")):
+        if location is not None and is_settled(location):
             return replace(look, location=location)
         look = again()
     return None
@@ -164,16 +230,17 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
         return NOTHING
     run = recording.program.execute(recording.tensors, trace=True)
     first = Look(recording.program, recording.tensors, run, locate(recording.program, run))
-    leaf = first.location.origin.leaf if first.location is not None else None
-    if first.location is not None and (leaf is None or leaf.origin not in ("module", "opaque")):
+    if first.location is not None and is_settled(first.location):
         return first
     deeper = again()
-    return deeper if deeper is not None and deeper.location is not None else first
+    return deeper if deeper is not None and (deeper.location is not None or deeper.seen is not None) else first
 
 
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
     program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens)
+    if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
+        program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
     observed: dict[str, Any] = dict(snapshot.observed)
     if look.location is not None and look.run is not None:
         origin = look.location.origin

@@ -27,6 +27,8 @@ from nanscope.roles import Role, role_of
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
+ALIKE = 64  # elements of one result that are looked at to find the first that did harm
+SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 DEEP = 10_000  # steps of one walk
 
 
@@ -40,7 +42,7 @@ class Phase(StrEnum):
     WEIGHTS = "weights"
 
 
-_PHASES = {Computes.GRADIENT: Phase.BACKWARD, Computes.UPDATE: Phase.OPTIMIZER}
+_PHASES = {Computes.GRADIENT: Phase.BACKWARD, Computes.UPDATE: Phase.OPTIMIZER, Computes.ACTIVATION: Phase.FORWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,11 @@ class _Walker:
             leaf.id for leaf in program.leaves if leaf.diff and leaf.id in run.grads and first_nonfinite(run.grads[leaf.id]) is not None
         )
         flat = first_nonfinite(run.values[program.output])
+        if flat is not None and program.computes is Computes.ACTIVATION:
+            flat = _worst(run.values[program.output])
         if flat is not None:
             root = self.walk_back(program.output, flat, 0)
-            root = self._flipped(root) or root
+            root = self._flipped(root) or self._first_alike(root)
             origin = self.origin(root.call, root.value, root.flat)
             forward = tuple(self.step(value, position) for value, position in reversed(root.path))
             phase = _PHASES.get(program.computes) or self._phase(origin, Phase.FORWARD)
@@ -286,6 +290,28 @@ class _Walker:
             path.append((value, flat))
         return _Root("born", self.producers.get(value), value, flat, tuple(path))
 
+    def _first_alike(self, root: _Root) -> _Root:
+        """Of several elements that a call made bad, the first one that did harm."""
+        if root.kind != "born" or root.call is None:
+            return root
+        bad = (~torch.isfinite(self.run.values[root.value].flatten())).nonzero().flatten()[:ALIKE].tolist()
+        for flat in bad:
+            if flat == root.flat:
+                break
+            if self._made_here(root.call, root.value, flat) and not self._harmless(root.value, flat):
+                return _Root(root.kind, root.call, root.value, flat, (*root.path[:-1], (root.value, flat)))
+        return root
+
+    def _made_here(self, call: int, value: int, flat: int) -> bool:
+        """Is an element bad although nothing that it was made of is, or a NaN although that is only infinite?"""
+        found = [at(self.run.values[v], f) for v, f in self.bad_sources(call, value, flat)]
+        return not found or (math.isnan(at(self.run.values[value], flat)) and not any(math.isnan(number) for number in found))
+
+    def _harmless(self, value: int, flat: int) -> bool:
+        """Is an element taken out on its way to the loss by something that stops infinities, which a mask of zeros does not?"""
+        masked, drops, _ = self.fate(value, flat)
+        return masked is True and bool(drops) and all(drop.how != "mask" for drop in drops)
+
     def _flipped(self, root: _Root) -> _Root | None:
         """An overflow may come of one weight that is many orders beyond all others: then that weight is where the harm was born."""
         if root.call is None:
@@ -324,7 +350,9 @@ class _Walker:
                 alike = bad[numbers == at(self.run.values[out], flat)]  # of a maximum over +inf and −inf, the one that it is
                 if not nan.numel() and alike.numel():
                     bad = alike
-                found.append((source.value, int((nan if nan.numel() else bad)[0])))
+                every = nan if nan.numel() else bad
+                several = SEVERAL if flow_of(call.op) is Flow.ALONG and not nan.numel() else 1
+                found += [(source.value, int(position)) for position in every[:several]]
         return found
 
     def intended(self, index: int, value: int, flat: int) -> bool:
@@ -352,7 +380,7 @@ class _Walker:
     def _root_of_leaf(self, value: int, flat: int, path: list[tuple[int, int]]) -> _Root:
         """A literal that was written into a tensor is not where the data went bad: the tensor is."""
         kind = self._fed(value, flat)
-        if kind == "fed" and self.run.values[value].dim() == 0:
+        if kind == "fed" and self.run.values[value].dim() == 0 and len(path) > 1 and self._is_write(path[-2][0]):
             for depth in range(len(path) - 1, -1, -1):
                 inner, position = path[depth]
                 if self.run.values[inner].dim() > 0:
@@ -564,6 +592,9 @@ class _Walker:
                 coefficient = coefficient or zero
                 if drop is not None:
                     drops.append(drop)
+                if len(call.outs) > 1 and out != self.program.output and not self.consumers.get(out):
+                    drops.append(Drop(index, "select", None, base_name(call.op)))  # a piece that nobody takes
+                    continue
                 if bool(kept.any()):
                     marked[out] = kept
         at_mask = self._at_mask(value, flat)
@@ -665,7 +696,12 @@ class _Walker:
             return True
         inputs = list(call.inputs())
         if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "clone", "detach", "lift_fresh", "alias", "rsub", "neg", "sub", "add"):
+            carried = PAYLOAD.get(name)
             tensors = [v for v in inputs if self.run.values[v].dim() > 0]
+            if carried is not None and len(carried) > 1:  # a where or a write: a mask only if all that it is made of are masks
+                parts = [v for position in carried if position < len(call.args) for v in refs(call.args[position])]
+                tensors = [v for v in parts if self.run.values[v].dim() > 0]
+                return bool(tensors) and all(self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in tensors)
             return bool(tensors) and self.is_mask(tensors[0], zeros, strict=strict, depth=depth + 1)
         if name == "mul":
             parts = [v for v in inputs if bool((self.run.values[v] == 0).any())] or inputs
@@ -712,7 +748,7 @@ class _Walker:
         return value
 
     def _at_mask(self, value: int, flat: int) -> Drop | None:
-        """The element lies where a mask of the program is 0 (for a row: in all of its tokens)."""
+        """The element is made of a row whose tokens a mask all excludes."""
         shape = list(self.run.values[value].shape)
         index = list(unravel(flat, tuple(shape)))
         while shape and shape[-1] == 1:
@@ -720,17 +756,45 @@ class _Walker:
             index.pop()
         if not shape:
             return None
+        before = {out for call in self.program.slice(value).calls for out in call.outs}
         for position, call in enumerate(self.program.calls):
-            if base_name(call.op) not in ("mul", "where", "index", "masked_fill"):
+            if base_name(call.op) != "mul" or not before & set(call.outs):
                 continue
             for mask in call.inputs():
                 tensor = self.run.values[mask]
-                if list(tensor.shape[: len(shape)]) != shape or not self.names.says_mask(mask):
+                if tensor.dim() <= len(shape) or list(tensor.shape[: len(shape)]) != shape or not self.names.says_mask(mask):
                     continue
                 inside = tensor[tuple(index)]
                 if bool((inside == 0).all()) and bool((tensor != 0).any()):
                     return Drop(position, "mask", mask, self.names.name(mask))
+        return self._contracted(value, flat)
+
+    def _contracted(self, value: int, flat: int) -> Drop | None:
+        """The element is weighed by a mask in a matrix product (`einsum("bt,bt->", ratio, mask)`)."""
+        shape = self.run.values[value].shape
+        for position, call in enumerate(self.program.calls):
+            if flow_of(call.op) is not Flow.MATMUL:
+                continue
+            origins = [self._unmoved(operand) for operand in call.inputs()]
+            masks = [v for v in origins if self.run.values[v].shape == shape and self.names.says_mask(v)]
+            weighed = [v for v in origins if v not in masks and self.run.values[v].shape == shape]
+            if not masks or not weighed or self.run.values[masks[0]].flatten()[flat]:
+                continue
+            if weighed[0] == value or value in {out for made in self.program.slice(weighed[0]).calls for out in made.outs}:
+                return Drop(position, "mask", masks[0], self.names.name(masks[0]))
         return None
+
+    def _unmoved(self, value: int) -> int:
+        """What a value was before it was reshaped, permuted or cast."""
+        for _ in range(12):
+            index = self.producers.get(value)
+            if index is None or self.names.name(value) is not None:
+                return value
+            call = self.program.calls[index]
+            if flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "clone", "alias"):
+                return value
+            value = next(iter(call.inputs()), value)
+        return value
 
 
 _KEEPS_SCORES = frozenset(
@@ -755,6 +819,15 @@ _KEEPS_SCORES = frozenset(
         "where",
     )
 )  # what these make of rewards or advantages are still rewards or advantages
+
+
+def _worst(tensor: Tensor) -> int:
+    """The first NaN, else the first +inf, else the first −inf: among values of a model −inf is most often a mask."""
+    values = tensor.detach().flatten()
+    for bad in (torch.isnan(values), values == math.inf, values == -math.inf):
+        if bool(bad.any()):
+            return int(bad.int().argmax())
+    return 0
 
 
 def _largest(tensor: Tensor) -> int:
@@ -856,7 +929,7 @@ class Namer:
         if index is not None and self.program.calls[index].module:
             if self._of_weights_only(value):
                 return Role.WEIGHTS
-            return self._inside(site, self.program.calls[index].module, self._ancestors(value))
+            return self.inside(site, self.program.calls[index].module, self._ancestors(value))
         if site is None:
             return self._downstream(value)
         function = role_of(site.function.rsplit(".", 1)[-1])
@@ -867,8 +940,8 @@ class Namer:
         )
 
     @staticmethod
-    def _inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
-        """Inside a model a value is an activation; attention and routing are told by the names around it."""
+    def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
+        """Return what a value inside a model means: it is an activation; attention and routing are told by the names around it."""
         part = module.split(" ")[0].rsplit(".", 1)[-1]
         texts = (site.within, site.function.rsplit(".", 1)[-1], part) if site is not None else (part,)
         named = [role for role in map(role_of, texts) if role is not None]

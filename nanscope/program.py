@@ -64,11 +64,13 @@ class Site:
 
 
 class Computes(StrEnum):
-    """What a program ends in: the loss, a gradient as the trainer changed it after backward, or a weight after the optimizer's update."""
+    """What a program ends in: the loss, a gradient as the trainer changed it after backward, a weight after the optimizer's update, or a
+    value inside the model."""
 
     LOSS = "loss"
     GRADIENT = "gradient"
     UPDATE = "update"
+    ACTIVATION = "activation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +238,14 @@ class Program:
         dtype: torch.dtype | None = None,
         backward: bool = True,
         trace: bool = False,
+        ends: bool = False,
     ) -> Run:
         """Run the program forward and, where the output carries a gradient, backward.
 
         leaves:   leaf id → tensor. They are not modified.
         dtype:    compute in this floating dtype instead of the recorded ones.
         trace:    also keep, for every call, the gradients that went into and out of its autograd node.
+        ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
         values: dict[int, Tensor] = {}
@@ -274,6 +278,7 @@ class Program:
                 tensor.register_hook(keep_grad(leaf.id))  # type: ignore[no-untyped-call]
             values[leaf.id] = tensor
 
+        dropped = self._last_uses() if ends else {}
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
         made = 0  # elements of all results so far
         with contextlib.ExitStack() as stack:
@@ -303,10 +308,14 @@ class Program:
                         continue
                     values[out] = tensor
                     if backward and tensor.requires_grad:
-                        tensor.register_hook(keep_grad(out))  # type: ignore[no-untyped-call]
+                        if not ends:
+                            tensor.register_hook(keep_grad(out))  # type: ignore[no-untyped-call]
                         node = tensor.grad_fn
                 if trace and node is not None:
                     node.register_hook(keep_flow(index))
+                for value in dropped.get(index, ()):
+                    values.pop(value, None)
+                del args, kwargs, result, results, node
             if self.output not in values:
                 raise ProgramError("the program does not make its output", slug="program-missing-value")
             output = values[self.output]
@@ -316,6 +325,18 @@ class Program:
                 except RuntimeError as error:
                     raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
         return Run({value: tensor.detach() for value, tensor in values.items()}, grads, flows, tuple(order))
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Index of a call → results that nobody reads after it."""
+        last = {
+            value: index for index, call in enumerate(self.calls) for value in (*call.inputs(), *(o for o in call.outs if o is not None))
+        }
+        kept = {leaf.id for leaf in self.leaves} | {self.output}
+        found: dict[int, list[int]] = {}
+        for value, index in last.items():
+            if value not in kept:
+                found.setdefault(index, []).append(value)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the program as JSON data."""

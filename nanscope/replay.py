@@ -81,6 +81,8 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
         note = "loss reproduces bit for bit, gradients do not"
     if program.computes is not Computes.LOSS:
         reproduces, gradients, note = None, None, ""
+    # From here on only the values are read: where the gradients went is known, and on a large batch they are most of the memory.
+    run = replace(run, grads={leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.id in run.grads}, flows={})
     rows = [_row("as_recorded", "as recorded", "recorded", program, run, None, note)]
     if location is None:
         return Replay(tuple(rows), reproduces, gradients, None, run)
@@ -96,8 +98,8 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     for name, kind, edit in candidates:
         try:
             variant = edit(patch)
-        except NanscopeError as error:
-            variant = None
+        except (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration) as error:
+            variant = None  # an edit that cannot be made here is not worth losing the verdict for
             if kind == "asked":
                 rows.append(Row(name, name, kind, None, 0, 0, None, False, str(error)))
                 continue
@@ -130,7 +132,7 @@ def _everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch
                 break
             seen.add(location.origin.value_id)
             more = edit(Patch(found.program, location.origin, run.values, found.tensors))
-        except NanscopeError:
+        except (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration):
             break
         if more is None:
             break
@@ -149,7 +151,7 @@ def _try(
     dtype: torch.dtype | None = None,
 ) -> Row:
     try:
-        run = program.execute(tensors, dtype=dtype)
+        run = program.execute(tensors, dtype=dtype, ends=True)
     except ProgramError as error:
         return Row(name, label, kind, None, 0, 0, None, False, str(error))
     return _row(name, label, kind, program, run, healthy)
@@ -198,8 +200,8 @@ class _Healthy:
             variant = repaired(patch)
             if variant is None:
                 return None
-            run = variant.program.execute(variant.tensors, dtype=torch.float64)
-            plain = variant.program.execute(variant.tensors)
+            run = variant.program.execute(variant.tensors, dtype=torch.float64, ends=True)
+            plain = variant.program.execute(variant.tensors, ends=True)
         except NanscopeError:
             return None
         grads = _results(variant.program, run)
@@ -254,7 +256,7 @@ def _touched(patch: Patch) -> dict[int, Tensor]:
         )
         tensors = {leaf.id: patch.tensors[leaf.id] for leaf in part.leaves}
         try:
-            run = probe.execute({**tensors, mark: bad.double()}, dtype=torch.float64)
+            run = probe.execute({**tensors, mark: bad.double()}, dtype=torch.float64, ends=True)
         except ProgramError:
             continue
         for leaf in part.leaves:

@@ -82,7 +82,7 @@ class Scope:
         self._limit = limit
         self._rank = int(os.environ.get("RANK", "0") or 0)
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
-        self._tape = Tape(budget, largest=budget // 32)
+        self._tape = Tape(budget, wide=budget // 32)
         self._mode = TapeMode(self._tape)
         self._quietly = Quiet()
         self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._quietly)
@@ -167,14 +167,15 @@ class Scope:
         if self._verdict is None or self._verdict[0] != len(self.snapshots) or not self._finished:
             paths = [str(path) if path else None for path in self.paths]
             others = hit.of_other_ranks(self.out, self.snapshots, wait=self._finished) if hit.has_peers() or self._had_peers else {}
-            found = diagnose.verdict(
-                [*self.snapshots, *others.values()],
-                [*paths, *others],
-                notes=self.notes,
-                steps=self.steps,
-                skipped=self.skipped,
-                bad_steps=self.bad_steps,
-            )
+            with self._guard.aside():
+                found = diagnose.verdict(
+                    [*self.snapshots, *others.values()],
+                    [*paths, *others],
+                    notes=self.notes,
+                    steps=self.steps,
+                    skipped=self.skipped,
+                    bad_steps=self.bad_steps,
+                )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
 
@@ -320,8 +321,8 @@ class Scope:
         recording = candidates[-1]
         reached = Reached(recording.value, len(grads), count_bad(grads), scaled=recording.scaled)
         for found in candidates:
-            look = hit.look_closely(found, functools.partial(self._second_look, found))
-            if look.location is not None:
+            look = hit.look_closely(found, functools.partial(self._second_look, found, backward=True))
+            if look.location is not None or look.seen is not None:
                 self._found(found, replace(reached, loss=found.value), loss_bad=False, look=look, clip=self._clip(look))
                 return
         bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
@@ -374,8 +375,8 @@ class Scope:
             reached = Reached(recording.value, len(grads), 0, scaled=recording.scaled)
             self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=seen)
 
-    def _second_look(self, recording: Recording) -> hit.Look | None:
-        return hit.second_look(recording, self._tape.budget * 4, self._modules)
+    def _second_look(self, recording: Recording, backward: bool = False) -> hit.Look | None:
+        return hit.deeper_look(recording, self._tape.budget * 4, self._modules, backward)
 
     def _found(
         self,
@@ -392,7 +393,7 @@ class Scope:
         if look is None:
             look = hit.NOTHING
             try:
-                look = hit.look_closely(recording, lambda: self._second_look(recording))
+                look = hit.look_closely(recording, lambda: self._second_look(recording, backward=not loss_bad))
             except Exception as error:  # noqa: BLE001 - an incident that cannot be explained is still one
                 log.warning("nanscope [not-located]: step %d: %s: %s", self._step_number(), type(error).__name__, error)
         trainer = hit.find_trainer(self._targets)
@@ -409,7 +410,7 @@ class Scope:
             settings=hit.settings(trainer, framework.settings if framework else ()),
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
             notes=tuple(hit.logged_loss(trainer, reached.loss, loss_bad)),
-            observed={**({"clip": clip} if clip else {}), **(seen or {})},
+            observed={**({"clip": clip} if clip else {}), **(look.seen or {}), **(seen or {})},
         )
         self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
@@ -426,6 +427,8 @@ class Scope:
         look = hit.update_look(optimizer, parameter, named.get(id(parameter), "weight"), self._tape.budget)
         if look is None:
             self._keep(replace(snapshot, observed=hit.update_seen(optimizer, named)))
+        elif look.seen is not None:
+            self._keep(replace(snapshot, observed=look.seen))
         else:
             seen = {"optimizer": type(optimizer).__name__, "weight": named.get(id(parameter), "a weight")}
             snapshot = replace(snapshot, program=look.program, tensors=look.tensors, observed=seen)

@@ -174,7 +174,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
         return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
     if not _broadcasts(keep.shape, content.shape):
         return None
-    excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() else 0.0
+    excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
     neutral = 1.0 if position == 1 else 0.0
     masks = _masks(patch, mask)
 

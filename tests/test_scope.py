@@ -564,3 +564,15 @@ def test_the_story_of_the_exclamation_marks(tmp_path: Path) -> None:
     assert "the update of step 1 wrote it there" in second.sentence
     notes = [note.text for note in scope.verdict.notes if note.slug == "repeated_tokens"]
     assert notes and "2 of 2 completions are one token over and over (id 0)" in notes[0]
+
+
+def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path) -> None:
+    """Diagnosing replays the step, forward and backward: that is not mistaken for training, and the file stays as it was."""
+    x = torch.tensor([1.0, 99.0], requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        (torch.exp(x) * torch.tensor([1.0, 0.0])).sum().backward()
+        before = [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
+        sentence = scope.verdict.sentence
+        assert [path.read_bytes() for path in tmp_path.glob("*.safetensors")] == before
+        (x * 2).sum().backward()
+    assert len(scope.snapshots) == 1 and scope.verdict.sentence == sentence

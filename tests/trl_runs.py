@@ -9,24 +9,35 @@ scores and trains as in a long run. Importing this file needs trl, so tests call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
 
 SEED = 7
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "plus", "minus", "times", "is", "the", "sum", "of", "it")
 PROMPTS = ("one plus two is", "the sum of three four is", "six minus five", "two times three is it")
+CHOSEN = (" three", " seven of it", " one", " six")
+REJECTED = (" two", " eight", " four is", " the sum")
+
+Reward = Callable[..., list[float | None]]
+Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +71,11 @@ class FaultyTrainer(GRPOTrainer):
     planted_step: int | None = None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        assert self.model is not None
         if self.fault is not None and self.model.training and self.state.global_step >= self.fault.step:
             inputs = self._plant(model, inputs, self.fault)
-        return super()._compute_loss(model, inputs)
+        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[no-untyped-call]
+        return loss
 
     @torch.no_grad()  # as in TRL, where the inputs of the loss are made without gradients
     def _plant(self, model: torch.nn.Module, inputs: dict[str, Any], fault: Fault) -> dict[str, Any]:
@@ -94,13 +107,56 @@ class FaultyTrainer(GRPOTrainer):
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with torch.random.fork_rng(devices=[]):
-            return self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, inputs["completion_ids"].size(1))[0]
+            width = inputs["completion_ids"].size(1)
+            log_probs: Tensor = self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, width)[0]
+        return log_probs
+
+
+class EditedTrainer:
+    """What a TRL trainer inherits in front of it so that its loss reads other inputs; the loss itself is TRL's, untouched.
+
+    edit: gets the trainer and a copy of the inputs; returns the inputs of the loss. It is asked once a backward pass.
+    """
+
+    edit: Callable[[Any, Inputs], Inputs] | None = None
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: Inputs, *rest: Any) -> Tensor:
+        if self.edit is not None:
+            inputs = self.edit(self, dict(inputs))
+        loss: Tensor = super()._compute_loss(model, inputs, *rest)  # type: ignore[misc]
+        return loss
+
+
+class SampledTrainer(EditedTrainer, GRPOTrainer):
+    """A GRPOTrainer whose completions come with log-probs of their sampler, as from vLLM; what TRL makes of them is TRL's own.
+
+    The sampler is TRL's generation, its log-probs are computed in float32 from the same weights. `use_vllm` is set after construction,
+    which would start an engine. spoil: changes the log-probs, [rows][tokens], as an engine may have reported them.
+    """
+
+    spoil: Callable[[list[list[float]]], None] | None = None
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *rest: Any, **named: Any) -> tuple[list[list[int]], list[list[float]]]:
+        self.use_vllm = False
+        completion_ids, _ = super()._generate_single_turn(prompt_ids, *rest, **named)  # type: ignore[no-untyped-call]
+        self.use_vllm = True
+        with torch.no_grad():
+            log_probs = [self._sampler_log_probs(p, c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+        if self.spoil is not None:
+            self.spoil(log_probs)
+        return completion_ids, log_probs
+
+    def _sampler_log_probs(self, prompt: list[int], completion: list[int]) -> list[float]:
+        assert self.model is not None
+        logits = self.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].float()
+        log_probs = torch.log_softmax(logits / self.temperature, dim=-1)
+        return [float(log_probs[len(prompt) + i - 1, token]) for i, token in enumerate(completion)]
 
 
 def _choose_row(inputs: dict[str, Any], fault: Fault) -> int:
     """The longest row with the wanted sign of advantage, for padding the shortest; where no row has it, one is given it."""
     lengths = inputs["completion_mask"].sum(dim=1)
-    order = torch.argsort(lengths, descending=fault.place != "padding", stable=True).tolist()
+    order: list[int] = torch.argsort(lengths, descending=fault.place != "padding", stable=True).tolist()
     for row in order:
         if inputs["advantages"][row] * fault.advantage > 0:
             return row
@@ -112,7 +168,7 @@ def _choose_row(inputs: dict[str, Any], fault: Fault) -> int:
 
 def _first_padding(inputs: dict[str, Any], row: int) -> int:
     """The first column after the end of the row; a row without padding is cut short, in every input that knows its length."""
-    length, width = int(inputs["completion_mask"][row].sum()), inputs["completion_mask"].size(1)
+    length, width = int(inputs["completion_mask"][row].sum()), int(inputs["completion_mask"].size(1))
     if length < width:
         return length
     column = width // 2
@@ -126,52 +182,54 @@ def _first_padding(inputs: dict[str, Any], row: int) -> int:
 
 def make_trainer(
     tmp_path: Path,
-    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    trainer_class: type[Any] = GRPOTrainer,
     *,
     model_config: dict[str, Any] | None = None,
     fault: Fault | None = None,
+    reward: Reward | None = None,
+    dtype: torch.dtype | None = None,
+    config_class: type[Any] | None = None,
     **config_overrides: Any,
-) -> GRPOTrainer:
+) -> Any:
     """A trainer that is ready to train: two calls with the same arguments give bit-identical runs. Sets torch to one thread.
 
     tmp_path:         folder for the output and, when beta > 0, for the model, since TRL loads the reference from a path.
     model_config:     changes to the Qwen2Config, e.g. {"attention_dropout": 0.1}.
     fault:            needs a FaultyTrainer; TypeError with another class.
-    config_overrides: fields of GRPOConfig. Defaults: 4 steps of 8 completions (2 prompts × 4 generations), num_iterations 2.
+    reward:           the reward function, `mean_token_id` if None.
+    dtype:            of all weights; float32 if None.
+    config_class:     GRPOConfig, or RLOOConfig for an RLOOTrainer, if None.
+    config_overrides: fields of the config. Defaults: 4 steps of 8 completions (2 prompts × 4 generations), num_iterations 2, beta 0.
     """
     if fault is not None and not issubclass(trainer_class, FaultyTrainer):
         raise TypeError(f"{trainer_class.__name__} plants no fault; give make_trainer FaultyTrainer or a subclass of it")
     torch.set_num_threads(1)  # the tensors are tiny: on a busy machine a second thread makes a run 20 times slower
     settings: dict[str, Any] = {
-        "output_dir": str(tmp_path / "trainer"),
+        **_settings(tmp_path),
         "max_steps": 4,
-        "learning_rate": 1e-3,
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "num_iterations": 2,  # more than one, so that TRL keeps the old log-probs
         "max_completion_length": 8,
-        "seed": SEED,
-        "bf16": False,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "logging_steps": 1,
-        "disable_tqdm": True,
+        "beta": 0.0,
         **config_overrides,
     }
     if settings.get("loss_type") == "cispo":
         settings.setdefault("epsilon_high", 5.0)  # here an absolute bound on the ratio; the default 0.2 would cut every token
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, **(model_config or {}))
-    if settings.get("beta", 0.0) > 0:
-        disable_progress_bar()
+    if dtype is not None:
+        torch.nn.Module.to(model, dtype)
+    if settings["beta"] > 0:
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         model.save_pretrained(tmp_path / "policy")
         model = Qwen2ForCausalLM.from_pretrained(tmp_path / "policy")
+    if config_class is None:
+        config_class = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     trainer = trainer_class(
         model=model,
-        reward_funcs=mean_token_id,
-        args=GRPOConfig(**settings),
+        reward_funcs=reward or mean_token_id,
+        args=config_class(**settings),
         train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
         processing_class=tokenizer,
     )
@@ -181,12 +239,49 @@ def make_trainer(
     return trainer
 
 
+def make_dpo_trainer(tmp_path: Path, trainer_class: type[DPOTrainer] = DPOTrainer, **config_overrides: Any) -> Any:
+    """A DPO trainer that is ready to train, with a reference of its own, or its log-probs where `precompute_ref_log_probs` asks for them.
+
+    config_overrides: fields of DPOConfig. Defaults: 2 steps of the same 4 pairs.
+    """
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    settings: dict[str, Any] = {**_settings(tmp_path), "max_steps": 2, "per_device_train_batch_size": 4, **config_overrides}
+    tokenizer = make_tokenizer()
+    pairs = {"prompt": list(PROMPTS), "chosen": list(CHOSEN), "rejected": list(REJECTED)}
+    trainer = trainer_class(
+        model=make_model(tokenizer),
+        ref_model=None if settings.get("precompute_ref_log_probs") else make_model(tokenizer),
+        args=DPOConfig(**settings),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _settings(tmp_path: Path) -> dict[str, Any]:
+    """Every trainer's settings here: float32 on the CPU, seeded, silent, nothing saved."""
+    return {
+        "output_dir": str(tmp_path / "trainer"),
+        "learning_rate": 1e-3,
+        "seed": SEED,
+        "bf16": False,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word, from a vocabulary of a few words; the pad token is 0."""
     words = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL_TOKENS, *WORDS))}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     pad, bos, eos = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=pad)
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=pad)  # type: ignore[no-untyped-call]
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Qwen2ForCausalLM:
@@ -208,6 +303,6 @@ def make_model(tokenizer: PreTrainedTokenizerFast, **overrides: Any) -> Qwen2For
     return Qwen2ForCausalLM(Qwen2Config(**settings))
 
 
-def mean_token_id(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def mean_token_id(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """A reward that seldom ties within a group, so that advantages of both signs exist."""
     return [sum(ids) / len(ids) for ids in completion_ids]

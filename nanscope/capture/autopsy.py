@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.trail import Made, MadeBackward, Trail, kinds_of, made_backward, part_of
 from nanscope.locate import LOG_PROBS, Namer
 from nanscope.program import Arg, Computes, Leaf, Program, join, refs, same_bits, substitute
 from nanscope.roles import Role, role_of
@@ -47,7 +49,7 @@ def second_look(
             continue
         tape = Tape(budget)
         tape.is_parameter = watch.parameter_name
-        outputs = _run_again(call, tape, watch)
+        outputs = _run_again(call, TapeMode(tape), tape, watch)
         mapping: dict[int, int] = {}
         for place, tensor in zip(call.outputs, outputs, strict=False):
             target, value = wanted.get(place), tape.find(tensor)
@@ -125,7 +127,7 @@ def _without_others(module: nn.Module) -> nn.Module | None:
     return None if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds) else module
 
 
-def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]:
+def _run_again(call: ModuleCall, mode: TorchDispatchMode, follower: Tape | Trail, watch: ModuleWatch) -> list[Tensor]:
     module = _without_others(call.module)
     if module is None:
         raise LookupError(f"{type(call.module).__name__} is spread over several ranks and cannot be run again by one of them")
@@ -139,9 +141,9 @@ def _run_again(call: ModuleCall, tape: Tape, watch: ModuleWatch) -> list[Tensor]
         for device, dtype in call.autocast.items():
             stack.enter_context(torch.autocast(device, dtype=dtype))
         stack.enter_context(_buffers_kept(module))
-        stack.enter_context(_following(tape, paths))
+        stack.enter_context(_following(follower, paths))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(TapeMode(tape))
+        stack.enter_context(mode)
         try:
             output = module(*(call.args or ()), **call.kwargs)
         finally:
@@ -163,16 +165,19 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _following(tape: Tape, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
-    """Tell the tape which part of the model each call is made in."""
-    before: list[str] = []
+def _following(follower: Tape | Trail, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
+    """Tell who follows which part of the model each call is made in."""
+    before: list[tuple[str, int]] = []
 
     def enter(module: torch.nn.Module, args: object) -> None:
-        before.append(tape.current_module)
-        tape.current_module = paths.get(module, tape.current_module)
+        before.append((follower.current_module, torch._C._autograd._get_sequence_nr()))
+        follower.current_module = paths.get(module, follower.current_module)
 
     def leave(module: torch.nn.Module, args: object, output: object) -> None:
-        tape.current_module = before.pop() if before else ""
+        outer, begin = before.pop() if before else ("", 0)
+        if isinstance(follower, Trail):
+            follower.spans.append((begin, torch._C._autograd._get_sequence_nr(), follower.current_module))
+        follower.current_module = outer
 
     handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
     try:
@@ -180,6 +185,51 @@ def _following(tape: Tape, paths: Mapping[torch.nn.Module, str]) -> Iterator[Non
     finally:
         for handle in reversed(handles):
             handle.remove()
+
+
+def follow(tensors: Mapping[int, Tensor], calls: list[ModuleCall], watch: ModuleWatch) -> Made | None:
+    """Run the modules once more whose outputs are bad, and return the call in there that made it; None if it does not come out again.
+
+    tensors: leaves of the recorded program, by id.
+    """
+    bad = {address(tensor) for tensor in tensors.values() if kinds_of(tensor)}
+    for call in reversed(calls):
+        if call.args is None or not any(place in bad for place in call.outputs):
+            continue
+        trail = Trail()
+        outputs = _run_again(call, trail, trail, watch)
+        for place, tensor in zip(call.outputs, outputs, strict=False):
+            made = trail.made(tensor) if place in bad and kinds_of(tensor) else None
+            if made is not None:
+                return made
+    return None
+
+
+def follow_back(
+    tensors: Mapping[int, Tensor], grads: Mapping[int, Tensor], calls: list[ModuleCall], watch: ModuleWatch
+) -> tuple[MadeBackward, str] | None:
+    """Differentiate the modules once more and return the autograd node that made a bad gradient, and the part of the model it is in.
+
+    tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
+    """
+    for call in reversed(calls):
+        seeds = {address(tensor): grads[value] for value, tensor in tensors.items() if value in grads}
+        if call.args is None or not any(place in seeds for place in call.outputs):
+            continue
+        trail = Trail()
+        outputs = _run_again(call, trail, trail, watch)
+        pairs = [(t, seeds[place]) for place, t in zip(call.outputs, outputs, strict=False) if place in seeds and t.requires_grad]
+        wanted = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
+        if not pairs or not wanted:
+            continue
+        watch.busy = True
+        try:
+            made = made_backward([tensor for tensor, _ in pairs], [seed for _, seed in pairs], wanted)
+        finally:
+            watch.busy = False
+        if made is not None:
+            return made, part_of(made.number, trail.spans)
+    return None
 
 
 def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:
@@ -263,13 +313,17 @@ def _token_ids(leaf: Leaf, tensor: Tensor) -> bool:
 
 
 def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
-    """Elements of the tensors that hold one number a token."""
+    """Elements of the tensors that hold one number a token: of ratios and masks, or, if nothing is called so, of log-probs."""
     namer = Namer(program)
-    wanted = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.KL, Role.MASK, Role.ADVANTAGES}
-    found = []
+    found: dict[Role, int] = {}
     for call in program.calls:
         for value in [*(v for arg in call.args for v in refs(arg)), *(out for out in call.outs if out is not None)]:
             role = namer.role(value) if value in values else None
-            if role in wanted and "gather" not in call.op and "softmax" not in call.op and 0 < values[value].dim() <= 2:
-                found.append(values[value].numel())
-    return sorted(found)[len(found) // 2] if found else None
+            if role is not None and "gather" not in call.op and "softmax" not in call.op and 0 < values[value].dim() <= 2:
+                found[role] = max(found.get(role, 0), values[value].numel())
+    return max((found[role] for role in _BY_TOKEN if role in found), default=None) or max(
+        (found[role] for role in LOG_PROBS if role in found), default=None
+    )
+
+
+_BY_TOKEN = (Role.LOG_RATIO, Role.RATIO, Role.KL, Role.MASK)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,17 @@ class Guard:
             torch.autograd.backward = self._original
         self._inside = True
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let calls and backward passes of our own go past the instruments."""
+        inside, self._inside = self._inside, True
+        self._quietly("suspend", self._suspend)
+        try:
+            yield
+        finally:
+            self._quietly("resume", self._resume)
+            self._inside = inside
+
     def _in_closure(self) -> bool:
         """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
         frame = sys._getframe(1) if self._stepping is not None else None
@@ -121,8 +133,5 @@ class Guard:
 
     def _ours(self, what: str, function: Callable[..., None], *args: Any) -> None:
         """Call the observer; the backward passes that it runs are its own and go past the gate."""
-        inside, self._inside = self._inside, True
-        try:
+        with self.aside():
             self._quietly(what, function, *args)
-        finally:
-            self._inside = inside

@@ -100,13 +100,14 @@ class Unseen(Exception):
 class Tape:
     """What was recorded since the last `forget`.
 
-    budget: bytes of tensors that may be held by reference. `held` says how many are. largest: bytes of a single one, by default an
-    eighth of the budget; a larger one cuts the program.
+    budget: bytes of tensors that may be held by reference. `held` says how many are. A single one may take an eighth of it; a larger one
+    cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     """
 
-    def __init__(self, budget: int = BUDGET, largest: int | None = None) -> None:
+    def __init__(self, budget: int = BUDGET, wide: int | None = None) -> None:
         self.budget = budget
-        self.largest = budget // 8 if largest is None else largest
+        self.largest = budget // 8
+        self.wide = self.largest if wide is None else wide
         self.entries: dict[int, Entry] = {}  # by number, in order
         self.count = 0  # calls numbered so far
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
@@ -230,10 +231,12 @@ class Tape:
         known = self._storages.get(value.storage)
         if known is None:
             size = tensor.untyped_storage().nbytes()
-            if size > self.largest:
+            if size > (self.wide if tensor.dim() > 2 else self.largest):
                 return False
             while self.held + size > self.budget and self._lasting:
                 self._drop(self._lasting.popleft())
+            if self.held + size > self.budget and value.id not in self.made_by:
+                self._make_room(size)
             if self.held + size > self.budget:
                 return False
             known = self._storages[value.storage] = [0, size]
@@ -241,6 +244,16 @@ class Tape:
         known[0] += 1
         value.tensor = tensor
         return True
+
+    def _make_room(self, size: int) -> None:
+        """Let go of results until a leaf fits: they can be made again from their leaves, a leaf cannot."""
+        for value_id in self.made_by:
+            value = self.values.get(value_id)
+            if value is not None and value.tensor is not None and not value.copied:
+                value.guard = _StorageHandle(value.tensor.untyped_storage())
+                self._release(value)
+                if self.held + size <= self.budget:
+                    return
 
     def _release(self, value: Value) -> None:
         """Let go of a tensor; its memory is off the account when nobody else here holds a part of it."""
@@ -282,12 +295,14 @@ class Tape:
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 
-    def _register(self, tensor: Tensor, state: int) -> Value:
+    def _register(self, tensor: Tensor, state: int, made: int | None = None) -> Value:
         key = self._key(tensor, state)
         item = key[3].itemsize
         pointer = key[0] - int(tensor.storage_offset()) * item if key[0] else 0
         value = Value(self._next, key, None, tensor.numel() * item, None, pointer, state != PLAIN, key[1], key[3])
         self._next += 1
+        if made is not None:
+            self.made_by[value.id] = made
         if not self._hold(value, tensor):
             value.guard = _StorageHandle(tensor.untyped_storage())
         self.values[value.id] = value
@@ -327,9 +342,8 @@ class Tape:
         lasting = not diff
         for item in results:
             if isinstance(item, Tensor):
-                value = self._register(item, MADE if diff and (item.is_floating_point() or item.is_complex()) else PLAIN)
+                value = self._register(item, MADE if diff and (item.is_floating_point() or item.is_complex()) else PLAIN, index)
                 value.version = self._version_of_result(item, value, noted) if version is None else version
-                self.made_by[value.id] = index
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
             else:
@@ -411,7 +425,9 @@ class Tape:
             self._forget_memory(_tensors((args, result)))
             self._forget_results(tensor, known.name)
             return
-        written = self._append(overload, noted, [tensor], self._flows(noted), _next_version(tensor))[0]
+        # A constant that is written into a part of a tensor does not end the gradient of the rest.
+        diff = self._flows(noted) or (target.diff and torch.is_grad_enabled())
+        written = self._append(overload, noted, [tensor], diff, _next_version(tensor))[0]
         if written is None:
             return
         if self.values[written].dtype is not _promoted(noted, self.values):
@@ -465,8 +481,7 @@ class Tape:
         else:
             offset = (target.key[0] - root.key[0]) // item
             fresh = self._scatter(root, written, shape, stride, offset)
-        # The functional form may lay its result out in another way than the memory that was written to.
-        plain = self._hidden("aten.clone.default", (Ref(fresh.id),), root.shape, root.dtype, (("memory_format", torch.contiguous_format),))
+        plain = self._in_memory_order(fresh, root)
         for value in live:
             if value.id == root.id or value.dtype is not root.dtype:
                 continue
@@ -483,9 +498,24 @@ class Tape:
         viewed = self._hidden("aten.as_strided.default", (Ref(every), shape, stride, offset), shape, torch.int64)
         places = self._hidden("aten.reshape.default", (Ref(viewed), (-1,)), (math.prod(shape),), torch.int64)
         content = self._hidden("aten.reshape.default", (Ref(written.id), (-1,)), (math.prod(shape),), root.dtype)
-        flat = self._hidden("aten.reshape.default", (Ref(root.id), (-1,)), (size,), root.dtype)
+        flat = self._in_memory_order(root, root)
         whole = self._hidden("aten.scatter.src", (Ref(flat), 0, Ref(places), Ref(content)), (size,), root.dtype)
-        return self._pseudo("aten.reshape.default", ((Ref(whole), root.shape), ()), root)
+        order = _memory_order(root)
+        lying = tuple(root.shape[n] for n in order)
+        if order == tuple(range(len(order))):
+            return self._pseudo("aten.reshape.default", ((Ref(whole), root.shape), ()), root)
+        laid = self._hidden("aten.reshape.default", (Ref(whole), lying), lying, root.dtype)
+        back = tuple(order.index(n) for n in range(len(order)))
+        return self._pseudo("aten.permute.default", ((Ref(laid), back), ()), root)
+
+    def _in_memory_order(self, value: Value, like: Value) -> int:
+        """A value as a flat tensor, in the order in which `like` lies in memory; how a replay lays it out may differ."""
+        order = _memory_order(like)
+        known = value.id
+        if order != tuple(range(len(order))):
+            known = self._hidden("aten.permute.default", (Ref(known), order), tuple(like.shape[n] for n in order), like.dtype)
+        flat = self._hidden("aten.reshape.default", (Ref(known), (-1,)), (math.prod(like.shape),), like.dtype)
+        return self._hidden("aten.clone.default", (Ref(flat),), (math.prod(like.shape),), like.dtype)
 
     def _hidden(
         self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype, kwargs: tuple[tuple[str, Arg], ...] = ()
@@ -524,7 +554,7 @@ class Tape:
             code = frame.f_code
             user = users.get(code)
             if user is None:
-                user = users[code] = _is_user(code.co_filename)
+                user = users[code] = is_user(code.co_filename)
             if user:
                 return code, frame.f_lasti
             if code is _SCALE:
@@ -705,7 +735,7 @@ class Tape:
             self._release(value)
 
 
-def _is_user(file: str) -> bool:
+def is_user(file: str) -> bool:
     """Code of the trainer, as opposed to torch's and our own (the demo is a trainer)."""
     if file.startswith(_OURS):
         return file.endswith("demo.py")
@@ -779,14 +809,21 @@ def _promoted(noted: Noted, values: dict[int, Value]) -> torch.dtype | None:
     return dtype
 
 
+def _memory_order(value: Value) -> tuple[int, ...]:
+    """The dimensions of a value from the slowest to the fastest in memory."""
+    _, shape, stride, _, _ = value.key
+    return tuple(sorted(range(len(shape)), key=lambda n: (-stride[n], -shape[n], n)))
+
+
 def _covers(value: Value, storage: Any) -> bool:
+    """Does a value lie in all of its memory, without gaps, in whatever order of dimensions?"""
     pointer, shape, stride, dtype, _ = value.key
-    expected, size = [], 1
-    for length in reversed(shape):
-        expected.append(size)
-        size *= length
-    contiguous = all(length == 1 or have == want for length, have, want in zip(shape, stride, reversed(expected), strict=True))
-    return contiguous and pointer == storage.data_ptr() and size * dtype.itemsize == storage.nbytes()
+    size = 1
+    for n in reversed(_memory_order(value)):
+        if shape[n] != 1 and stride[n] != size:
+            return False
+        size *= shape[n]
+    return bool(pointer == storage.data_ptr() and size * dtype.itemsize == storage.nbytes())
 
 
 class _StorageHandle:
