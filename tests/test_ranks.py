@@ -55,7 +55,10 @@ def test_a_rank_without_a_fault_says_that_it_came_from_elsewhere(run: tuple[Path
     """In the merged report the origin comes first, then the rank that it reached, with its own cause; then the poisoned weights."""
     folder, _ = run
     done = subprocess.run(
-        [sys.executable, "-m", "nanscope", "report", str(folder), "-o", str(folder / "merged.json")], capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "nanscope", "report", str(folder), "-o", str(folder / "merged.json")],
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert done.returncode == 3, done.stderr
     incidents = json.loads((folder / "merged.json").read_text())["incidents"]
