@@ -87,7 +87,8 @@ class Facts:
     multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
     number of the code or by a scalar that came in.
     clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update. weight: what was updated.
-    suspect: everything is finite and the step is ruined. allreduce: this rank's own backward is fine, the gradients are not.
+    extent: how much of a tensor that came in is bad. suspect: everything is finite and the step is ruined. allreduce: this rank's own
+    backward is fine, the gradients are not.
     """
 
     coefficient: bool = False
@@ -103,6 +104,7 @@ class Facts:
     optimizer: str = ""
     weight: str = ""
     clip: str = ""
+    extent: str = ""
     suspect: bool = False
     allreduce: bool = False
     story: Story = NO_STORY
@@ -118,6 +120,7 @@ class Facts:
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
             setting=literal or (len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
+            extent=_extent(run.values[origin.value_id], origin.index) if origin.call is None else "",
             whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
             multiplied=any(drop.how == "mask" for drop in origin.drops),
             plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
@@ -167,6 +170,20 @@ class Case:
     def number(self, position: int) -> float:
         """The value of an operand, NaN if there is none."""
         return self.place.operands[position][1] if position < len(self.place.operands) else math.nan
+
+
+def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
+    """How much of a tensor is non-finite beside the element that was named."""
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    if count <= 1:
+        return ""
+    if count == bad.numel():
+        return "all of it"
+    row = bad[index[0]] if len(index) > 1 else bad
+    if len(index) > 1 and bool(row.all()) and count == row.numel():
+        return f"the whole row {index[0]}"
+    return f"{count} of {bad.numel()} elements"
 
 
 def _link_words(step: Step) -> str:
@@ -256,7 +273,7 @@ def _place(origin: Origin, program: Program) -> Place:
         shape=origin.shape,
         value=origin.value,
         dtype=origin.dtype,
-        variable=last_word(origin.variable) if origin.variable else None,
+        variable=_called(origin),
         expression=site.expression or None if site else None,
         role=str(origin.role) if origin.role else None,
         masked=origin.masked,
@@ -270,6 +287,13 @@ def _place(origin: Origin, program: Program) -> Place:
         headroom=headroom,
         limit=limit,
     )
+
+
+def _called(origin: Origin) -> str | None:
+    """A variable by its last word, a weight by its full name."""
+    if origin.variable is None or (origin.leaf is not None and origin.leaf.origin == "parameter"):
+        return origin.variable
+    return last_word(origin.variable)
 
 
 def _dtype(name: str) -> torch.dtype:

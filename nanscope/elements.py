@@ -322,4 +322,4 @@ def first_nonfinite(tensor: Tensor) -> int | None:
 
 def at(tensor: Tensor, flat: int) -> float:
     """Return one element as a float."""
-    return float(tensor.flatten()[flat]) if not tensor.is_complex() else math.nan
+    return float(tensor.detach().flatten()[flat]) if not tensor.is_complex() else math.nan

@@ -748,7 +748,7 @@ class _Walker:
         return value
 
     def _at_mask(self, value: int, flat: int) -> Drop | None:
-        """The element is made of a row whose tokens a mask all excludes."""
+        """A mask is 0 at the element, though something else took it out before, or in all tokens of the row that it is made of."""
         shape = list(self.run.values[value].shape)
         index = list(unravel(flat, tuple(shape)))
         while shape and shape[-1] == 1:
@@ -757,12 +757,19 @@ class _Walker:
         if not shape:
             return None
         before = {out for call in self.program.slice(value).calls for out in call.outs}
+        beside = {value}  # values of which every element comes from the same position of this one
         for position, call in enumerate(self.program.calls):
-            if base_name(call.op) != "mul" or not before & set(call.outs):
+            inputs = set(call.inputs())
+            meets = bool(inputs & beside)
+            if meets and flow_of(call.op) is Flow.POINTWISE:
+                beside |= {out for out in call.outs if out is not None and self.run.values[out].shape == self.run.values[value].shape}
+            if base_name(call.op) != "mul" or not (meets or before & set(call.outs)):
                 continue
-            for mask in call.inputs():
+            for mask in inputs - beside:
                 tensor = self.run.values[mask]
-                if tensor.dim() <= len(shape) or list(tensor.shape[: len(shape)]) != shape or not self.names.says_mask(mask):
+                rows = tensor.dim() > len(shape) and not meets
+                same = meets and tensor.shape == self.run.values[value].shape
+                if not (rows or same) or list(tensor.shape[: len(shape)]) != shape or not self.names.says_mask(mask):
                     continue
                 inside = tensor[tuple(index)]
                 if bool((inside == 0).all()) and bool((tensor != 0).any()):

@@ -54,12 +54,13 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     elif p.masked:
         inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
     index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
+    extent = f" ({case.facts.extent})" if case.facts.extent else ""
     if case.facts.allreduce:
         name, source = p.variable or "a weight", case.facts.story.source.rstrip(".")
         what = f"the gradient of {name} is {number(p.value)} at {index}, while this rank's own backward gives finite numbers"
         what += f": it came by all-reduce. {source}" if source else ": it came by all-reduce"
     elif case.phase is Phase.INPUT:
-        what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{inside}, read at {where}"
+        what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{extent}{inside}, read at {where}"
     elif case.phase is Phase.WEIGHTS:
         name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
         if cause is Cause.HW_BITFLIP:
@@ -77,7 +78,7 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     elif p.op in ("unknown", "module"):
         what = f"{p.variable or 'a value'} came out of the model as {number(p.value)} {('at ' + index) if index else ''}".rstrip()
     else:
-        head, numbers = _made(p)
+        head, numbers = _made(p, case.facts.suspect)
         what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
@@ -86,14 +87,15 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
 
 
-def _made(p: Place) -> tuple[str, str]:
+def _made(p: Place, suspect: bool = False) -> tuple[str, str]:
     """What was made, in words, and the numbers that it was made from."""
     many = p.op in ("sum", "mean", "std", "var", "_softmax", "logsumexp", "_log_softmax")
     args = "…" if many else ", ".join(number(value) for _, value in p.operands[:2])
     result = number(p.value)
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
     if math.isfinite(p.value):
-        return f"the gradient of {subject} is not finite", f"{p.op}({args}) = {result}"
+        head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
+        return head, f"{p.op}({args}) = {result}"
     numbers = f"{p.op}({args}) = {result}"
     if p.limit is not None and math.isinf(p.value):
         numbers += f", {p.dtype} ends at exp({p.limit})"

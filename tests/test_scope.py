@@ -576,3 +576,26 @@ def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path)
         assert [path.read_bytes() for path in tmp_path.glob("*.safetensors")] == before
         (x * 2).sum().backward()
     assert len(scope.snapshots) == 1 and scope.verdict.sentence == sentence
+
+
+def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None:
+    """LBFGS and its like call back for loss and gradient: steps are counted, and a bad loss in the closure is located."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    gain = torch.tensor([1.0, 1.0])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        ratio = torch.exp((model(torch.ones(2, 3)).squeeze(-1).abs() + 0.1) * gain)
+        loss = ratio.square().mean()
+        loss.backward()
+        return loss
+
+    with nanscope.watch(out=tmp_path) as scope:
+        optimizer.step(closure)
+        assert scope.steps == 1 and scope.verdict.healthy
+        gain[1] = 1e4
+        optimizer.step(closure)
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.origin.op, incident.origin.variable) == (2, "exp", "ratio")

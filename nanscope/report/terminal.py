@@ -68,7 +68,7 @@ def _verdict(verdict: Verdict) -> RenderableType:
     for incident in verdict.incidents:
         parts += [Text(""), _incident(incident)]
     more = verdict.bad_steps - len(verdict.incidents)
-    counts = f"{verdict.steps} steps watched" + (f", {more} more bad steps not saved" if more > 0 else "")
+    counts = f"{verdict.steps} step{'' if verdict.steps == 1 else 's'} watched" + (f", {more} more bad steps not saved" if more > 0 else "")
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
     return Group(*parts)
