@@ -15,7 +15,8 @@ from torch import Tensor
 from nanscope.elements import at
 from nanscope.indices import show_index, unravel
 from nanscope.ledger import show
-from nanscope.locate import Location, Namer, Origin, Phase, Step
+from nanscope.locate import Location, Origin, Phase, Step
+from nanscope.names import Namer
 from nanscope.ops import Flow, base_name, flow_of
 from nanscope.program import Call, Program, Run, Site
 from nanscope.roles import Role, last_word, role_of

@@ -11,7 +11,6 @@ where or indexing absorb never leads to harm, so the walks never meet it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,12 +20,11 @@ from torch import Tensor
 
 from nanscope.elements import Source, at, first_nonfinite, outlier, sources, spread
 from nanscope.indices import unravel
+from nanscope.names import Namer
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, Site, refs
 from nanscope.roles import Role, role_of
 
-LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
-_PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 DEEP = 10_000  # steps of one walk
@@ -804,30 +802,6 @@ class _Walker:
         return value
 
 
-_KEEPS_SCORES = frozenset(
-    (
-        "sub",
-        "rsub",
-        "add",
-        "div",
-        "mul",
-        "std",
-        "var",
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "sqrt",
-        "clamp",
-        "clamp_min",
-        "abs",
-        "where",
-    )
-)  # what these make of rewards or advantages are still rewards or advantages
-
-
 def _worst(tensor: Tensor) -> int:
     """The first NaN, else the first +inf, else the first −inf: among values of a model −inf is most often a mask."""
     values = tensor.detach().flatten()
@@ -839,200 +813,3 @@ def _worst(tensor: Tensor) -> int:
 
 def _largest(tensor: Tensor) -> int:
     return int(tensor.detach().flatten().double().abs().argmax())
-
-
-class Namer:
-    """What the values of a program are called and what they mean: by name first, then by how they are computed."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.producers = program.producers()
-        self.consumers = program.consumers()
-        self._leaves = {leaf.id: leaf for leaf in program.leaves}
-
-    def name(self, value: int) -> str | None:
-        """Return the variable a value is bound to, None for an intermediate result."""
-        leaf = self._leaves.get(value)
-        if leaf is not None:
-            return leaf.name
-        index = self.producers.get(value)
-        if index is None:
-            return None
-        call = self.program.calls[index]
-        site = self.program.site_of(call)
-        # Of several calls that one expression stands for, the last one is what gets bound.
-        last = index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != call.site
-        if site is not None and site.name is not None and last:
-            return site.name
-        return self._read_as(value)
-
-    def _read_as(self, value: int) -> str | None:
-        """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""
-        for index in self.consumers.get(value, ()):
-            call = self.program.calls[index]
-            site = self.program.site_of(call)
-            if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
-                continue
-            words = list(site.args)
-            tensors = [arg for arg in call.args if isinstance(arg, Ref)]
-            if base_name(call.op) in ("mul", "add") and len(tensors) == 1 and len(words) == 2:
-                words = [word for word in words if role_of(word) is not None]  # `0.1 * x` arrives as x, 0.1
-            for position, arg in enumerate(call.args):
-                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
-                    return words[position]
-        return None
-
-    def _read_role(self, value: int) -> Role | None:
-        """The role that a leaf has for the code that reads it, by whatever name it passes on the way."""
-        stack = [value]
-        for _ in range(12):
-            if not stack:
-                break
-            current = stack.pop(0)
-            for index in self.consumers.get(current, ()):
-                call = self.program.calls[index]
-                site = self.program.site_of(call)
-                for position, arg in enumerate(call.args):
-                    if site is not None and isinstance(arg, Ref) and arg.id == current and position < len(site.args):
-                        role = role_of(site.args[position])
-                        if role is not None:
-                            return role
-                if flow_of(call.op) is Flow.MOVE or base_name(call.op) in ("_to_copy", "detach", "clone", "alias"):
-                    stack += [out for out in call.outs if out is not None]
-        return None
-
-    def says_mask(self, value: int) -> bool:
-        """Is this value called a mask, or made from nothing but a value that is?"""
-        for _ in range(20):
-            if role_of(self.name(value)) is Role.MASK:
-                return True
-            index = self.producers.get(value)
-            if index is None:
-                return False
-            call = self.program.calls[index]
-            inputs = list(call.inputs())
-            if len(inputs) != 1 or (flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "bitwise_not", "clone")):
-                return False
-            value = inputs[0]
-        return False
-
-    def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
-        """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
-        named = role_of(self.name(value))
-        made = self.producers.get(value)
-        if named is Role.REWARDS and made is not None and self.program.calls[made].module:
-            named = Role.ATTENTION  # inside a model scores are those of attention
-        if named is not None or depth > 12:
-            return named
-        if (leaf := self._leaves.get(value)) is not None and leaf.role in set(Role):
-            return Role(leaf.role)
-        computed = self._computed(value, depth)
-        if computed is not None:
-            return computed
-        index = made
-        site = self.program.site_of(self.program.calls[index]) if index is not None else None
-        if index is None and (read := self._read_role(value)) is not None:
-            return read
-        if index is not None and self.program.calls[index].module:
-            if self._of_weights_only(value):
-                return Role.WEIGHTS
-            return self.inside(site, self.program.calls[index].module, self._ancestors(value))
-        if site is None:
-            return self._downstream(value)
-        function = role_of(site.function.rsplit(".", 1)[-1])
-        return (
-            role_of(site.within)
-            or (function if function not in (Role.LOSS, Role.GRAD) else None)
-            or self._downstream(value if via is None else via)
-        )
-
-    @staticmethod
-    def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
-        """Return what a value inside a model means: it is an activation; attention and routing are told by the names around it."""
-        part = module.split(" ")[0].rsplit(".", 1)[-1]
-        texts = (site.within, site.function.rsplit(".", 1)[-1], part) if site is not None else (part,)
-        named = [role for role in map(role_of, texts) if role is not None]
-        for wanted in (Role.ATTENTION, Role.ROUTER):
-            if wanted in named or wanted in ancestors:
-                return wanted
-        return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.HIDDEN)
-
-    def _computed(self, value: int, depth: int) -> Role | None:
-        index = self.producers.get(value)
-        if index is None:
-            return None
-        call = self.program.calls[index]
-        name, inputs = base_name(call.op), list(call.inputs())
-        if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "detach", "clone", "alias", "lift_fresh", "neg"):
-            return self._own(inputs[0], depth) if inputs else None
-        if name == "sub" and len(inputs) == 2 and (top := self.producers.get(inputs[1])) is not None:
-            reduced = self.program.calls[top]
-            if base_name(reduced.op) in ("amax", "max", "logsumexp") and inputs[0] in set(reduced.inputs()):
-                return Role.LOGITS  # shifted by their largest, as a softmax does
-        first = self._own(inputs[0], depth) if inputs and not call.module else None
-        if first in (Role.REWARDS, Role.ADVANTAGES) and name in _KEEPS_SCORES:
-            return first
-        if name in ("sum", "mean") and (first in LOG_PROBS or first is Role.LOG_RATIO):
-            return first  # of a sequence
-        if name == "sub" and len(inputs) == 2:
-            both = {self._own(v, depth) for v in inputs}
-            return Role.LOG_RATIO if both <= LOG_PROBS else None
-        if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
-            return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
-        if name == "exp" and not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
-            return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
-        if name in ("_log_softmax", "log_softmax", "logsumexp"):
-            return Role.LOG_PROBS
-        if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):
-            return Role.LOG_PROBS
-        if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
-            return Role.LOGITS  # scaled, by a temperature
-        return None
-
-    def _of_weights_only(self, value: int) -> bool:
-        """Is a value computed from parameters alone, without a single activation?"""
-        stack, seen = [value], set[int]()
-        while stack and len(seen) < 200:
-            current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            index = self.producers.get(current)
-            if index is not None:
-                stack.extend(self.program.calls[index].inputs())
-            elif (leaf := self._leaves.get(current)) is None or leaf.origin != "parameter":
-                return False
-        return not stack
-
-    def _own(self, value: int, depth: int) -> Role | None:
-        leaf = self._leaves.get(value)
-        known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
-        return role_of(self.name(value)) or known or self._computed(value, depth + 1)
-
-    def _ancestors(self, value: int) -> set[Role]:
-        found: set[Role] = set()
-        stack = [value]
-        for _ in range(40):
-            if not stack:
-                break
-            current = stack.pop()
-            role = role_of(self.name(current))
-            if role is not None:
-                found.add(role)
-            index = self.producers.get(current)
-            if index is not None and role not in LOG_PROBS:
-                stack.extend(self.program.calls[index].inputs())
-        return found
-
-    def _downstream(self, value: int) -> Role | None:
-        """The role of the first named value that this one goes into."""
-        for _ in range(60):
-            readers = self.consumers.get(value, [])
-            if not readers:
-                return Role.LOSS if value == self.program.output else None
-            call = self.program.calls[readers[0]]
-            value = next((out for out in call.outs if out is not None), value)
-            role = role_of(self.name(value))
-            if role is not None and role is not Role.MASK:
-                return role
-        return None

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "nanscope"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "ops", "indices", "causes", "files"),
     ("program", "ledger", "header", "frameworks", "summary", "explanations"),
-    ("elements", "snapshot"),
+    ("elements", "snapshot", "names"),
     ("locate",),
     ("variants", "capture"),
     ("replay", "case"),

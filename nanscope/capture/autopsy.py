@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.capture.trail import Made, MadeBackward, Trail, kinds_of, made_backward, part_of
-from nanscope.locate import LOG_PROBS, Namer
+from nanscope.names import LOG_PROBS, Namer
 from nanscope.program import Arg, Computes, Leaf, Program, join, refs, same_bits, substitute
 from nanscope.roles import Role, role_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanscope.locate import Namer
+from nanscope.names import Namer
 from nanscope.ops import base_name
 from nanscope.program import Program, Ref
 from nanscope.roles import Role, role_of
