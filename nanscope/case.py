@@ -6,7 +6,7 @@ A case travels: what a file cannot recompute (an origin inside the model, in an 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -155,9 +155,9 @@ class Case:
         origin = dict(seen.get("origin") or {})
         default = Phase.FORWARD if snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss) else Phase.BACKWARD
         phase = Phase(seen["phase"]) if seen.get("phase") in set(Phase) else default
-        chain = tuple(Link(str(t), line, float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
+        chain = tuple(Link(str(t), None if line is None else int(line), float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
         known = {name: value for name, value in (seen.get("facts") or {}).items() if name in Facts.__slots__ and name != "story"}
-        facts = Facts(**{**known, "ancestors": tuple(known.get("ancestors") or ())})
+        facts = Facts(**{**known, "ancestors": tuple(str(op) for op in known.get("ancestors") or ())})
         return Case(phase, _place_from_json(origin), chain, facts)
 
     def with_seen(self, seen: dict[str, Any], story: Story) -> Case:
@@ -421,16 +421,22 @@ def place_json(p: Place) -> dict[str, Any]:
 
 
 def _place_from_json(data: dict[str, Any]) -> Place:
-    known: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Place)}
+    """Read what `place_json` wrote, and nothing else: a file may hold anything."""
+    known: dict[str, Any] = {name: None if data.get(name) is None else str(data[name]) for name in _TEXTS}
     read: dict[str, Any] = {
         "op": str(data.get("op") or "unknown"),
-        "index": tuple(data.get("index") or ()),
-        "shape": tuple(data.get("shape") or ()),
+        "index": tuple(int(n) for n in data.get("index") or ()),
+        "shape": tuple(int(n) for n in data.get("shape") or ()),
         "value": float(data.get("value", math.nan)),
         "dtype": str(data.get("dtype") or ""),
         "operands": tuple((str(name), float(value)) for name, value in data.get("operands") or ()),
         "source": tuple((int(number), str(text)) for number, text in data.get("source") or ()),
-        "headroom": data.get("headroom_bits"),
-        "limit": data.get("limit_nats"),
+        "headroom": None if data.get("headroom_bits") is None else float(data["headroom_bits"]),
+        "limit": None if data.get("limit_nats") is None else float(data["limit_nats"]),
+        "line": None if data.get("line") is None else int(data["line"]),
+        "masked": None if data.get("masked") is None else bool(data["masked"]),
     }
     return Place(**{**known, **read})
+
+
+_TEXTS = ("variable", "expression", "role", "masked_by", "file", "function", "module")

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanscope.case import EXPS, NO_STORY, Case, Link, Place, Story, operand_name, place_json
 from nanscope.causes import ADVICE, CAUSES, Cause
-from nanscope.errors import ProgramError
+from nanscope.errors import ProgramError, SnapshotError
 from nanscope.frameworks import Framework, recognise
-from nanscope.ledger import Entry, parse, show
+from nanscope.ledger import Entry, checked, show
 from nanscope.locate import Location, Phase
 from nanscope.program import Program, Run
 from nanscope.replay import Replay, Row, replay
@@ -194,9 +194,12 @@ def examine(snapshot: Snapshot, replayed: Replay | None = None, *, story: Story 
         case = Case.of(location, snapshot.program, replayed.run)
     else:
         # The origin lies outside the file's program (in the model, in a clip): told as it was seen.
-        case = Case.observed(snapshot, seen.get("location") or {})
-        if seen.get("rows"):
-            replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
+        try:
+            case = Case.observed(snapshot, seen.get("location") or {})
+            if seen.get("rows"):
+                replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise SnapshotError(f"what was observed in step {snapshot.step} is not readable ({error})", slug="snapshot-damaged") from None
     return case.with_seen(seen, story), replayed, problem
 
 
@@ -305,7 +308,7 @@ def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _row_from_json(data: dict[str, Any]) -> Row:
-    return Row(**{field.name: parse(data.get(field.name)) for field in fields(Row)})
+    return Row(**checked(Row, data))
 
 
 def _fix_json(fix: Fix) -> dict[str, Any]:

@@ -143,7 +143,8 @@ class Namer:
     def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
         """Return what a value inside a model means: it is an activation; attention and routing are told by the names around it."""
         part = module.split(" ")[0].rsplit(".", 1)[-1]
-        texts = (site.within, site.function.rsplit(".", 1)[-1], part) if site is not None else (part,)
+        kind = module.rpartition("(")[2].rstrip(")")
+        texts = (site.within, site.function.rsplit(".", 1)[-1], part, kind) if site is not None else (part, kind)
         named = [role for role in map(role_of, texts) if role is not None]
         for wanted in (Role.ATTENTION, Role.ROUTER):
             if wanted in named or wanted in ancestors:
