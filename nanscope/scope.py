@@ -45,6 +45,7 @@ log = logging.getLogger("nanscope")
 
 OnNonFinite = Literal["record", "skip", "stop"]
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
+CLIPPED = 8  # gradients that are asked how they became 0; a clip treats all alike
 NOTES = 32  # notes kept per run
 
 
@@ -370,7 +371,7 @@ class Scope:
         if any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
             seen = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
         else:
-            seen = next((found for grad in grads if (found := hit.overflowing_clip(self._tape, grad)) is not None), None)
+            seen = next((found for grad in grads[:CLIPPED] if (found := hit.overflowing_clip(self._tape, grad)) is not None), None)
         if seen is not None:
             reached = Reached(recording.value, len(grads), 0, scaled=recording.scaled)
             self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=seen)
@@ -390,29 +391,33 @@ class Scope:
         """An incident: locate it, save the step. look: where it was located already. seen: what was observed instead."""
         if not self._count_hit():
             return
-        if look is None:
-            look = hit.NOTHING
-            try:
+        snapshot = replace(self._blank(recording.loss, None), reached=reached, observed=dict(seen or {}))
+        try:
+            if look is None:
                 look = hit.look_closely(recording, lambda: self._second_look(recording, backward=not loss_bad))
-            except Exception as error:  # noqa: BLE001 - an incident that cannot be explained is still one
-                log.warning("nanscope [not-located]: step %d: %s: %s", self._step_number(), type(error).__name__, error)
+            snapshot = self._described(snapshot, look, recording, loss_bad, {**({"clip": clip} if clip else {}), **(seen or {})})
+        except Exception as error:  # noqa: BLE001 - an incident that cannot be explained is still one
+            log.warning("nanscope [not-explained]: step %d: %s: %s", snapshot.step, type(error).__name__, error)
+        self._keep(snapshot)
+
+    def _described(self, snapshot: Snapshot, look: hit.Look, recording: Recording, loss_bad: bool, seen: dict[str, Any]) -> Snapshot:
+        """Put into a snapshot what a look at the step has shown, and what is known around it."""
         trainer = hit.find_trainer(self._targets)
         framework = recognise({site.file for site in look.program.sites})
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := hit.sampled(framework)) is not None:
             self._look_at_tokens(*tokens)
-        snapshot = self._blank(recording.loss, framework.package if framework else None)
-        snapshot = replace(
+        described = replace(
             snapshot,
             program=look.program,
             tensors=look.tensors,
             grads={} if look.second else recording.grads,
-            reached=reached,
+            environment=hit.environment(recording.loss, framework.package if framework else None),
             settings=hit.settings(trainer, framework.settings if framework else ()),
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
-            notes=tuple(hit.logged_loss(trainer, reached.loss, loss_bad)),
-            observed={**({"clip": clip} if clip else {}), **(look.seen or {}), **(seen or {})},
+            notes=tuple(hit.logged_loss(trainer, snapshot.reached.loss, loss_bad)),
+            observed={**(look.seen or {}), **seen},
         )
-        self._keep(hit.to_save(snapshot, look, self._save_tokens))
+        return hit.to_save(described, look, self._save_tokens)
 
     def _weights_hit(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""

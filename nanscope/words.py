@@ -54,7 +54,7 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     elif p.masked:
         inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
     index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
-    extent = f" ({case.facts.extent})" if case.facts.extent else ""
+    extent = f" ({case.facts.extent})" if case.facts.extent and not case.facts.unwritten else ""
     if case.facts.allreduce:
         name, source = p.variable or "a weight", case.facts.story.source.rstrip(".")
         what = f"the gradient of {name} is {number(p.value)} at {index}, while this rank's own backward gives finite numbers"
@@ -82,6 +82,8 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
         what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
+    if case.facts.clip == "inf" and not r.bad_gradients:
+        end = "The clip made every gradient exactly 0: nothing is non-finite any more, and the step is lost"
     if case.facts.suspect:
         end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {snapshot.observed.get('spike') or 'out of scale'}"
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."

@@ -599,3 +599,30 @@ def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None
         optimizer.step(closure)
     incident = scope.verdict.incidents[0]
     assert (incident.step, incident.origin.op, incident.origin.variable) == (2, "exp", "ratio")
+
+
+@pytest.mark.parametrize("name", ["look_closely", "find_trainer", "settings", "to_save", "logged_loss", "environment"])
+def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever fails while a bad step is described: the step is reported, with what it reached, and the file is there."""
+    from nanscope import hit
+
+    def broken(*args: object, **kwargs: object) -> None:
+        if name != "environment" or args != (None, None):
+            raise ZeroDivisionError("planted")
+
+    real = hit.environment
+    x = torch.tensor([1.0, 99.0], requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        monkeypatch.setattr(hit, name, broken)
+        if name == "environment":
+            calls: list[object] = []
+
+            def once(*args: object) -> object:
+                calls.append(args)
+                return broken() if len(calls) > 1 else real(None, None)
+
+            monkeypatch.setattr(hit, name, once)
+        torch.exp(x).sum().backward()
+        monkeypatch.undo()
+    (incident,) = scope.verdict.incidents
+    assert incident.loss == math.inf and list(tmp_path.glob("*.safetensors"))
