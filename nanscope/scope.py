@@ -331,7 +331,9 @@ class Scope:
             return
         changed = hit.gradient_look(self._tape, bad.grad)
         seen: dict[str, Any] | None = None
-        if changed is None and hit.has_peers():
+        made_here = changed is not None and changed.location is not None and changed.location.origin.born
+        if not made_here and hit.has_peers():
+            changed = None
             seen = hit.arrived(self._modules.parameters().get(id(bad), ("a weight", bad))[0], bad.grad)
         self._found(recording, reached, loss_bad=False, look=changed or hit.NOTHING, seen=seen)
 

@@ -22,15 +22,15 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
-    """The run directory of two real processes under DistributedDataParallel, and what each says of the first incident."""
+@pytest.fixture(scope="module", params=["ddp", "manual"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    """The run directory of two real processes, and what each says of the first incident."""
     folder = tmp_path_factory.mktemp("ranks")
     port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), port, str(folder)],
+            [sys.executable, str(SCRIPT), str(rank), port, str(folder), request.param],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )
         for rank in range(2)
