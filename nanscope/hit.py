@@ -77,7 +77,9 @@ def scaled_by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> bo
     if program is None or not program.calls or base_name(program.calls[-1].op) != "mul":
         return False
     for arg in program.calls[-1].args:
-        factor = float(tensors[arg.id]) if isinstance(arg, Ref) and arg.id in tensors and tensors[arg.id].numel() == 1 else arg
+        factor: object = arg
+        if isinstance(arg, Ref) and arg.id in tensors and tensors[arg.id].numel() == 1 and tensors[arg.id].is_cpu:
+            factor = float(tensors[arg.id])  # elsewhere reading it would wait for the device in every step
         if isinstance(factor, (int, float)) and factor >= BY_HAND:
             return True
     return False

@@ -10,15 +10,17 @@ Notable: the order of the steps is the subject, not a detail. A clamp before exp
 gradients in one case only. So each place where a framework may guard, clamp or mask has its own setting, and the steps run as the
 framework runs them. A term is left out only by None: a coefficient of 0 still multiplies, and 0 · NaN is NaN.
 
-Shapes: B rows, T response tokens. `_BT` is [B, T], `_B1` is [B, 1], `_B` is [B]; a name without suffix is [B, T] or [B, 1], by the level of the ratio.
-Symbols: ℓ policy log-prob, Δ = ℓ − ℓ_old, r = exp Δ, d = ℓ_ref − ℓ, δ = ℓ_old − ℓ_rollout, A advantage, m ∈ {0, 1} mask, sg stop-gradient. All logs in nat.
+Shapes:  B rows, T response tokens. `_BT` is [B, T], `_B1` is [B, 1], `_B` is [B], `_N` the valid tokens in one line;
+         a name without suffix is [B, T] or [B, 1], by the level of the ratio.
+Symbols: ℓ policy log-prob, Δ = ℓ − ℓ_old, r = exp Δ, d = ℓ_ref − ℓ, δ = ℓ_old − ℓ_rollout, A advantage, m ∈ {0, 1} mask,
+         n_i = Σ_t m tokens of row i, sg stop-gradient. All logs in nat.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -29,7 +31,7 @@ from nanscope.roles import Role
 
 
 class Masking(StrEnum):
-    """How a mask is applied. After exp, only the choice before it matters: inf · 0 is NaN, and `where` stops the value but not its backward."""
+    """How a mask is applied. Neither helps after an exp that overflowed: inf · 0 is NaN, forward in one case and backward in both."""
 
     NONE = "none"
     MULTIPLY = "multiply"  # x · m
@@ -51,6 +53,7 @@ class Anchor(StrEnum):
     ROLLOUT = "rollout"
     REF = "ref"
     SELF = "self"  # sg ℓ: the ratio is 1, its gradient is that of ℓ
+    SAMPLER = "sampler"  # the rollout engine if it reported, else old
 
 
 class Level(StrEnum):
@@ -134,7 +137,6 @@ class Terms:
     advantages: Tensor
     mask_BT: Tensor
     weight: Tensor | None
-    masking: Masking
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +245,18 @@ class ClipCov:
     """PPO, without the tokens whose covariance (A − Ā)(ℓ − ℓ̄) lies between the bounds, arXiv 2505.22617 eq. 10.
 
     share: of the valid tokens, at least one; more candidates than that are drawn with torch.randperm, as the frameworks do.
+    mean: how masked tokens leave Ā and ℓ̄.
     """
 
     clip: Bounds = Bounds(0.8, 1.2)
     share: float = 0.0002
     low: float = 1.0
     high: float = 5.0
+    mean: Masking = Masking.WHERE
 
     def __call__(self, t: Terms) -> Tensor:
         raw, clipped = -t.advantages * t.ratio, -t.advantages * self.clip.clamp(t.ratio)
-        covariance_BT = _centred(t.advantages, t) * _centred(t.logprobs_BT, t)
+        covariance_BT = _centred(t.advantages, t.mask_BT, self.mean) * _centred(t.logprobs_BT, t.mask_BT, self.mean)
         candidate_BT = (covariance_BT < self.high) & (covariance_BT > self.low) & (t.mask_BT > 0) & ~(clipped > raw)
         index_N2 = candidate_BT.nonzero()
         index_N2 = index_N2[torch.randperm(len(index_N2))[: max(int(self.share * t.mask_BT.sum().item()), 1)]]
@@ -341,12 +345,14 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """w = exp δ, the weight between trainer and rollout engine; truncated (TIS), or 0 outside of the bounds (IcePop, MIS).
+    """w = exp δ, δ = ℓ_against − ℓ_rollout: the weight between trainer and rollout engine.
 
-    unscored: NaN in δ·m is taken for 0, a weight of 1. finite: a weight that is not finite becomes 0. normalise: to mean 1 over the batch.
+    bounds: w is truncated there (TIS), or with drop 0 outside of them (IcePop, MIS). normalise: to mean 1 over the batch.
+    unscored: NaN in δ·m is taken for 0, a weight of 1. finite: a weight that is not finite becomes 0.
     weigh: False leaves the gates only.
     """
 
+    against: Anchor = Anchor.OLD
     level: Level = Level.TOKEN
     mask_log_weight: Masking = Masking.NONE
     unscored: bool = False
@@ -386,35 +392,35 @@ class KlWeight(StrEnum):
     ROLLOUT = "rollout"  # exp(ℓ − ℓ_rollout)
 
 
+class Over(StrEnum):
+    """What a reduction sums over, and what it divides by; N tokens, B rows, n_i tokens in row i."""
+
+    TOKENS = "tokens"  # Σ_it x / N
+    TOTAL = "total"  # Σ_it x
+    ROW_MEANS = "row_means"  # Σ_i (Σ_t x / n_i) / B
+    ROW_SUMS = "row_sums"  # Σ_i Σ_t x / B
+    LONG_ROWS = "long_rows"  # Σ_i n_i (Σ_t x / T) / B, padding included: Liger's luspo
+    VALUES = "values"  # the mean of what is there: one value per row
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """From [B, T] to the scalar: Σ over tokens, rows or the batch, and what divides it.
+    """From [B, T] to the scalar.
 
-    rows:     None for one sum over all tokens; else what a row gives: its token mean, its token sum, or (Liger's luspo) n_i times its mean over T.
-    mask:     how masked tokens leave the sum. empty: how rows without a token leave it (NONE: they count as 0).
-    count:    tokens, or rows where `rows` is set, of the whole batch over all ranks; None counts this batch.
-    guard:    of that count; row_guard: of Σ m in a row. horizon: constant that divides each row. factor: data-parallel size and the like.
-    plain:    mean over whatever is there, no mask: for a loss that has one value per row already.
+    mask:     how masked tokens leave the sum. empty: how rows without a token leave it; NONE: they count as rows, with 0.
+    count:    N or B of the whole batch, over all ranks and micro-batches; None counts what is here.
+    guard:    of that count. row_guard: of n_i. horizon: a constant that divides each row as well; None is T.
+    factor:   data-parallel size and the like, on the result.
     """
 
-    rows: RowSum | None = None
+    over: Over = Over.TOKENS
     mask: Masking = Masking.MULTIPLY
     empty: Masking = Masking.NONE
     count: float | None = None
     guard: Guard = Guard.FLOOR
     row_guard: Guard = Guard.FLOOR
-    horizon: float = 1.0
+    horizon: float | None = 1.0
     factor: float = 1.0
-    total: bool = False
-    plain: bool = False
-
-
-class RowSum(StrEnum):
-    """What one row gives to a mean over rows."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    UNMASKED = "unmasked"  # n_i · Σ_t x / T, with padding in the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,10 +445,11 @@ class Kl:
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """−c·H. reduction: None is the one of the policy term."""
+    """−c·H. reduction: None is the one of the policy term. required: False takes the term in where the batch has an entropy."""
 
     coef: float
     reduction: Reduction | None = None
+    required: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,8 +529,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
     weight, gated_BT = _correct(batch, settings.correction)
     policy = policy_loss = None
     if settings.surrogate is not None:
-        terms = Terms(batch.logprobs_BT, log_ratio_BT, ratio, advantages, mask_BT, weight, settings.reduction.mask)
-        policy = settings.surrogate(terms)
+        policy = settings.surrogate(Terms(batch.logprobs_BT, log_ratio_BT, ratio, advantages, mask_BT, weight))
         if settings.trust is not None:
             policy = policy * settings.trust.holds(batch.logprobs_BT, batch.anchor(settings.ratio.against), advantages)
         if weight is not None and not isinstance(settings.surrogate, Vespo):
@@ -536,19 +542,9 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
         kl_loss = reduce(kl_BT, mask_BT, settings.kl.reduction or settings.reduction)
 
     entropy_BT = entropy_loss = None
-    if settings.entropy is not None:
+    if settings.entropy is not None and (settings.entropy.required or inputs.entropy is not None):
         entropy_BT = _present(inputs.entropy, "entropy")
         entropy_loss = reduce(entropy_BT, mask_BT, settings.entropy.reduction or settings.reduction)
-
-    def total(policy: Tensor | None, kl: Tensor | None, entropy: Tensor | None) -> Tensor:
-        """policy + β·kl − c·entropy, of those that are there: a coefficient of 0 does not remove a NaN."""
-        signed = (
-            policy,
-            None if kl is None or settings.kl is None else settings.kl.coef * kl,
-            None if entropy is None or settings.entropy is None else -settings.entropy.coef * entropy,
-        )
-        there = [term for term in signed if term is not None]
-        return there[0] if len(there) == 1 else torch.stack(torch.broadcast_tensors(*there)).sum(0)
 
     if policy is None and kl_BT is None:
         raise NanscopeError("a loss needs a surrogate or a KL term, and these settings have neither", slug="empty-loss")
@@ -562,12 +558,22 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
         policy=policy,
         kl_BT=kl_BT,
         entropy_BT=entropy_BT,
-        token_loss=total(policy, kl_BT, entropy_BT),
+        token_loss=_total(settings, policy, kl_BT, entropy_BT),
         policy_loss=policy_loss,
         kl_loss=kl_loss,
         entropy_loss=entropy_loss,
-        loss=total(policy_loss, kl_loss, entropy_loss),
+        loss=_total(settings, policy_loss, kl_loss, entropy_loss),
     )
+
+
+def _total(settings: LossSettings, policy: Tensor | None, kl: Tensor | None, entropy: Tensor | None) -> Tensor:
+    """policy + β·kl − c·entropy, of those that are there: a coefficient of 0 does not take a NaN away."""
+    terms = [] if policy is None else [policy]
+    if kl is not None and settings.kl is not None:
+        terms.append(settings.kl.coef * kl)
+    if entropy is not None and settings.entropy is not None:
+        terms.append(-settings.entropy.coef * entropy)
+    return sum(terms[1:], start=terms[0])
 
 
 def masked(x: Tensor, mask: Tensor, how: Masking) -> Tensor:
@@ -590,31 +596,51 @@ _GUARDED: dict[Guard, Callable[[Tensor], Tensor]] = {
 
 def reduce(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
     """Reduce a loss per token, [B, T] or [B, 1], to the scalar that is differentiated."""
-    if how.plain:
-        return x.mean() * how.factor
-    if how.rows is RowSum.UNMASKED:
-        weighted = x * mask_BT.sum(-1, keepdim=True)
-        return weighted.sum() / (len(x) * weighted.shape[1]) * how.factor
-    x_BT = masked(x, mask_BT, how.mask)
-    if how.rows is None:
-        return (x_BT.sum() if how.total else x_BT.sum() / _count(mask_BT.sum(), how)) * how.factor
+    return _REDUCED[how.over](x, mask_BT, how) * how.factor
+
+
+def _over_tokens(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
+    return masked(x, mask_BT, how.mask).sum() / _count(mask_BT.sum(), how)
+
+
+def _over_rows(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
     tokens_B = mask_BT.sum(-1)
-    row_B = x_BT.sum(-1) / _GUARDED[how.row_guard](tokens_B) if how.rows is RowSum.MEAN else x_BT.sum(-1)
+    row_B = masked(x, mask_BT, how.mask).sum(-1)
+    if how.over is Over.ROW_MEANS:
+        row_B = row_B / _GUARDED[how.row_guard](tokens_B)
     filled_B = (tokens_B > 0).to(x.dtype)
-    rows = filled_B.sum() if how.empty is not Masking.NONE else torch.ones_like(filled_B).sum()
-    return masked(row_B, filled_B, how.empty).sum() / _count(rows, how) / how.horizon * how.factor
+    rows = filled_B if how.empty is not Masking.NONE else torch.ones_like(filled_B)
+    return masked(row_B, filled_B, how.empty).sum() / _count(rows.sum(), how) / _horizon(mask_BT, how)
+
+
+def _over_long_rows(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
+    return (x * mask_BT.sum(-1, keepdim=True)).mean()
+
+
+_REDUCED: dict[Over, Callable[[Tensor, Tensor, Reduction], Tensor]] = {
+    Over.TOKENS: _over_tokens,
+    Over.TOTAL: lambda x, mask_BT, how: masked(x, mask_BT, how.mask).sum(),
+    Over.ROW_MEANS: _over_rows,
+    Over.ROW_SUMS: _over_rows,
+    Over.LONG_ROWS: _over_long_rows,
+    Over.VALUES: lambda x, mask_BT, how: x.mean(),
+}
 
 
 def _count(here: Tensor, how: Reduction) -> Tensor:
     return _GUARDED[how.guard](here if how.count is None else torch.full_like(here, how.count))
 
 
-def _shares(mask_BT: Tensor, how: Reduction) -> Tensor:
-    """Return what divides each token under this reduction: a scalar or [B, 1]."""
-    if how.rows is None:
-        return _count(mask_BT.sum(), how) / how.factor
-    rows = torch.full_like(mask_BT[:, :1], float(len(mask_BT))) * how.horizon / how.factor
-    return rows * _GUARDED[how.row_guard](mask_BT.sum(-1, keepdim=True)) if how.rows is RowSum.MEAN else rows
+def _horizon(mask_BT: Tensor, how: Reduction) -> float:
+    return float(mask_BT.shape[-1]) if how.horizon is None else how.horizon
+
+
+def _divisor(mask_BT: Tensor, how: Reduction) -> Tensor:
+    """Return what the sum of the tokens is divided by under this reduction: a scalar, or [B, 1] where it differs between rows."""
+    if how.over is Over.TOKENS:
+        return _count(mask_BT.sum(), how)
+    rows_B1 = torch.full_like(mask_BT[:, :1], len(mask_BT) * _horizon(mask_BT, how))
+    return rows_B1 * _GUARDED[how.row_guard](mask_BT.sum(-1, keepdim=True)) if how.over is Over.ROW_MEANS else rows_B1
 
 
 def _present(tensor: Tensor | None, name: str) -> Tensor:
@@ -630,6 +656,7 @@ class _Batch:
     inputs: LossInputs
     logprobs_BT: Tensor
     advantages: Tensor
+    sign: Tensor
     mask_BT: Tensor
     mask_others: Masking
 
@@ -639,19 +666,19 @@ class _Batch:
         mask_BT = inputs.mask.to(inputs.logprobs.dtype)
         if settings.drop_unscored:
             mask_BT = mask_BT * torch.isfinite(_present(inputs.old_logprobs, "old_logprobs"))
-        advantages = inputs.advantages.detach()
-        advantages = masked(advantages.unsqueeze(1) if advantages.dim() == 1 else advantages, mask_BT, settings.mask_advantages)
+        given = inputs.advantages.detach().unsqueeze(1) if inputs.advantages.dim() == 1 else inputs.advantages.detach()
+        advantages = masked(given, mask_BT, settings.mask_advantages)
         if settings.mean_advantages is not None:
             total_B1 = advantages.expand_as(mask_BT).sum(-1, keepdim=True)
             advantages = total_B1 / _GUARDED[settings.mean_advantages](mask_BT.sum(-1, keepdim=True))
         if settings.scale_advantages is not None:
-            advantages = advantages / _shares(mask_BT, settings.scale_advantages)
+            advantages = advantages / _divisor(mask_BT, settings.scale_advantages) * settings.scale_advantages.factor
         logprobs_BT = masked(inputs.logprobs, mask_BT, settings.mask_logprobs)
-        return cls(inputs, logprobs_BT, advantages, mask_BT, settings.mask_others)
+        return cls(inputs, logprobs_BT, advantages, torch.sign(given), mask_BT, settings.mask_others)
 
     def anchor(self, which: Anchor) -> Tensor:
         """Return the log-probs that a ratio is taken against, [B, T], detached."""
-        if which is Anchor.ROLLOUT:
+        if which is Anchor.ROLLOUT or (which is Anchor.SAMPLER and self.inputs.rollout_logprobs is not None):
             return _present(self.inputs.rollout_logprobs, "rollout_logprobs").detach()
         if which is Anchor.REF:
             return masked(_present(self.inputs.ref_logprobs, "ref_logprobs").detach(), self.mask_BT, self.mask_others)
@@ -668,12 +695,14 @@ def _check(inputs: LossInputs) -> None:
         tensor: Tensor | None = getattr(inputs, name)
         fits = tensor is None or tensor.shape == shape or (name == "advantages" and tensor.shape in (shape[:1], (shape[0], 1)))
         if tensor is not None and not fits:
-            raise NanscopeError(f"{name} is {tuple(tensor.shape)} and logprobs is {tuple(shape)}: they must be alike", slug="shape-mismatch")
+            raise NanscopeError(
+                f"{name} is {tuple(tensor.shape)} and logprobs is {tuple(shape)}: they must be alike", slug="shape-mismatch"
+            )
 
 
 def _exponent(log_ratio_BT: Tensor, batch: _Batch, how: Ratio) -> Tensor:
     """mask → clip → level → clamp: what exp is applied to, [B, T] or [B, 1]."""
-    x_BT = log_ratio_BT if how.log_clip is None else _one_sided(log_ratio_BT, batch.advantages, how.log_clip)
+    x_BT = log_ratio_BT if how.log_clip is None else _one_sided(log_ratio_BT, batch.sign, how.log_clip)
     return how.clamp.clamp(_at_level(masked(x_BT, batch.mask_BT, how.mask_log_ratio), how.level, batch, how.guard))
 
 
@@ -687,9 +716,8 @@ def _at_level(x_BT: Tensor, level: Level, batch: _Batch, guard: Guard) -> Tensor
     return mean_B1 if level is Level.SEQUENCE_MEAN else batch.logprobs_BT - batch.logprobs_BT.detach() + mean_B1.detach()
 
 
-def _one_sided(log_ratio_BT: Tensor, advantages: Tensor, clip: Bounds) -> Tensor:
+def _one_sided(log_ratio_BT: Tensor, sign: Tensor, clip: Bounds) -> Tensor:
     """s·min(sΔ, s·clip Δ) with s the sign of A: PPO's pessimistic min, in log space."""
-    sign = torch.sign(advantages)
     return sign * torch.min(sign * log_ratio_BT, sign * clip.clamp(log_ratio_BT))
 
 
@@ -697,16 +725,18 @@ def _correct(batch: _Batch, how: Correction | None) -> tuple[Tensor | None, Tens
     """Return (weight of the policy term, [B, T] or [B, 1], or None; mask after the gates)."""
     if how is None:
         return None, batch.mask_BT
-    old_BT, rollout_BT = batch.anchor(Anchor.OLD), batch.anchor(Anchor.ROLLOUT)
-    weight = _weight(old_BT - rollout_BT, batch, how) if how.weigh else None
-    mask_BT = batch.mask_BT
+    old_BT, rollout_BT = batch.anchor(how.against), batch.anchor(Anchor.ROLLOUT)
+    passing: list[Tensor] = []
     for gate in how.gates:
         inside = _inside(old_BT, rollout_BT, batch, gate)
         if gate.from_mask:
-            mask_BT = mask_BT * inside
-        elif weight is not None:
-            weight = torch.where(inside, weight, 0.0)
-    return weight, mask_BT
+            batch = replace(batch, mask_BT=batch.mask_BT * inside)
+        else:
+            passing.append(inside)
+    weight = _weight(old_BT - rollout_BT, batch, how) if how.weigh else None
+    for inside in passing:
+        weight = None if weight is None else torch.where(inside, weight, 0.0)
+    return weight, batch.mask_BT
 
 
 def _weight(delta_BT: Tensor, batch: _Batch, how: Correction) -> Tensor:
@@ -773,6 +803,6 @@ def _kl_weight(batch: _Batch, how: Kl) -> Tensor:
     return torch.nan_to_num(weight_BT, nan=0.0, posinf=0.0, neginf=0.0) if how.finite else weight_BT
 
 
-def _centred(x: Tensor, t: Terms) -> Tensor:
-    x_BT = x.detach().expand_as(t.mask_BT)
-    return x_BT - masked(x_BT, t.mask_BT, t.masking).sum() / t.mask_BT.sum().clamp(min=1.0)
+def _centred(x: Tensor, mask_BT: Tensor, how: Masking) -> Tensor:
+    x_BT = x.detach().expand_as(mask_BT)
+    return x_BT - masked(x_BT, mask_BT, how).sum() / mask_BT.sum().clamp(min=1.0)
