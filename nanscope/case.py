@@ -64,6 +64,7 @@ class Link:
     line: int | None
     value: float
     backward: bool
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class Case:
     @staticmethod
     def of(location: Location, program: Program, run: Run) -> Case:
         """The case of an origin that was replayed."""
-        chain = tuple(Link(_link_words(s), s.line, s.value, s.backward) for s in location.chain)
+        chain = tuple(Link(_link_words(s), s.line, s.value, s.backward, s.file) for s in location.chain)
         first = next((position for position, link in enumerate(chain) if link.backward), None)
         if first is not None and location.origin.born:
             link = chain[first]
@@ -155,7 +156,10 @@ class Case:
         origin = dict(seen.get("origin") or {})
         default = Phase.FORWARD if snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss) else Phase.BACKWARD
         phase = Phase(seen["phase"]) if seen.get("phase") in set(Phase) else default
-        chain = tuple(Link(str(t), None if line is None else int(line), float(v), bool(b)) for t, line, v, b in seen.get("chain") or ())
+        chain = tuple(
+            Link(str(text), None if line is None else int(line), float(value), bool(backward), None if file is None else str(file))
+            for text, line, value, backward, file in seen.get("chain") or ()
+        )
         known = {name: value for name, value in (seen.get("facts") or {}).items() if name in Facts.__slots__ and name != "story"}
         facts = Facts(**{**known, "ancestors": tuple(str(op) for op in known.get("ancestors") or ())})
         return Case(phase, _place_from_json(origin), chain, facts)
@@ -331,7 +335,7 @@ def observation(location: Location, program: Program, run: Run) -> dict[str, Any
     return {
         "phase": str(case.phase),
         "origin": place_json(case.place),
-        "chain": [[link.text, link.line, show(link.value), link.backward] for link in case.chain[:200]],
+        "chain": [[link.text, link.line, show(link.value), link.backward, link.file] for link in case.chain[:200]],
         "facts": asdict(case.facts),
     }
 

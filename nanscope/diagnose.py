@@ -338,7 +338,10 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "headline": i.headline,
         "sentence": i.sentence,
         "origin": place_json(i.origin),
-        "chain": [{"text": link.text, "line": link.line, "value": show(link.value), "backward": link.backward} for link in i.chain],
+        "chain": [
+            {"text": link.text, "file": link.file, "line": link.line, "value": show(link.value), "backward": link.backward}
+            for link in i.chain
+        ],
         "loss": show(i.loss),
         "reached": i.reached,
         "fixes": [_fix_json(fix) for fix in i.fixes],

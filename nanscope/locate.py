@@ -107,6 +107,7 @@ class Step:
     value: float
     line: int | None
     backward: bool = False
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +497,16 @@ class _Walker:
         tensor = self.run.grads[value] if backward else self.run.values[value]
         site = self.program.site_of(self.program.calls[index]) if index is not None else None
         op = base_name(self.program.calls[index].op) if index is not None else "input"
-        return Step(value, op, self.names.name(value), unravel(flat, tensor.shape), at(tensor, flat), site.line if site else None, backward)
+        return Step(
+            value,
+            op,
+            self.names.name(value),
+            unravel(flat, tensor.shape),
+            at(tensor, flat),
+            site.line if site else None,
+            backward,
+            site.file if site else None,
+        )
 
     def origin(self, index: int | None, value: int, flat: int, via: int | None = None) -> Origin:
         """Describe an element as origin. via: the value through whose backward it did harm, where that is another one."""

@@ -377,7 +377,7 @@ def _chain(incident: Incident, limits: Limits) -> Iterator[ChainItem]:
         if link.backward and not backward:
             backward = True
             yield ChainItem("turn", _turn(incident))
-        yield _item(link, limits)
+        yield _item(link, incident.origin.file, limits)
     for name, words in (("gradients", "gradients"), ("weights", "weights after the update")):
         counts = two(incident.reached.get(name))
         if counts and counts[0] and links:
@@ -388,10 +388,13 @@ def _turn(incident: Incident) -> str:
     return f"the loss stays finite ({numeral(incident.loss)}); backward:" if is_finite_number(incident.loss) else "backward:"
 
 
-def _item(link: Link, limits: Limits) -> ChainItem:
+def _item(link: Link, origin: str | None, limits: Limits) -> ChainItem:
+    """A link says its file where that is not the origin's."""
     value = real(link.value)
     bad = value is not None and not math.isfinite(value)
     line = f"line {clean(link.line, 12)}" if link.line is not None else ""
+    if line and link.file is not None and link.file != origin:
+        line = f"{clean(PurePath(str(link.file)).name, 40)}:{clean(link.line, 12)}"
     return ChainItem("grad" if link.backward else "link", clean(link.text, limits.text), numeral(value), line, bad)
 
 
