@@ -13,6 +13,8 @@ from nanscope.errors import NanscopeError, NonFiniteError, ProgramError, Snapsho
 
 if TYPE_CHECKING:
     from nanscope.diagnose import Verdict
+    from nanscope.frameworks.losses import framework_loss
+    from nanscope.objective import LossInputs, LossSettings
     from nanscope.replay import Replay
     from nanscope.scope import Scope, watch
     from nanscope.snapshot import Snapshot, load
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError", "Verdict", "load", "watch",
+    "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
+    "Verdict", "framework_loss", "load", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -31,6 +34,9 @@ _WHERE = {
     "Snapshot": "nanscope.snapshot",
     "load": "nanscope.snapshot",
     "Replay": "nanscope.replay",
+    "LossInputs": "nanscope.objective",
+    "LossSettings": "nanscope.objective",
+    "framework_loss": "nanscope.frameworks.losses",
 }
 
 

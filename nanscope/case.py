@@ -89,6 +89,7 @@ class Facts:
     multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was taken of. setting: it divides by a
     number of the code or by a scalar that came in.
     clip: what a clip by norm made of it, "inf" or "nan". optimizer: its class, of an update. weight: what was updated.
+    dropped: forward takes its value out. zero_is_mask: the origin itself is a product with a mask that is 0.
     extent: how much of a tensor that came in is bad. suspect: everything is finite and the step is ruined. allreduce: this rank's own
     backward is fine, the gradients are not.
     """
@@ -106,6 +107,8 @@ class Facts:
     optimizer: str = ""
     weight: str = ""
     clip: str = ""
+    dropped: bool = False
+    zero_is_mask: bool = False
     extent: str = ""
     suspect: bool = False
     allreduce: bool = False
@@ -122,9 +125,11 @@ class Facts:
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
             setting=literal or (len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
+            dropped=bool(origin.drops),
+            zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
             extent=_extent(run.values[origin.value_id], origin.index) if origin.call is None else "",
             whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
-            multiplied=any(drop.how == "mask" for drop in origin.drops),
+            multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
             plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
             unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
             eps_underflow=origin.call is not None and bool(vanishing_eps(program, run.values, origin.call)),
@@ -175,6 +180,19 @@ class Case:
     def number(self, position: int) -> float:
         """The value of an operand, NaN if there is none."""
         return self.place.operands[position][1] if position < len(self.place.operands) else math.nan
+
+
+def _meets_zero(location: Location, program: Program) -> bool:
+    """Is it a product with 0 that makes NaN of an infinity, and not something on the way there, a softmax for instance?"""
+    if math.isnan(location.origin.value):
+        return True
+    producers = program.producers()
+    for step in location.chain:
+        if math.isnan(step.value) and not step.backward:
+            index = producers.get(step.value_id)
+            op = program.calls[index].op if index is not None else ""
+            return flow_of(op) is Flow.MATMUL or base_name(op) in ("mul", "addcmul", "addmm", "einsum")
+    return True
 
 
 def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
@@ -246,6 +264,9 @@ def _from_mask(program: Program, run: Run, value: int) -> bool:
     if "sum" not in _ancestors(program, value):
         return False
     for _ in range(12):
+        made = producers.get(value)
+        if made is not None and base_name(program.calls[made].op) in ("sub", "rsub"):
+            return False  # a count less one
         if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
             return True
         index = producers.get(value)
@@ -325,6 +346,7 @@ def _drop_words(how: str, name: str | None) -> str:
         "mask": f"multiplied by {name or 'a mask'} = 0",
         "select": f"not selected by {name or 'an index'}",
         "clip": f"{name} {CLIPPED}",
+        "clamp": "replaced by a bound of clamp",
         "replace": f"replaced by {name}",
     }[how]
 

@@ -50,11 +50,12 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.EXP_OVERFLOW: CauseInfo("exp overflows on a token that counts", ("clamp_exponent",)),
     Cause.SEQ_RATIO_OVERFLOW: CauseInfo("exp overflows after log-ratios were summed over a sequence", ("clamp_exponent",)),
     Cause.INF_TIMES_ZERO_MASK: CauseInfo(
-        "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent")
+        "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent", "finite_mask_fill")
     ),
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
     Cause.INF_TIMES_ZERO_COEF: CauseInfo(
-        "an overflow meets a factor that is exactly 0 (an advantage, a coefficient), and inf · 0 is NaN", ("clamp_exponent",)
+        "an overflow meets a factor that is exactly 0 (an advantage, a coefficient), and inf · 0 is NaN",
+        ("clamp_exponent", "finite_mask_fill"),
     ),
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
     Cause.WHERE_GRAD_TRAP: CauseInfo(

@@ -260,8 +260,11 @@ def _fixes(case: Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ..
     """Return the fixes that work, best first, and what was tried and does not."""
     where = f"{Path(case.place.file).name}:{case.place.line}" if case.place.file and case.place.line else None
     wanted = CAUSES[cause].fixes
-    if cause is Cause.INF_MINUS_INF and len(case.place.shape) > 2:
+    vocabulary = {"_log_softmax", "log_softmax"} & set(case.facts.ancestors) and not {"gather", "index"} & set(case.facts.ancestors)
+    if cause is Cause.INF_MINUS_INF and (len(case.place.shape) > 2 or vocabulary):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # over a vocabulary there are no samples to drop
+    if cause is Cause.LOG_ZERO and case.place.dtype in ("float16", "bfloat16"):
+        wanted = ("stable_function", "upcast_fp32", "clamp_input")
     if case.facts.multiplied and "mask_before_op" not in wanted[:1]:
         wanted = ("mask_before_op", *wanted)
     if case.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:

@@ -61,7 +61,10 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
                 found.append(Source(value, _fibre(tensor, index, _dims(call, tensor), upto=name in _CUMULATIVE), position))
             elif flow is Flow.MATMUL:
                 found.append(Source(value, _row_or_column(name, position, tensor, result, index), position))
-            elif name == "nll_loss_forward":
+            elif name in _ROW_NORMS:
+                row = _row_of(index, tensor, len(call.args[1])) if position == 0 else _broadcast_from(index, tensor)  # type: ignore[arg-type]
+                found.append(Source(value, row, position))
+            elif name in _NLL:
                 if position == 0:
                     found.append(Source(value, _targets(call, values, tensor, index), position))
             else:
@@ -71,6 +74,17 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
             if flow is Flow.POINTWISE:
                 found.append(Source(value, _broadcast_from(index, values[value]), -1))
     return found
+
+
+_NLL = ("nll_loss_forward", "nll_loss2d_forward")
+# Normalisations of the trailing dimensions: arguments are input, normalized_shape, weight, bias.
+_ROW_NORMS = frozenset(("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"))
+
+
+def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
+    """The elements that share all but the trailing dimensions of an index."""
+    every = torch.arange(tensor.numel()).reshape(tensor.shape)
+    return every[index[: tensor.dim() - trailing]].flatten()
 
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -97,7 +111,12 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                     mark |= _reduce(call, own, result)
                 elif flow is Flow.ALONG and name in _CUMULATIVE and own.dim():
                     mark |= own.int().cummax(dim=_dims(call, own)[0]).values.bool()
-                elif name == "nll_loss_forward" and position == 0:
+                elif name in _ROW_NORMS and position == 0:
+                    flat = own.flatten(own.dim() - len(call.args[1])).any(-1)  # type: ignore[arg-type]
+                    mark |= flat.reshape(*flat.shape, *[1] * (result.dim() - flat.dim())).expand(result.shape)
+                elif name in _ROW_NORMS:
+                    mark |= own.expand(result.shape) if own.shape == result.shape[result.dim() - own.dim() :] else bool(own.any())
+                elif name in _NLL and position == 0:
                     mark |= _reads_marked(call, values, own, result)
                 elif flow is Flow.ALONG:
                     dims = _dims(call, own) or tuple(range(own.dim()))
@@ -276,9 +295,18 @@ def _matmul_mark(name: str, position: int, mark: Tensor, result: Tensor) -> Tens
 def _targets(call: Call, values: Mapping[int, Tensor], log_probs: Tensor, index: tuple[int, ...]) -> Tensor:
     """nll_loss reads one element a row: the target's. index: of the result, which names the row unless it is reduced."""
     target = call.args[1]
-    if not isinstance(target, Ref) or log_probs.dim() > 2:
+    if not isinstance(target, Ref):
         return torch.arange(log_probs.numel())
     labels = values[target.id].reshape(-1)
+    if log_probs.dim() > 2:  # classes are the second dimension: [N, C, …]
+        numbers = torch.arange(log_probs.numel()).reshape(log_probs.shape).movedim(1, -1).reshape(-1, log_probs.shape[1])
+        ignored = call.args[4] if len(call.args) > 4 and isinstance(call.args[4], int) else -100
+        keep = torch.ne(labels, ignored)
+        if index:
+            own = torch.zeros(values[target.id].shape, dtype=torch.bool)
+            own[index] = True
+            keep = keep & own.reshape(-1)
+        return numbers[keep].gather(1, labels[keep][:, None]).squeeze(1)
     width = log_probs.shape[-1]
     ignored = call.args[4] if len(call.args) > 4 and isinstance(call.args[4], int) else -100
     rows = torch.arange(labels.numel())
@@ -292,8 +320,8 @@ def _reads_marked(call: Call, values: Mapping[int, Tensor], mark: Tensor, result
     """The results of nll_loss whose targets are marked."""
     if result.dim() == 0:
         return torch.tensor(bool(mark.flatten()[_targets(call, values, mark, ())].any()))
-    rows = [bool(mark.flatten()[_targets(call, values, mark, (row,))].any()) for row in range(result.numel())]
-    return torch.tensor(rows).reshape(result.shape)
+    places = [unravel(row, result.shape) for row in range(result.numel())]
+    return torch.tensor([bool(mark.flatten()[_targets(call, values, mark, place)].any()) for place in places]).reshape(result.shape)
 
 
 FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor

@@ -146,7 +146,9 @@ EXPLANATIONS: dict[Cause, Explanation] = {
         right=(
             "mask_before_op: fill the log-ratio with 0 where the mask is 0, before exp sees it; the ratio is 1 there and the mask removes "
             "it. "
-            "clamp_exponent: clamp the log-ratio to ±20 before exp; this also protects the tokens that count."
+            "clamp_exponent: clamp the log-ratio to ±20 before exp; this also protects the tokens that count. "
+            "finite_mask_fill: where the infinity is a log-probability or a mask that was written on purpose, make it a large finite "
+            "number."
         ),
         wrong=(
             "torch.where, masked_fill, boolean indexing or nan_to_num on the ratio or on the product repair the loss only: backward sends "
@@ -219,6 +221,8 @@ EXPLANATIONS: dict[Cause, Explanation] = {
         """),
         right=(
             "clamp_exponent: clamp the log-ratio before exp; a finite ratio times 0 is 0 in forward and in backward. "
+            "finite_mask_fill: where the infinity is a log-probability or a mask that was written on purpose, make it a large finite "
+            "number. "
             "skip_disabled_term: do not compute a term whose coefficient is 0 in the settings."
         ),
         wrong=(

@@ -244,19 +244,30 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
         program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
     observed: dict[str, Any] = dict(snapshot.observed)
-    if look.location is not None and look.run is not None:
-        origin = look.location.origin
-        made = set(program.producers())
-        if origin.value_id not in (made if origin.born else made | {leaf.id for leaf in program.leaves}):
-            observed |= {"outside": True, "location": observation(look.location, snapshot.program, look.run)}
-            with contextlib.suppress(ProgramError):
-                observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
+    narrowed = program is not snapshot.program
+    if look.location is not None and look.run is not None and narrowed and not _same_origin(look.location, program, tensors):
+        observed |= {"outside": True, "location": observation(look.location, snapshot.program, look.run)}
+        with contextlib.suppress(ProgramError):
+            observed["rows"] = diagnose.rows_json(replay(snapshot).rows)
     return replace(
         snapshot,
         program=program,
         tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
         grads={value: grad.detach().clone() for value, grad in grads.items()},
         observed=observed,
+    )
+
+
+def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:
+    """Does a program of which parts were cut away still lead to the same origin?"""
+    try:
+        again = locate(program, program.execute(tensors, trace=True))
+    except ProgramError:
+        return False
+    return again is not None and (again.origin.value_id, again.origin.flat, again.origin.op) == (
+        location.origin.value_id,
+        location.origin.flat,
+        location.origin.op,
     )
 
 

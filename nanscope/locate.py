@@ -58,8 +58,9 @@ class Operand:
 class Drop:
     """What takes an element out of the loss on its way there.
 
-    how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min, max, clamp picked another value) or "replace"
-    (nan_to_num, nansum). by: id of the mask, None where there is none. name: what it is called.
+    how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "clamp" (replaced by
+    a bound) or "replace" (nan_to_num, nansum). The last puts another number in the place of a token that the loss counts all the same.
+    by: id of the mask, None where there is none. name: what it is called.
     """
 
     call: int
@@ -272,6 +273,11 @@ class _Walker:
                 if base_name(self.program.calls[index].op) in ("fill", "full", "masked_fill", "lift_fresh"):
                     return self._root_of_literal(index, value, flat, path)
                 kind = "intended" if self.intended(index, value, flat) else "born"
+                hidden = self._divided_by(index, value, flat) if kind == "born" else None
+                if hidden is not None:
+                    value, flat = hidden
+                    path.append(hidden)
+                    continue
                 return _Root(kind, index, value, flat, tuple(path))
             number = at(self.run.values[value], flat)
             nan = [(v, f) for v, f in bad if math.isnan(at(self.run.values[v], f))]
@@ -297,7 +303,7 @@ class _Walker:
         for flat in bad:
             if flat == root.flat:
                 break
-            if self._made_here(root.call, root.value, flat) and not self._harmless(root.value, flat):
+            if self._made_here(root.call, root.value, flat) and self._goes_on(root, flat) and not self._harmless(root.value, flat):
                 return _Root(root.kind, root.call, root.value, flat, (*root.path[:-1], (root.value, flat)))
         return root
 
@@ -305,6 +311,18 @@ class _Walker:
         """Is an element bad although nothing that it was made of is, or a NaN although that is only infinite?"""
         found = [at(self.run.values[v], f) for v, f in self.bad_sources(call, value, flat)]
         return not found or (math.isnan(at(self.run.values[value], flat)) and not any(math.isnan(number) for number in found))
+
+    def _goes_on(self, root: _Root, flat: int) -> bool:
+        """Does an element spoil the next value on the way to the harm, or does that absorb it, as softmax does with an −inf?"""
+        if len(root.path) < 2:
+            return True
+        following, _ = root.path[-2]
+        index = self.producers.get(following)
+        values = self.run.values[root.value]
+        mark = torch.zeros(values.numel(), dtype=torch.bool)
+        mark[flat] = True
+        reached = spread(self.program.calls[index], self.run.values, {root.value: mark.reshape(values.shape)}) if index is not None else {}
+        return following not in reached or bool((reached[following] & ~torch.isfinite(self.run.values[following])).any())
 
     def _harmless(self, value: int, flat: int) -> bool:
         """Is an element taken out on its way to the loss by something that stops infinities, which a mask of zeros does not?"""
@@ -320,6 +338,24 @@ class _Walker:
                 flat = outlier(self.run.values[leaf.id])
                 if flat is not None:
                     return _Root("fed", None, leaf.id, flat, (*root.path, (leaf.id, flat)))
+        return None
+
+    def _divided_by(self, index: int, value: int, flat: int) -> tuple[int, int] | None:
+        """A zero that ruins a logarithm or a quotient may be what became of x / inf: then the infinity is where to look."""
+        steps = [(index, value, flat)]
+        for _ in range(4):
+            if not steps:
+                return None
+            call, out, position = steps.pop()
+            for source in sources(self.program.calls[call], self.run.values, out, position):
+                tensor = self.run.values[source.value]
+                if not tensor.is_floating_point() or source.flat.numel() != 1:
+                    continue
+                number, made = at(tensor, int(source.flat[0])), self.producers.get(source.value)
+                if math.isinf(number) and base_name(self.program.calls[call].op) in ("div", "reciprocal", "pow"):
+                    return source.value, int(source.flat[0])
+                if number == 0 and made is not None:
+                    steps.append((made, source.value, int(source.flat[0])))
         return None
 
     def bad_sources(self, index: int, out: int, flat: int) -> list[tuple[int, int]]:
@@ -517,6 +553,9 @@ class _Walker:
             for source in sources(call, self.run.values, value, flat):
                 operands.append(self._operand(source))
         masked, drops, coefficient = self.fate(value, flat) if self.program.computes is Computes.LOSS else (None, (), None)
+        mask = self._own_mask(index, value, flat) if self.program.computes is Computes.LOSS else None
+        if mask is not None:
+            masked, drops = True, (mask, *drops)
         leaf = self.program.leaf(value)
         site = self.program.site_of(call) if call is not None else self._first_reader(value)
         return Origin(
@@ -538,6 +577,20 @@ class _Walker:
             drops=drops,
             coefficient=coefficient,
         )
+
+    def _own_mask(self, index: int | None, value: int, flat: int) -> Drop | None:
+        """The product that is the origin multiplies an infinity by a mask."""
+        if index is None or base_name(self.program.calls[index].op) != "mul" or not math.isnan(at(self.run.values[value], flat)):
+            return None
+        shape = self.run.values[value].shape
+        here = torch.zeros(shape, dtype=torch.bool)
+        here.flatten()[flat] = True
+        for factor in self.program.calls[index].inputs():
+            zeros = here & (self.run.values[factor] == 0).expand(shape)
+            if bool(zeros.any()) and self.is_mask(factor, zeros):
+                by = self._mask_behind(factor, zeros)
+                return Drop(index, "mask", by, self.names.name(by))
+        return None
 
     @staticmethod
     def _source(leaf: Leaf | None) -> str:
@@ -579,6 +632,13 @@ class _Walker:
 
     def fate(self, value: int, flat: int) -> tuple[bool | None, tuple[Drop, ...], str | None]:
         """Follow an element to the loss: is it taken out on the way, by what, and does a zero coefficient multiply it?"""
+        found = self._follow(value, flat, tokens=False)
+        if found[1] and all(drop.how == "replace" for drop in found[1]):  # its value is gone: is its token, too?
+            return self._follow(value, flat, tokens=True)
+        return found
+
+    def _follow(self, value: int, flat: int, *, tokens: bool) -> tuple[bool | None, tuple[Drop, ...], str | None]:
+        """The fate of an element. tokens: what nan_to_num puts in its place is still the same token."""
         tensor = self.run.values[value]
         mark = torch.zeros(tensor.numel(), dtype=torch.bool)
         mark[flat] = True
@@ -597,6 +657,8 @@ class _Walker:
                 continue
             for out, own in reached.items():
                 kept, drop, zero = self._kept(index, call, out, own, marked)
+                if tokens and drop is not None and drop.how == "replace":
+                    kept = own
                 coefficient = coefficient or zero
                 if drop is not None:
                     drops.append(drop)
@@ -661,7 +723,7 @@ class _Walker:
             if isinstance(source, Ref):
                 lost = mark & torch.isfinite(result) & (result != values[source.id])
                 if bool(lost.any()):
-                    return mark & ~lost, Drop(index, "clip", None, name), None
+                    return mark & ~lost, Drop(index, "clamp", None, name), None
         elif name in ("nan_to_num", "nansum", "nanmean"):
             source = call.args[0]
             if isinstance(source, Ref):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from nanscope.ops import Flow, base_name, flow_of
-from nanscope.program import Program, Ref, Site
+from nanscope.program import Call, Program, Ref, Site
 from nanscope.roles import Role, role_of
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
+_SPREAD = re.compile(r"(^|_)(std|sigma|var|variance|scale|alpha|temperature)($|_)")
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 _KEEPS_SCORES = frozenset(
     (
@@ -115,6 +116,8 @@ class Namer:
         made = self.producers.get(value)
         if named is Role.REWARDS and made is not None and self.program.calls[made].module:
             named = Role.ATTENTION  # inside a model scores are those of attention
+        if named is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
+            named = None  # a name that is used for one thing after another
         if named is not None or depth > 12:
             return named
         if (leaf := self._leaves.get(value)) is not None and leaf.role in set(Role):
@@ -133,6 +136,9 @@ class Namer:
         if site is None:
             return self._downstream(value)
         function = role_of(site.function.rsplit(".", 1)[-1])
+        callee = role_of(site.expression.partition("(")[0]) if site.expression.endswith(")") else None
+        if callee in (Role.KL, Role.ENTROPY):
+            return callee  # `F.kl_div(…)`
         return (
             role_of(site.within)
             or (function if function not in (Role.LOSS, Role.GRAD) else None)
@@ -171,8 +177,12 @@ class Namer:
         if name == "sub" and len(inputs) == 2:
             both = {self._own(v, depth) for v in inputs}
             return Role.LOG_RATIO if both <= LOG_PROBS else None
+        if name in ("exp", "expm1") and inputs and self._less_its_operand(call):
+            return Role.KL
         if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
             return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
+        if name == "exp" and inputs and _SPREAD.search((self.name(inputs[0]) or "").lower()):
+            return Role.HIDDEN  # a standard deviation or scale that a policy puts out
         if name == "exp" and not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
             return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
         if name in ("_log_softmax", "log_softmax", "logsumexp"):
@@ -182,6 +192,19 @@ class Namer:
         if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
         return None
+
+    def _less_its_operand(self, call: Call) -> bool:
+        """Is x subtracted from exp x, as in exp(x) − x − 1?"""
+        operand, value = next(call.inputs(), None), call.outs[0]
+        for _ in range(3):
+            readers = [self.program.calls[index] for index in self.consumers.get(value, ())] if value is not None else []
+            differences = [reader for reader in readers if base_name(reader.op) in ("sub", "rsub", "add")]
+            if any(operand in set(reader.inputs()) for reader in differences):
+                return True
+            if not differences:
+                return False
+            value = differences[0].outs[0]
+        return False
 
     def _of_weights_only(self, value: int) -> bool:
         """Is a value computed from parameters alone, without a single activation?"""

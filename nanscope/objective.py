@@ -1,8 +1,8 @@
 """The policy objective of RL post-training, written once; what the frameworks do differently is a setting.
 
     trace = objective(LossInputs(logprobs, old, ref, rollout, advantages, mask), LossSettings(Ppo(clip=Bounds(0.8, 1.2)), kl=Kl(0.04)))
-    trace.loss          −0.3786
-    trace.ratio_BT      exp Δ, Δ = ℓ − ℓ_old
+    trace.loss          one number, with its gradient
+    trace.ratio         exp Δ, Δ = ℓ − ℓ_old; and so on for every intermediate
 
     L  =  reduce( w · S(r, A, ℓ) )  +  β · reduce( KL(ℓ, ℓ_ref) )  −  c · reduce( H )
 
@@ -167,10 +167,13 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """−Aℓ."""
+    """−Aℓ. twofold: as the max of two equal terms (NeMo-RL); a tie halves the gradient and a NaN, which is no tie, does not."""
+
+    twofold: bool = False
 
     def __call__(self, t: Terms) -> Tensor:
-        return -t.advantages * t.logprobs_BT
+        loss = -t.advantages * t.logprobs_BT
+        return torch.max(loss, -t.advantages * t.logprobs_BT) if self.twofold else loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,22 +301,25 @@ class Divergence(StrEnum):
 class TrustRegion:
     """DPPO: a token counts until its probability has moved too far in the direction that A pushes it, arXiv 2602.04879 eq. 13, 14.
 
-    low, high: of the divergence, where A ≤ 0 and where A > 0.
+    low, high: of the divergence, where A ≤ 0 and where A > 0. nan_passes: a NaN divergence is taken for inside.
     """
 
     divergence: Divergence = Divergence.TV
     low: float = 0.2
     high: float = 0.2
+    nan_passes: bool = False
 
     def holds(self, logprobs_BT: Tensor, old_BT: Tensor, advantages: Tensor) -> Tensor:
         """Return 1 where the token counts, else 0."""
         p, q = logprobs_BT.detach().exp(), old_BT.exp()
         if self.divergence is Divergence.TV:
-            rising, falling = p - q <= self.high, p - q >= -self.low
+            apart = p - q
+            rising, falling = apart <= self.high, apart >= -self.low
         else:
-            kl = q * (old_BT - logprobs_BT.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            rising, falling = (kl <= self.high) | (p <= q), (kl <= self.low) | (p >= q)
-        return torch.where(advantages > 0, rising, falling).to(logprobs_BT.dtype)
+            apart = q * (old_BT - logprobs_BT.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            rising, falling = (apart <= self.high) | (p <= q), (apart <= self.low) | (p >= q)
+        inside = torch.where(advantages > 0, rising, falling)
+        return (inside | apart.isnan() if self.nan_passes else inside).to(logprobs_BT.dtype)
 
 
 class Statistic(StrEnum):

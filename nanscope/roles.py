@@ -88,6 +88,7 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     ),
     (r"(^|_)(ratios?|coef_1|coef_2|coef|importance_ratio|is_ratio)($|_)", Role.RATIO),
     (r"(^|_)(kl|k1|k2|k3|kld|kl_div|kls)($|_)", Role.KL),
+    (r"cross_entropy", Role.LOSS),
     (r"entrop", Role.ENTROPY),
     (r"(^|_)adv(antages?)?($|_)", Role.ADVANTAGES),
     (r"(attn|attention)", Role.ATTENTION),

@@ -329,6 +329,11 @@ class Scope:
         bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
         if bad is None or bad.grad is None:
             return
+        if any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+            overflowed = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
+            if overflowed is not None:
+                self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=overflowed)
+                return
         changed = hit.gradient_look(self._tape, bad.grad)
         seen: dict[str, Any] | None = None
         made_here = changed is not None and changed.location is not None and changed.location.origin.born

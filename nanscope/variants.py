@@ -361,8 +361,11 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
     value = patch.operand(0)
     if not _is(patch, "_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp", "mul", "sub") or value is None:
         return None
-    inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), torch.finfo(patch.values[value].dtype).min / 4))]
-    label = f"mask {_name(patch, value)} with a large finite number instead of −inf"
+    lowest = torch.finfo(patch.values[value].dtype).min / 4
+    inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), lowest))]
+    if _is(patch, "mul"):
+        inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
+    label = f"mask {_name(patch, value)} with a large finite number instead of an infinite one"
     program = before(patch, 0, inserts)
     other = patch.operand(1) if _is(patch, "sub") else None
     if other is not None and bool((patch.values[other] == -math.inf).any()):

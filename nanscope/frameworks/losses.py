@@ -1,0 +1,72 @@
+"""Every framework's own loss by its name, with settings in the framework's own words.
+
+    trace = framework_loss("verl.vanilla", inputs, loss_agg_mode="seq-mean-token-mean", clip_ratio_high=0.28)
+    trace.loss
+
+A row says which settings a loss has and what they mean as an objective; the rows stand beside this file, one file per family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nanscope.errors import NanscopeError
+from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
+from nanscope.frameworks.options import Loss, Setting
+from nanscope.objective import LossInputs, LossSettings, LossTrace, objective
+
+_ROWS = (*loss_trl.ROWS, *loss_verl.ROWS, *loss_nemo_rl.ROWS, *loss_skyrl.ROWS, *loss_openrlhf.ROWS, *loss_others.ROWS)
+LOSSES: dict[str, Loss] = {row.key: row for row in _ROWS}
+
+
+def framework_loss(key: str, inputs: LossInputs, **settings: Setting) -> LossTrace:
+    """Evaluate the loss `key` of a framework on one batch, with its defaults where `settings` say nothing.
+
+    Raises NanscopeError for a key, a setting or a value that is not known, and for a batch that lacks what the loss reads.
+    """
+    return objective(inputs, framework_settings(key, **settings))
+
+
+def framework_settings(key: str, **settings: Setting) -> LossSettings:
+    """Return the objective that a framework's loss is under these settings; errors as in `framework_loss`."""
+    row = _row(key)
+    for name in settings:
+        if name not in row.names():
+            raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join(row.names())}", slug="unknown-setting")
+    return row.options(**dict(row.fixed), **settings).settings()
+
+
+def live_settings(key: str, *configs: object) -> LossSettings:
+    """Return the objective under what a framework's live config objects say; what none of them holds keeps its default.
+
+    configs: objects or mappings, searched in this order, each with what lies one level inside it (`actor.policy_loss`, `algorithm.cispo`).
+    """
+    found: dict[str, Setting] = {}
+    for name in _row(key).names():
+        for config in configs:
+            held = next((value for value in _held(config, name) if isinstance(value, Setting)), _NOWHERE)
+            if isinstance(held, Setting):
+                found[name] = held
+                break
+    return framework_settings(key, **found)
+
+
+_NOWHERE = object()
+
+
+def _held(config: object, name: str) -> Iterator[object]:
+    """Yield what a config holds under a name: itself first, then the parts inside it."""
+    parts = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for holder in (config, *parts.values()):
+        if isinstance(holder, Mapping):
+            yield holder.get(name, _NOWHERE)
+        elif not isinstance(holder, Setting):
+            yield getattr(holder, name, _NOWHERE)
+
+
+def _row(key: str) -> Loss:
+    if key not in LOSSES:
+        framework = key.split(".")[0] + "."
+        near = [known for known in LOSSES if known.startswith(framework)]
+        raise NanscopeError(f"no loss is called {key!r}: there are {', '.join(near or LOSSES)}", slug="unknown-loss")
+    return LOSSES[key]
