@@ -332,13 +332,23 @@ def test_settings_are_read_from_live_configurations() -> None:
 
 
 def test_settings_are_read_from_trl_itself(tmp_path: Path) -> None:
-    """TRL's own configuration object, where it is installed: its defaults are the row's defaults."""
+    """TRL's own configuration object, where it is installed: its names and defaults are the row's."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
-    common = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "bf16": False}
-    config = trl.GRPOConfig(**common, beta=0.02, epsilon_high=0.28, loss_type="dr_grpo", gradient_accumulation_steps=2, num_generations=2)
-    wanted = framework_settings(
-        "trl.dr_grpo", beta=0.02, epsilon_high=0.28, gradient_accumulation_steps=2, steps_per_generation=2, max_completion_length=256
+    defaults = {option.name: option.default for option in fields(trl.GRPOConfig)}
+    counted = {"num_items_in_batch", "num_processes"}  # by the trainer
+    for option in fields(LOSSES["trl.dapo"].options):  # type: ignore[arg-type]
+        assert option.name in counted or defaults[option.name] == option.default, option.name
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        beta=0.02,
+        epsilon_high=0.28,
+        gradient_accumulation_steps=2,
+        num_generations=2,
     )
+    wanted = framework_settings("trl.dr_grpo", beta=0.02, epsilon_high=0.28, gradient_accumulation_steps=2, steps_per_generation=2)
     assert live_settings("trl.dr_grpo", config) == wanted
 
 

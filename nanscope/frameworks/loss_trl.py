@@ -120,7 +120,7 @@ class TRL(Family):
 
     epsilon: float = 0.2
     entropy_coef: float = 0.0
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     gradient_accumulation_steps: int = 1
 
     def settings(self) -> LossSettings:
