@@ -148,8 +148,9 @@ def replay(
             verdict = diagnose.Verdict((incident,), steps=1, bad_steps=1)
             data = {"rows": [_row_json(row) for row in replayed.rows], **verdict.to_json()}
             json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print_replay(incident, replayed.location is not None, file=sys.stdout)
-    raise typer.Exit(FOUND if replayed.location is not None or not replayed.rows else HEALTHY)
+    failing = replayed.location is not None or bool(snapshot.observed.get("outside"))  # or it was seen where the file does not reach
+    print_replay(incident, failing, file=sys.stdout)
+    raise typer.Exit(FOUND if failing or not replayed.rows else HEALTHY)
 
 
 def _row_json(row: Any) -> dict[str, Any]:

@@ -44,6 +44,14 @@ def test_a_tool_masked_token_is_named(tmp_path: Path, advantage: Any, phase: str
     assert origin.value == math.inf
     assert origin.masked is True
     assert "mask" in (origin.masked_by or "")
+    assert incident.snapshot is not None
+    again = replay(nanscope.load(incident.snapshot))  # the file alone leads there, too: it holds masks, and no token ids
+    assert again.location is not None and (again.location.origin.variable, again.location.origin.index) == ("coef_1", trainer.planted)
+    assert all(
+        tensor.dtype != torch.int64 or int(tensor.max()) <= 1
+        for tensor in nanscope.load(incident.snapshot).tensors.values()
+        if tensor.dim()
+    )
     assert origin.file is not None and origin.file.endswith("grpo_trainer.py")
     assert origin.line is not None and "coef_1 = torch.exp" in dict(origin.source)[origin.line]
     assert incident.reached["gradients"] == [27, 27]

@@ -286,7 +286,7 @@ def narrow(
             kept.append(call)
             continue
         for out in outs:
-            if wide(run.values[out]) or (run.values[out].dtype in _INTEGERS and not save_tokens):
+            if wide(run.values[out]) or (not save_tokens and _more_than_a_mask(run.values[out])):
                 closed.add(out)
             else:
                 site = program.site_of(call)
@@ -307,9 +307,12 @@ _INTEGERS = (torch.int64, torch.int32)
 
 def _token_ids(leaf: Leaf, tensor: Tensor) -> bool:
     """Integer data that is neither a mask nor a count: somebody's text, unless it is asked for."""
-    if tensor.dtype not in _INTEGERS or tensor.dim() == 0 or role_of(leaf.name) is Role.MASK:
-        return False
-    return bool(tensor.numel()) and int(tensor.max()) > 1
+    return tensor.dim() > 0 and role_of(leaf.name) is not Role.MASK and _more_than_a_mask(tensor)
+
+
+def _more_than_a_mask(tensor: Tensor) -> bool:
+    """Integers beyond 0 and 1: what is made of token ids may be a mask, and a mask tells nothing of the text."""
+    return tensor.dtype in _INTEGERS and bool(tensor.numel()) and int(tensor.max()) > 1
 
 
 def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
