@@ -29,6 +29,7 @@ from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
 from nanscope.snapshot import Snapshot, load, tensor_bytes
+from nanscope.summary import norms
 
 log = logging.getLogger("nanscope")
 
@@ -291,6 +292,8 @@ def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | N
     """
     grads = look.run.grads if look is not None and look.run is not None else {}
     leaves = [leaf for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads] if look is not None else []
+    if leaves and bool(torch.isfinite(torch.linalg.vector_norm(norms([grads[leaf.id] for leaf in leaves])))):
+        return None  # their norm is fine: what the clip saw had gone bad in another way
     largest = max(leaves, key=lambda leaf: float(grads[leaf.id].double().abs().max()), default=None)
     if largest is None:
         return None
