@@ -362,24 +362,31 @@ def observation(location: Location, program: Program, run: Run) -> dict[str, Any
     }
 
 
+def _element(op: str, tensor: Tensor, flat: int, role: Role, site: Site | None = None) -> dict[str, Any]:
+    """Return the place of an element that only a watcher saw, as JSON data: what the observations below share."""
+    found = {
+        "op": op,
+        "index": list(unravel(flat, tensor.shape)),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "value": show(at(tensor, flat)),
+        "role": str(role),
+        "masked": None,
+        "operands": [],
+    }
+    if site is not None:
+        found |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
+    return found
+
+
 def weight_observation(name: str | None, parameter: Tensor, flat: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return what an update did to a weight, as JSON data."""
     eps = group.get("eps")
     small = isinstance(eps, float) and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0
     grad = parameter.grad
     operands = [] if grad is None else [["gradient", show(at(grad.detach(), flat))]]
-    origin = {
-        "op": "addcdiv" if eps is not None else "add",
-        "index": list(unravel(flat, parameter.shape)),
-        "shape": list(parameter.shape),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "value": show(at(parameter.detach(), flat)),
-        "variable": name,
-        "role": "optimizer",
-        "masked": None,
-        "operands": operands,
-    }
-    return {"origin": origin, "facts": {"eps_underflow": small}}
+    origin = _element("addcdiv" if eps is not None else "add", parameter.detach(), flat, Role.OPTIMIZER)
+    return {"origin": origin | {"variable": name, "operands": operands}, "facts": {"eps_underflow": small}}
 
 
 def made_observation(
@@ -387,40 +394,18 @@ def made_observation(
 ) -> dict[str, Any]:
     """Return what a call inside the model, or its backward, made, as a snapshot keeps it. name: of what came in, not of what was made."""
     role = Role.WEIGHTS if phase is Phase.WEIGHTS else Namer.inside(site, module, set())
-    origin = {
-        "op": op,
-        "index": list(unravel(flat, result.shape)),
-        "shape": list(result.shape),
-        "dtype": str(result.dtype).removeprefix("torch."),
-        "value": show(at(result, flat)),
+    origin = _element(op, result, flat, role, site) | {
         "variable": name or (site.name if site and phase is not Phase.INPUT else None),
         "expression": site.expression if site else None,
-        "role": str(role),
-        "masked": None,
         "module": module,
-        "operands": [],
     }
-    if site is not None:
-        origin |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
     return {"outside": True, "location": {"phase": str(phase), "origin": origin}}
 
 
 def gradient_observation(op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None) -> dict[str, Any]:
     """Return an element of a gradient that `op` was the ruin of, as JSON data. site: where that was."""
-    origin = {
-        "op": op,
-        "index": list(unravel(flat, gradient.shape)),
-        "shape": list(gradient.shape),
-        "dtype": str(gradient.dtype).removeprefix("torch."),
-        "value": show(at(gradient, flat)),
-        "variable": name,
-        "role": str(Role.GRAD),
-        "masked": None,
-        "operands": [["gradient", show(at(gradient, flat))]],
-    }
-    if site is not None:
-        origin |= {"file": site.file, "line": site.line, "function": site.function, "source": [list(line) for line in site.source]}
-    return {"phase": str(Phase.BACKWARD), "origin": origin}
+    origin = _element(op, gradient, flat, Role.GRAD, site)
+    return {"phase": str(Phase.BACKWARD), "origin": origin | {"variable": name, "operands": [["gradient", origin["value"]]]}}
 
 
 def place_json(p: Place) -> dict[str, Any]:

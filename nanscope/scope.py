@@ -329,7 +329,7 @@ class Scope:
         bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
         if bad is None or bad.grad is None:
             return
-        if any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+        if self._norm_overflowed():
             overflowed = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
             if overflowed is not None:
                 self._found(recording, reached, loss_bad=False, look=hit.NOTHING, seen=overflowed)
@@ -363,9 +363,13 @@ class Scope:
         self._usual_loss.add(abs(self._loss or 0.0))
         self._usual_norm.add(norm)
 
+    def _norm_overflowed(self) -> bool:
+        """Was a norm of this step's gradients, taken to clip them, not finite?"""
+        return any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms)
+
     def _clip(self, look: hit.Look) -> str:
         """What a clip by norm made of the gradients that backward had made: "", "inf" if it was their norm that ruined them, "nan"."""
-        if look.run is None or not any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+        if look.run is None or not self._norm_overflowed():
             return ""
         raw = [look.run.grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in look.run.grads]
         return "nan" if any(bool(torch.isnan(grad).any()) for grad in raw) else "inf"
@@ -375,7 +379,7 @@ class Scope:
         recording = self._recordings[-1] if self._recordings else None
         if recording is None:
             return
-        if any(not bool(torch.isfinite(norm).all()) for norm in self._tape.norms):
+        if self._norm_overflowed():
             seen = hit.overflowing_norm(self._second_look(recording), self._tape.norm_site())
         else:
             seen = next((found for grad in grads[:CLIPPED] if (found := hit.overflowing_clip(self._tape, grad)) is not None), None)
