@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "nanscope"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "ops", "indices", "causes", "files"),
     ("program", "ledger", "header", "advantages", "objective", "frameworks", "summary", "explanations"),
-    ("elements", "snapshot", "names"),
+    ("elements", "snapshot", "names", "native"),
     ("locate",),
     ("variants", "capture"),
     ("replay", "case"),
@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("launch", "cli", "__main__"),
 )  # lowest first; a folder stands for all files in it
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
-FOLDERS = ("capture", "report", "frameworks")  # files of one folder may import each other
+FOLDERS = ("capture", "report", "frameworks", "native")  # files of one folder may import each other
 SAME_FLOOR = {
     ("cli", "launch"), ("__main__", "cli"),  # the entrance: `python -m nanscope` is the command line, which starts `run`
     ("frameworks", "objective"),  # the rows say what a framework's settings mean; the objective knows no framework

@@ -1,0 +1,59 @@
+"""Liger-Kernel: `LigerFusedLinearGRPOFunction.ppo_loss_fn`, the loss inside its fused linear layer, as it is called for one chunk.
+
+Notable: the whole batch is one chunk here, and the mask stands for both of its masks. The fused layer calls the same function row by row.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from nanscope.frameworks.losses import LOSSES
+from nanscope.frameworks.options import Setting
+from nanscope.native.adapter import Adapter, old_logprobs, out_of_reach, per_row, present
+from nanscope.native.trl import rollout_ratio
+from nanscope.objective import LossInputs
+
+_RATIO = "vllm_"  # settings of whoever computes vllm_is_ratio: they do not reach the function
+
+
+def load() -> ModuleType:
+    """Import the chunked loss."""
+    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+
+
+def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
+    """Return the first of what `ppo_loss_fn` returns. max_completion_length is the width of the batch if left out, as for `dr_grpo`."""
+    for name, neutral in (("num_processes", 1), ("steps_per_generation", None)):
+        if settings.get(name, neutral) != neutral:
+            raise out_of_reach(f"liger.{kind}", name, "Liger asks torch.distributed for it")
+    options: dict[str, Any] = {"max_completion_length": inputs.logprobs.shape[1]}
+    options |= {name: value for name, value in settings.items() if not name.startswith(_RATIO) and value is not None}
+    for name in ("use_vllm", "num_processes", "steps_per_generation"):
+        options.pop(name, None)
+    loss: Tensor = load().LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        inputs.logprobs,
+        inputs.mask.long(),
+        per_row(inputs.advantages),
+        inputs.mask.long(),
+        ref_per_token_logps=None if settings.get("beta") == 0.0 else present(inputs.ref_logprobs, "ref_logprobs"),
+        old_per_token_logps=old_logprobs(inputs),
+        loss_type=kind,
+        vllm_is_ratio=_ratio(kind, inputs, settings),
+        **options,
+    )[0]
+    return loss
+
+
+def _ratio(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor | None:
+    """Return the ratio that TRL would pass, None without vLLM."""
+    row = LOSSES[f"liger.{kind}"]
+    options: Any = row.options(**dict(row.fixed), **settings)
+    return rollout_ratio(inputs, options) if options.use_vllm and options.vllm_importance_sampling_correction else None
+
+
+ADAPTER = Adapter("liger", "liger-kernel", tuple(key for key in LOSSES if key.startswith("liger.")), load, call)
