@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("program", "ledger", "header", "advantages", "objective", "frameworks", "summary", "explanations"),
     ("elements", "snapshot", "names", "native"),
     ("locate",),
-    ("variants", "capture"),
+    ("variants", "capture", "inputs"),
     ("replay", "case"),
     ("rules",),
     ("words",),
