@@ -1,0 +1,134 @@
+"""Liger-Kernel: rows checked against Liger-Kernel 0.8.5 (`chunked_loss/grpo_loss.py`, `ops/grpo_loss.py`).
+
+Notable: both losses compute their gradient inside forward, where nothing can be recorded as a program: the chunked one row by row (and
+compiled by default), the other one in Triton. What they are called with is taken at their door; of the chunked one the formula is plain
+Python, which is run again on a hit, uncompiled.
+"""
+
+from nanscope.frameworks import Framework, Kernel, LossSite, Remedy, roles
+from nanscope.roles import Role
+
+_EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
+_CHUNKED = "liger_kernel/chunked_loss/grpo_loss.py"
+_PPO = "liger_kernel/chunked_loss/fused_linear_ppo.py"
+_TRITON = "liger_kernel/ops/grpo_loss.py"
+
+_BATCH = (
+    ("attention_mask", Role.MASK),
+    ("advantages", Role.ADVANTAGES),
+    ("old_per_token_logps", Role.OLD_LOG_PROBS),
+    ("ref_per_token_logps", Role.REF_LOG_PROBS),
+    ("vllm_is_ratio", Role.IS_WEIGHT),
+)
+_OPTIONS = (
+    "epsilon_low", "epsilon_high", "beta", "loss_type", "max_completion_length", "importance_sampling_level", "sapo_temperature_pos",
+    "sapo_temperature_neg", "delta", "use_bias_correction_kl", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+    "num_items_in_batch",
+)  # fmt: skip
+_SAME = tuple((name, name) for name in _OPTIONS)
+_ROLES = roles(
+    log_probs="per_token_logps",
+    old_log_probs="old_per_token_logps",
+    ref_log_probs="ref_per_token_logps",
+    log_ratio="log_ratio log_importance_weights",
+    ratio="coef_1 coef_2",
+    is_weight="vllm_is_ratio",
+    kl="kl_div",
+    advantages="advantages advantages_expanded",
+    mask="attention_mask full_attention_mask positive_advantages_mask",
+    loss="per_token_loss per_token_loss1 per_token_loss2 loss weighted",
+)
+
+LIGER = Framework(
+    name="Liger-Kernel",
+    package="liger_kernel",
+    version="0.8.5",
+    files=("liger_kernel/chunked_loss/", "liger_kernel/ops/grpo_loss.py", "liger_kernel/transformers/grpo_loss.py"),
+    options=(_CHUNKED,),
+    remedies=(
+        Remedy(_EXP, "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss", 'loss_type="cispo"'),
+        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"'),
+        Remedy(_EXP, "no option of Liger 0.8 clamps a log-ratio or a KL before exp; mask the log-probs before they are passed in"),
+        Remedy(
+            ("exp_overflow", "inf_times_zero_mask", "nan_times_zero_mask", "inf_minus_inf"),
+            "leaves the KL term out (it is on by default, at 0.04)",
+            "beta=0.0",
+        ),
+        Remedy(
+            ("seq_ratio_overflow",), "ratios of single tokens overflow later than those of sequences", 'importance_sampling_level="token"'
+        ),
+        Remedy(("bad_input", "nan_times_zero_mask", "unknown"), "plain Python that a debugger can step through", "compiled=False"),
+    ),
+    sites=(
+        LossSite(
+            _PPO,
+            "LigerFusedLinearPPOBase.forward",
+            (*_BATCH, ("per_token_logps", Role.LOG_PROBS)),
+            "liger.{loss_type}",
+            (),
+            _SAME,
+            kernel=Kernel(
+                hidden="_input",
+                weight="weight",
+                bias="bias",
+                ids="selected_token_ids",
+                temperature="temperature",
+                tensors=_BATCH,
+                formula="cls.ppo_loss_fn",
+                arguments=(
+                    ("full_attention_mask", "attention_mask"),
+                    *((name, name) for name, _ in _BATCH),
+                    *_SAME,
+                ),
+            ),
+        ),
+        LossSite(
+            _TRITON,
+            "GrpoLossFunction.forward",
+            roles(
+                old_log_probs="old_logp",
+                ref_log_probs="ref_logp",
+                advantages="advantages",
+                mask="completion_mask mask",
+                is_weight="vllm_is_ratio",
+                log_probs="per_token_logps",
+                logits="logits",
+                log_ratio="log_ratio seq_log_importance",
+                ratio="coef_1 coef_2",
+                loss="loss loss_out reduced_loss",
+            ),
+            "liger.{loss_type}",
+            (),
+            (("epsilon_low", "eps_low"), ("epsilon_high", "eps_high"), *(pair for pair in _SAME[2:] if "vespo" not in pair[0])),
+            kernel=Kernel(
+                hidden="logits",
+                ids="completion_ids",
+                temperature="temperature",
+                drops_nan=True,
+                tensors=(
+                    ("completion_mask", Role.MASK),
+                    ("advantages", Role.ADVANTAGES),
+                    ("old_logp", Role.OLD_LOG_PROBS),
+                    ("ref_logp", Role.REF_LOG_PROBS),
+                    ("vllm_is_ratio", Role.IS_WEIGHT),
+                ),
+            ),
+        ),
+        LossSite(_CHUNKED, "LigerFusedLinearGRPOFunction.ppo_loss_fn", _ROLES),
+        LossSite(_CHUNKED, "k3_loss_fn", roles(log_probs="log_q", ref_log_probs="log_p")),
+        LossSite(_CHUNKED, "clip_coef_fn", roles(ratio="coef clipped_coef")),
+        LossSite(_CHUNKED, "sapo_loss_fn", roles(ratio="importance_ratio")),
+        LossSite(
+            _CHUNKED,
+            "get_gamma_weights",
+            roles(
+                log_ratio="log_ratio_per_token log_ratio_clamped seq_log_ratio log_w_seq log_is_ratio",
+                ratio="w_seq phi_seq",
+                is_weight="importance_sampling_ratio",
+                advantages="advantages",
+                mask="mask is_nonneg_adv",
+            ),
+        ),
+        LossSite("liger_kernel/transformers/grpo_loss.py", "_reduce_grpo_loss", roles(loss="per_token_loss", mask="completion_mask mask")),
+    ),
+)

@@ -1,0 +1,56 @@
+"""unsloth: rows checked against unsloth_zoo 2026.10.9 (`rl_replacements.py`).
+
+Notable: the function is copied into a generated trainer and compiled there; the names in it are as short as `new`, `old` and `ref`.
+"""
+
+from nanscope.frameworks import Framework, LossSite, Remedy, roles
+
+_EXP = ("exp_overflow", "where_grad_trap", "inf_times_zero_coef", "seq_ratio_overflow")
+_LOSS = "unsloth_zoo/rl_replacements.py"
+_PASSED = (
+    "loss_type", "epsilon_low", "epsilon_high", "max_completion_length", "delta", "importance_sampling_level", "num_items_in_batch",
+    "current_gradient_accumulation_steps", "steps_per_generation", "num_processes", "use_vllm", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "use_bias_correction_kl",
+    "rollout_logps_as_old",
+)  # fmt: skip
+
+UNSLOTH = Framework(
+    name="unsloth",
+    package="unsloth_zoo",
+    version="2026.10.9",
+    files=("unsloth_zoo/rl_replacements.py", "unsloth_compiled_cache/"),
+    options=(_LOSS,),
+    remedies=(
+        Remedy(_EXP, "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss", 'loss_type="cispo"'),
+        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"'),
+        Remedy(
+            _EXP,
+            "clamps the log-ratio to ±20 before exp; only where the rollout's log-probs stand in for the old ones",
+            "rollout_logps_as_old=True",
+        ),
+    ),
+    guards=("log-probs of masked tokens are set to 0 before every exp: a masked overflow harms nothing",),
+    sites=(
+        LossSite(
+            _LOSS,
+            "grpo_compute_loss",
+            roles(
+                log_probs="new",
+                old_log_probs="old",
+                ref_log_probs="ref",
+                rollout_log_probs="sampling_per_token_logps",
+                advantages="advantages",
+                mask="mask _keep rs_keep rs_mask off_policy_mask entropy_mask",
+                log_ratio="log_ratio log_importance_weights kl_log_ratio rs_log_ratio",
+                ratio="coef_1 coef_2 clamped_ratios soft_coef_1",
+                is_weight="importance_sampling_ratio",
+                kl="kl_i kl_metric",
+                loss="loss_i loss_1 loss_2 loss",
+            ),
+            "unsloth.{loss_type}",
+            ("kwargs",),
+            (("beta", "beta"), *((name, f"kwargs.{name}") for name in _PASSED)),
+        ),
+    ),
+)
