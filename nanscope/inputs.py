@@ -26,7 +26,7 @@ from nanscope.names import LOG_PROBS, Namer
 from nanscope.objective import LossInputs
 from nanscope.ops import base_name
 from nanscope.program import Call, Computes, Program, Ref, Run
-from nanscope.roles import ROLES, Role
+from nanscope.roles import ROLES, Role, role_of
 from nanscope.snapshot import Snapshot
 
 ANCHORS = {
@@ -102,8 +102,8 @@ class _Search:
 
     @cached_property
     def roles(self) -> dict[int, Role | None]:
-        """The role of every value that is more than one number."""
-        return {value: self.namer.role(value) for value, tensor in self.run.values.items() if tensor.numel() > 1 or tensor.dim() > 1}
+        """The role of every value that is more than a bare number."""
+        return {value: self.namer.role(value) for value, tensor in self.run.values.items() if tensor.dim() > 0}
 
     # -- the parts ---------------------------------------------------------------------------------------------------------------
 
@@ -114,52 +114,63 @@ class _Search:
         return _joined([self._part(policy) for policy in policies])
 
     def _policies(self) -> list[int]:
-        """The values of the policy log-probs that the loss reads: one, or one a chunk."""
-        last = [value for value in self._ends(Role.LOG_PROBS) if value in self.carries]
-        bases = list(dict.fromkeys(self._back(value, masks=True, deep=True)[-1] for value in last))
-        if len(bases) <= 1:
-            return last[:1]
-        compared = [value for value in last if self._partners((value,), "sub", "rsub")] or last
-        sites = {call.site for value in compared for call in self._readers(value)[:1]}
-        firsts = list({self._back(value, masks=True, deep=True)[-1]: value for value in reversed(compared)}.values())[::-1]
-        if len(firsts) > 1 and len(sites) > 1:
-            names = ", ".join(dict.fromkeys(self._called(value) for value in firsts))
+        """The values of the policy log-probs that the loss reads, before masks and clamps: one, or one a chunk."""
+        ends = [value for value in self._ends(Role.LOG_PROBS) if value in self.carries]
+        bases = list(dict.fromkeys(self._back(value, masks=True, deep=True)[-1] for value in ends))
+        compared = [base for base in bases if self._partners(self._forms(base), "sub", "rsub")]
+        bases = compared or bases
+        sites = {self._readers(base)[0].site for base in bases}
+        if len(bases) > 1 and (len(sites) > 1 or -1 in sites):
+            names = ", ".join(dict.fromkeys(self._called(base) for base in bases))
             raise self._missing(Role.LOG_PROBS, f"several values may be the log-probs of the policy ({names})")
-        return firsts
+        return bases
 
     def _part(self, policy: int) -> dict[str, _Found]:
         """What belongs to one value of policy log-probs, by field of LossInputs."""
-        last = {"logprobs": policy, **self._anchors(policy)}
-        masked = all(
-            len(self._back(value, masks=True, deep=False)) > len(self._back(value, masks=False, deep=False)) for value in last.values()
-        )
+        last, compared = self._anchors(policy)
+        last["logprobs"] = compared
+        masked = all(len(self._back(v, masks=True, deep=False)) > len(self._back(v, masks=False, deep=False)) for v in last.values())
         for deep in (True, False):
             bases = {field: self._back(value, masks=masked, deep=deep)[-1] for field, value in last.items()}
             if len({self._width(value) for value in bases.values()}) == 1:
                 break
-        wide = self._rows(policy if self._width(policy) == self._width(bases["logprobs"]) else bases["logprobs"])
+        wide = self._rows(compared if self._width(compared) == self._width(bases["logprobs"]) else bases["logprobs"])
         parts = {field: _Found(self._shaped(value, wide, field), self._called(last[field], value)) for field, value in bases.items()}
         parts["mask"] = self._mask(policy, wide)
         parts["advantages"] = self._advantages(policy, wide, parts["mask"].tensor)
-        entropy = next((value for value in self._ends(Role.ENTROPY) if self._width(value) == self._width(bases["logprobs"])), None)
+        entropy = next(
+            (v for v, role in self.roles.items() if role is Role.ENTROPY and self._says(v, role) and self._width(v) == wide.numel()), None
+        )
         if entropy is not None:
             parts["entropy"] = _Found(self._shaped(entropy, wide, "entropy"), self._called(entropy))
         return parts
 
-    def _anchors(self, policy: int) -> dict[str, int]:
-        """What the policy log-probs are compared with: by role, and by what the difference is used for where no name tells."""
+    def _anchors(self, policy: int) -> tuple[dict[str, int], int]:
+        """What the policy log-probs are compared with, by role, and by what the difference is used for where no name tells; and the form
+        of the policy log-probs that meets it."""
+        forms = self._forms(policy)
+        partners = self._partners(forms, "sub", "rsub")
+        widths = {self._width(form) for form in forms}
         found: dict[str, int] = {}
-        partners = self._partners((policy,), "sub", "rsub")
         for field, role in ANCHORS.items():
             ends = self._ends(role)
-            near = [value for value in partners if value in ends] or [value for value in ends if self._width(value) == self._width(policy)]
+            near = [value for value in partners if value in ends] or [value for value in ends if self._width(value) in widths]
             if near:
                 found[field] = near[0]
         taken = set(found.values())
         for value in partners:
-            if value not in taken and self.roles.get(value) in (LOG_PROBS - set(ANCHORS.values())) | {None}:
-                found.setdefault("ref_logprobs" if self._compares_by_kl(policy, value) else "old_logprobs", value)
-        return found
+            if value not in taken and self.roles.get(value) in (Role.LOG_PROBS, None):
+                found.setdefault("ref_logprobs" if self._compares_by_kl(forms, value) else "old_logprobs", value)
+        met = [form for form in forms if set(self._partners((form,), "sub", "rsub")) & set(found.values())]
+        return found, met[-1] if met else policy
+
+    def _forms(self, policy: int) -> tuple[int, ...]:
+        """The policy log-probs and what moves, clamps, masks, picks and sums make of them, in order."""
+        found = [policy]
+        for call in self.program.calls:
+            if base_name(call.op) in _MOVES | _CLAMPS | _MASKS | _PICKS | _SUMS and any(value in found for value in call.inputs()):
+                found += [out for out in call.outs if out in self.carries and self._source(call, out) in found]
+        return tuple(found)
 
     def _mask(self, policy: int, wide: torch.Size) -> _Found:
         """The 0 or 1 that multiplies or selects the loss of a token; the one applied last. Nothing drops a token: all count."""
@@ -199,7 +210,8 @@ class _Search:
 
     def _product(self, value: int) -> list[int]:
         """A value and the factors that it is a product of, nearest first."""
-        found, stack = [], [value]
+        found: list[int] = []
+        stack = [value]
         while stack and len(found) < LONGEST_WALK:
             current = stack.pop(0)
             found.append(current)
@@ -243,7 +255,7 @@ class _Search:
         name, inputs = base_name(call.op), list(call.inputs())
         content, made = self.run.values, self.run.values[out]
         if name in _MASKS:
-            sources = [v for v in inputs if self.roles.get(v) in LOG_PROBS and content[v].is_floating_point()]
+            sources = [v for v in inputs if self.roles.get(v) in LOG_PROBS and content[v].is_floating_point() and not self._is_binary(v)]
             masks = [v for v in inputs if v not in sources and content[v].numel() > 1]
             fits = len(sources) == 1 and len(masks) == 1 and self._is_binary(masks[0])
             return sources[0] if fits and content[sources[0]].shape == made.shape else None
@@ -297,9 +309,9 @@ class _Search:
                 if mask in self.run.values:
                     yield mask, keep
 
-    def _compares_by_kl(self, policy: int, anchor: int) -> bool:
+    def _compares_by_kl(self, forms: tuple[int, ...], anchor: int) -> bool:
         """Is the difference of these two an estimate of a KL divergence?"""
-        differences = [call for call in self._readers(anchor) if policy in set(call.inputs()) and base_name(call.op) in ("sub", "rsub")]
+        differences = [call for call in self._readers(anchor) if set(forms) & set(call.inputs()) and base_name(call.op) in ("sub", "rsub")]
         outs = [call.outs[0] for call in differences if call.outs[0] is not None]
         further = [out for value in outs for call in self._readers(value) for out in call.outs if out is not None]
         return any(self.roles.get(value) is Role.KL for value in (*outs, *further))
@@ -362,6 +374,11 @@ class _Search:
 
     def _binary(self, value: int, wide: torch.Size) -> bool:
         return self._width(value) == wide.numel() and self._is_binary(value) and self.roles.get(value) not in _RATES
+
+    def _says(self, value: int, role: Role) -> bool:
+        """Does the value's own name or tag tell this role?"""
+        leaf = self.program.leaf(value)
+        return role_of(self.namer.name(value)) is role or (leaf is not None and leaf.role == role)
 
     def _called(self, *values: int) -> str:
         """What the training code calls a value: its first name, else the expression that made it."""

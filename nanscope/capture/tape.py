@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nanscope.capture.source import site_of
+from nanscope.frameworks import LossSite, site_in
+from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.ops import FLOW
 from nanscope.program import Arg, Call, Leaf, Program, Ref, Site
 
@@ -40,6 +43,7 @@ _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
 _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
+_NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 _EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
 _NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
@@ -129,6 +133,9 @@ class Tape:
         self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
         self._users: dict[CodeType, bool] = {}
+        self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
+        self.glimpses: dict[CodeType, Glimpse] = {}  # what was seen of them since the last `forget`
+        self.taken: dict[str, int] = {}  # argument of a kernel → value
         self._known: dict[Any, Operator] = {}
         self.current_module = ""  # set by a second look while it runs inside a module
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
@@ -555,12 +562,36 @@ class Tape:
             user = users.get(code)
             if user is None:
                 user = users[code] = is_user(code.co_filename)
+                if user and (site := site_in(code.co_filename, code.co_qualname)) is not None and site.key is not None:
+                    self._sites[code] = site
             if user:
+                if code in self._sites and code not in self.glimpses:
+                    self._glimpse(self._sites[code], frame)
                 return code, frame.f_lasti
             if code is _SCALE:
                 self.scaled = True
             frame = frame.f_back
         return None, -1
+
+    def _glimpse(self, site: LossSite, frame: FrameType) -> None:
+        """Look at the options that a loss function runs under, and hold what a kernel is given; once a function and step."""
+        self.glimpses[frame.f_code] = Glimpse(site, {})
+        variables = frame.f_locals
+        try:
+            self.glimpses[frame.f_code] = glimpse(site, variables)
+            for name in site.kernel.tensors_read() if site.kernel is not None else ():
+                tensor = variables.get(name)
+                if isinstance(tensor, Tensor):
+                    self.taken[name] = self.value_of(tensor).id
+        except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
+            log.warning("nanscope [settings-unread]: %s of %s (%s: %s)", site.function, site.file, type(error).__name__, error)
+        if type(variables) is dict:
+            variables.clear()  # a copy, which would keep alive what the function lets go of
+
+    def kernel_tensors(self) -> dict[str, Tensor]:
+        """Return the arguments of a kernel that are still as they were, by name."""
+        held = {name: self.values[value] for name, value in self.taken.items() if value in self.values}
+        return {name: value.tensor for name, value in held.items() if value.tensor is not None and _intact(value)}
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -604,6 +635,7 @@ class Tape:
         sites: list[Site] = []
         known: dict[tuple[CodeType, int], int] = {}
         calls: list[Call] = []
+        names = {value_id: name for name, value_id in self.tags.items()}
         for index in order:
             entry = self.entries[index]
             site = -1
@@ -613,10 +645,14 @@ class Tape:
                     known[place] = len(sites)
                     sites.append(site_of(*place))
                 site = known[place]
+            tag = next((names[out] for out in entry.outs if out in names), None)
+            if tag is not None:  # a site of its own, which carries the name
+                at = sites[site] if site >= 0 else Site("", 0, "")
+                sites.append(replace(at, name=tag))
+                site = len(sites) - 1
             calls.append(Call(entry.op, entry.args, entry.kwargs, entry.outs, site, entry.grad, entry.module))
         made = {out for call in calls for out in call.outs if out is not None}
         read = {i for call in calls for i in call.inputs()} | {output.id}
-        names = {value_id: name for name, value_id in self.tags.items()}
         leaves: list[Leaf] = []
         tensors: dict[int, Tensor] = {}
         for value_id in sorted(read - made):
@@ -685,7 +721,9 @@ class Tape:
                         return sites[call.site].name
                     words = sites[call.site].args
                     if position < len(words):
-                        return words[position]
+                        # `0.01 * x` arrives as (x, 0.01): the word at the tensor's place is the number
+                        other = len(words) == 2 and _NUMBER.fullmatch(words[position])
+                        return words[1 - position if other else position]
         return None
 
     # -- forgetting ------------------------------------------------------------------------------------------------------
@@ -710,6 +748,8 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.broken = ""
         self.scaled = False
+        self.glimpses = {}
+        self.taken = {}
         self.norms = []
         self.opaque = {}
         self._replay_cache = (-1, {})
