@@ -225,6 +225,39 @@ def explain(
 
 
 @app.command()
+def atlas(
+    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX…", help="verl, trl.grpo, …; without one, everything.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: atlas.html, .json or .txt.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with the functions of the installed frameworks.")] = False,
+) -> None:
+    """Show which fault reaches the loss or the gradient, for every loss of every framework.
+
+    Computed while you wait: −inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the status is 3 if an
+    installed framework's own function answers otherwise.
+
+    Example: nanscope atlas trl.grpo verl.vanilla
+    """
+    from nanscope import atlas as computed
+    from nanscope.report import atlas as shown
+    from nanscope.report.terminal import progress
+
+    if output is not None:
+        shown.check_suffix(output)
+    with progress("running every loss on every fault", file=sys.stderr):
+        found = computed.atlas(prefixes)
+        verification = computed.verify(found) if verify else None
+    if output is None:
+        shown.print_atlas(found, verification, file=sys.stdout)
+    else:
+        with _writing(output):
+            shown.render_atlas(found, output, verification)
+        print(output)
+        if verification is not None:
+            shown.print_verification(verification, file=sys.stdout)
+    raise typer.Exit(FOUND if verification is not None and verification.disagreements else HEALTHY)
+
+
+@app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,

@@ -15,7 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "ops", "indices", "causes", "files"),
     ("program", "ledger", "header", "advantages", "objective", "frameworks", "summary", "explanations"),
     ("elements", "snapshot", "names", "native"),
-    ("locate",),
+    ("locate", "atlas"),
     ("variants", "capture", "inputs"),
     ("replay", "case"),
     ("rules",),
