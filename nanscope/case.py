@@ -19,7 +19,7 @@ from nanscope.locate import Location, Origin, Phase, Step
 from nanscope.names import Namer
 from nanscope.ops import Flow, base_name, flow_of
 from nanscope.program import Call, Program, Run, Site
-from nanscope.roles import Role, last_word, role_of
+from nanscope.roles import Role, last_word
 from nanscope.snapshot import Snapshot
 from nanscope.summary import exponent_limit, headroom_bits
 from nanscope.variants import vanishing_eps
@@ -267,7 +267,7 @@ def _from_mask(program: Program, run: Run, value: int) -> bool:
         made = producers.get(value)
         if made is not None and base_name(program.calls[made].op) in ("sub", "rsub"):
             return False  # a count less one
-        if role_of(namer.name(value)) is Role.MASK or namer.says_mask(value):
+        if namer.says_mask(value):
             return True
         index = producers.get(value)
         if index is None:

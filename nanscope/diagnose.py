@@ -18,6 +18,7 @@ from nanscope.case import EXPS, NO_STORY, Case, Link, Place, Story, operand_name
 from nanscope.causes import ADVICE, CAUSES, Cause
 from nanscope.errors import ProgramError, SnapshotError
 from nanscope.frameworks import Framework, recognise
+from nanscope.frameworks.live import objective_words
 from nanscope.ledger import Entry, checked, show
 from nanscope.locate import Location, Phase
 from nanscope.program import Program, Run
@@ -83,6 +84,8 @@ class Incident:
     settings: dict[str, Any]
     opaque: tuple[str, ...]
     picture: Picture | None = None
+    objective: dict[str, Any] = field(default_factory=dict)
+    loss_words: str = ""  # the objective in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", problem)))
     location, seen = replayed.location, snapshot.observed
     cause = cause_of(case)
-    framework = recognise({site.file for site in snapshot.program.sites})
+    framework = recognise({site.file for site in snapshot.program.sites} | {f"/{snapshot.objective.get('site', '')}"})
     fixes, rejected = _fixes(case, cause, replayed.rows)
     phase = str(case.phase)
     reached = {
@@ -250,6 +253,8 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         picture=_picture(snapshot.program, location, replayed.run)
         if location is not None and replayed.run is not None and not seen.get("outside")
         else None,
+        objective=snapshot.objective,
+        loss_words=objective_words(snapshot.objective),
     )
 
 
@@ -297,9 +302,11 @@ def _as_fix(row: Row, where: str | None) -> Fix:
 
 
 def _remedies(framework: Framework | None, cause: Cause) -> tuple[str, ...]:
+    """Return what helps in the framework's own words; where something does, also what it guards against already."""
     if framework is None:
         return ()
-    return tuple(f"{r.setting}: {r.text}" if r.setting else r.text for r in framework.remedies if str(cause) in r.causes)
+    helps = tuple(f"{r.setting}: {r.text}" if r.setting else r.text for r in framework.remedies if str(cause) in r.causes)
+    return (*helps, *(f"has: {guard}" for guard in framework.guards)) if helps else ()
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------------------------------
@@ -355,6 +362,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "snapshot": i.snapshot,
         "reproduces": i.reproduces,
         "settings": i.settings,
+        "objective": i.objective,
         "environment": i.environment,
     }
 

@@ -1,6 +1,6 @@
 """The head of a snapshot file: what is in it, read with the standard library alone, so `inspect` needs no torch.
 
-SCHEMA_VERSION history: 1 — first release.
+SCHEMA_VERSION history: 1 — first release. 2 — `objective`, the framework's loss and its settings; absent in a file of 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from nanscope.errors import SnapshotError
 
 KEY = "nanscope"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LARGEST_HEADER = 100 << 20  # bytes; the limit of the safetensors format itself
 
 

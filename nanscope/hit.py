@@ -24,6 +24,7 @@ from nanscope.case import gradient_observation, made_observation, observation, w
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.frameworks import Framework
+from nanscope.frameworks.live import Glimpse
 from nanscope.locate import Location, Phase, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
@@ -39,7 +40,8 @@ class Recording:
     """One backward pass: the program that led to it, and what is needed to look closer.
 
     program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
-    the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss.
+    the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
+    frameworks' loss functions. taken: arguments of a kernel among them, by name.
     """
 
     program: Program | None
@@ -50,6 +52,8 @@ class Recording:
     flags: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     examined: bool = False
+    glimpses: tuple[Glimpse, ...] = ()
+    taken: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def value(self) -> float | None:

@@ -23,7 +23,7 @@ from nanscope.indices import unravel
 from nanscope.names import Namer
 from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, Site, refs
-from nanscope.roles import Role, role_of
+from nanscope.roles import Role
 
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
@@ -746,7 +746,7 @@ class _Walker:
     def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False, depth: int = 0) -> bool:
         """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?"""
         tensor = self.run.values[value]
-        role = role_of(self.names.name(value))
+        role = self.names.named(value)
         if role is Role.MASK or tensor.dtype is torch.bool:
             return True
         if role is not None:
@@ -801,7 +801,7 @@ class _Walker:
     def _mask_behind(self, value: int, zeros: Tensor) -> int:
         """A product of mask and coefficient is zero because of the mask: return the mask itself."""
         for _ in range(20):
-            if role_of(self.names.name(value)) is Role.MASK:
+            if self.names.named(value) is Role.MASK:
                 return value
             index = self.producers.get(value)
             if index is None or base_name(self.program.calls[index].op) != "mul":

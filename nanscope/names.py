@@ -1,12 +1,14 @@
-"""What the values of a program are called and what they mean: by their names in the code first, then by how they are computed."""
+"""What the values of a program are called and what they mean: by the rows of the framework whose function they lie in, then by their
+names in the code, then by how they are computed."""
 
 from __future__ import annotations
 
 import re
 
+from nanscope.frameworks import site_in
 from nanscope.ops import Flow, base_name, flow_of
 from nanscope.program import Call, Program, Ref, Site
-from nanscope.roles import Role, role_of
+from nanscope.roles import Role, last_word, role_of
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
 _SPREAD = re.compile(r"(^|_)(std|sigma|var|variance|scale|alpha|temperature)($|_)")
@@ -43,6 +45,48 @@ class Namer:
         self.producers = program.producers()
         self.consumers = program.consumers()
         self._leaves = {leaf.id: leaf for leaf in program.leaves}
+        self._rows = [site_in(site.file, site.function) for site in program.sites]
+
+    def named(self, value: int) -> Role | None:
+        """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
+        return self._listed(value) or role_of(self.name(value))
+
+    def _listed(self, value: int) -> Role | None:
+        """The role of a value by the rows of a framework: as it is bound where it is made, or as it is called where it is read."""
+        if not any(self._rows):
+            return None
+        index = self.producers.get(value)
+        if index is not None:
+            call = self.program.calls[index]
+            row = self._rows[call.site] if call.site >= 0 else None
+            bound = self.program.sites[call.site].name if row is not None and self._is_last(index) else None
+            if row is not None and bound is not None:
+                return self._corrected(row.role(last_word(bound)), value)
+        for index in self.consumers.get(value, ()):
+            call = self.program.calls[index]
+            row = self._rows[call.site] if call.site >= 0 else None
+            if row is None or (index > 0 and self.program.calls[index - 1].site == call.site):
+                continue
+            words = self.program.sites[call.site].args
+            for position, arg in enumerate(call.args):
+                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
+                    found = self._corrected(row.role(last_word(words[position])), value)
+                    if found is not None:
+                        return found
+        return None
+
+    def _is_last(self, index: int) -> bool:
+        """Of several calls that one expression stands for, the last one is what gets bound."""
+        return index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != self.program.calls[index].site
+
+    def _corrected(self, role: Role | None, value: int) -> Role | None:
+        """A name is used for one thing after another: what e is raised to is no ratio yet, and what exp makes is no log-ratio any more."""
+        if role is Role.RATIO and any(base_name(self.program.calls[i].op) == "exp" for i in self.consumers.get(value, ())):
+            return Role.LOG_RATIO
+        made = self.producers.get(value)
+        if role is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
+            return None
+        return role
 
     def name(self, value: int) -> str | None:
         """Return the variable a value is bound to, None for an intermediate result."""
@@ -54,9 +98,7 @@ class Namer:
             return None
         call = self.program.calls[index]
         site = self.program.site_of(call)
-        # Of several calls that one expression stands for, the last one is what gets bound.
-        last = index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != call.site
-        if site is not None and site.name is not None and last:
+        if site is not None and site.name is not None and self._is_last(index):
             return site.name
         return self._read_as(value)
 
@@ -98,7 +140,7 @@ class Namer:
     def says_mask(self, value: int) -> bool:
         """Is this value called a mask, or made from nothing but a value that is?"""
         for _ in range(20):
-            if role_of(self.name(value)) is Role.MASK:
+            if self.named(value) is Role.MASK:
                 return True
             index = self.producers.get(value)
             if index is None:
@@ -112,7 +154,7 @@ class Namer:
 
     def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
         """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
-        named = role_of(self.name(value))
+        named = self.named(value)
         made = self.producers.get(value)
         if named is Role.REWARDS and made is not None and self.program.calls[made].module:
             named = Role.ATTENTION  # inside a model scores are those of attention
@@ -224,7 +266,7 @@ class Namer:
     def _own(self, value: int, depth: int) -> Role | None:
         leaf = self._leaves.get(value)
         known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
-        return role_of(self.name(value)) or known or self._computed(value, depth + 1)
+        return self.named(value) or known or self._computed(value, depth + 1)
 
     def _ancestors(self, value: int) -> set[Role]:
         found: set[Role] = set()
@@ -233,7 +275,7 @@ class Namer:
             if not stack:
                 break
             current = stack.pop()
-            role = role_of(self.name(current))
+            role = self.named(current)
             if role is not None:
                 found.add(role)
             index = self.producers.get(current)
@@ -249,7 +291,7 @@ class Namer:
                 return Role.LOSS if value == self.program.output else None
             call = self.program.calls[readers[0]]
             value = next((out for out in call.outs if out is not None), value)
-            role = role_of(self.name(value))
+            role = self.named(value)
             if role is not None and role is not Role.MASK:
                 return role
         return None

@@ -34,6 +34,7 @@ from nanscope.capture.quiet import Quiet
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
 from nanscope.errors import NanscopeError, NonFiniteError
 from nanscope.frameworks import recognise
+from nanscope.frameworks.live import objective_of
 from nanscope.hit import Recording
 from nanscope.ledger import Entry, Ledger
 from nanscope.locate import Phase, spotted
@@ -197,7 +198,15 @@ class Scope:
             with contextlib.suppress(LookupError):
                 program, tensors = self._tape.program(self._tape.value_of(root))
         scaled = self._tape.scaled or hit.scaled_by_hand(program, tensors)
-        recording = Recording(program, tensors, root.detach(), self._modules.finish(), scaled)
+        recording = Recording(
+            program,
+            tensors,
+            root.detach(),
+            self._modules.finish(),
+            scaled,
+            glimpses=tuple(self._tape.glimpses.values()),
+            taken=self._tape.kernel_tensors(),
+        )
         self._current = recording
         recording.flags.append(is_finite(recording.loss))
         if program is not None:
@@ -414,7 +423,8 @@ class Scope:
     def _described(self, snapshot: Snapshot, look: hit.Look, recording: Recording, loss_bad: bool, seen: dict[str, Any]) -> Snapshot:
         """Put into a snapshot what a look at the step has shown, and what is known around it."""
         trainer = hit.find_trainer(self._targets)
-        framework = recognise({site.file for site in look.program.sites})
+        objective = objective_of(recording.glimpses)
+        framework = recognise({site.file for site in look.program.sites} | {f"/{objective.get('site', '')}"})
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := hit.sampled(framework)) is not None:
             self._look_at_tokens(*tokens)
         described = replace(
@@ -424,6 +434,7 @@ class Scope:
             grads={} if look.second else recording.grads,
             environment=hit.environment(recording.loss, framework.package if framework else None),
             settings=hit.settings(trainer, framework.settings if framework else ()),
+            objective=objective,
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
             notes=tuple(hit.logged_loss(trainer, snapshot.reached.loss, loss_bad)),
             observed={**(look.seen or {}), **seen},

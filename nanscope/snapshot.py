@@ -16,6 +16,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     tensors       leaf id → tensor name                  reached          what went bad: loss, gradients, weights
     strides       leaf id → strides in elements, of tensors that did not lie in memory row by row: the order of additions depends on it
     observed      what was seen in the process and cannot be recomputed from the file      settings   the trainer's, where visible
+    objective     the framework's loss: key, settings as they were read while it ran, site (since schema 2)
     history       the last steps                         environment      versions, device, dtype of the run
     opaque        operators that could not be recorded; their results are leaves
 
@@ -68,7 +69,8 @@ class Snapshot:
     """One step: the program of its loss, the tensors that go in, and what was seen.
 
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
-    observed: JSON of a location found in the process, for origins that the program does not reach.
+    observed: JSON of a location found in the process, for origins that the program does not reach. objective: the framework's loss as
+    `framework_loss` knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
     """
 
     step: int
@@ -80,6 +82,7 @@ class Snapshot:
     reached: Reached
     observed: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
     history: tuple[Entry, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
@@ -153,6 +156,7 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "reached": asdict(snapshot.reached),
         "observed": snapshot.observed,
         "settings": snapshot.settings,
+        "objective": snapshot.objective,
         "history": [entry.to_json() for entry in snapshot.history],
         "environment": snapshot.environment,
         "opaque": list(snapshot.opaque),
@@ -214,6 +218,7 @@ def load(path: Path | str) -> Snapshot:
             reached=Reached(**checked(Reached, about["reached"])),
             observed=dict(about.get("observed") or {}),
             settings=dict(about.get("settings") or {}),
+            objective=dict(about.get("objective") or {}),
             history=tuple(Entry.from_json(entry) for entry in about.get("history", [])),
             environment=dict(about.get("environment") or {}),
             opaque=tuple(str(name) for name in about.get("opaque", [])),

@@ -68,7 +68,7 @@ def broken_site(site: LossSite, root: Path, elsewhere: Set[str] = frozenset()) -
         if not words & {name for name, known in site.roles if known is role}:
             problems.append(f"{where}: nothing here is {role}")
     paths = [*site.configs, *(path for _, path in site.settings)]
-    problems += [f"{where}: {path!r} leads nowhere" for path in paths if not set(re.split(r"[.=]+", path)[:1]) <= words]
+    problems += [f"{where}: {path!r} leads nowhere" for path in paths if not set(re.split(r"[.=?]+", path)[:1]) <= words]
     if site.kernel is not None:
         arguments = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
         own = [site.kernel.hidden, site.kernel.ids, site.kernel.weight, site.kernel.bias, site.kernel.temperature]

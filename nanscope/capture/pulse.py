@@ -13,7 +13,6 @@ from torch import Tensor
 from nanscope.names import Namer
 from nanscope.ops import base_name
 from nanscope.program import Program, Ref
-from nanscope.roles import Role, role_of
 from nanscope.summary import exponent_limit
 
 
@@ -38,7 +37,7 @@ class Plan:
             if name in ("exp", "expm1"):
                 exponents.append(index)
             for position, arg in enumerate(call.args):
-                if isinstance(arg, Ref) and (role_of(namer.name(arg.id)) is Role.MASK or namer.says_mask(arg.id)):
+                if isinstance(arg, Ref) and namer.says_mask(arg.id):
                     masks.append((index, position))
             if name == "clamp" and len(call.args) == 3 and isinstance(call.args[0], Ref):
                 low, high = call.args[1], call.args[2]

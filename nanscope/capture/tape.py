@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nanscope.capture.source import site_of
+from nanscope.frameworks import LossSite, site_in
+from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.ops import FLOW
 from nanscope.program import Arg, Call, Leaf, Program, Ref, Site
 
@@ -131,6 +133,9 @@ class Tape:
         self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
         self._users: dict[CodeType, bool] = {}
+        self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
+        self.glimpses: dict[CodeType, Glimpse] = {}  # what was seen of them since the last `forget`
+        self.taken: dict[str, int] = {}  # argument of a kernel → value
         self._known: dict[Any, Operator] = {}
         self.current_module = ""  # set by a second look while it runs inside a module
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
@@ -557,12 +562,36 @@ class Tape:
             user = users.get(code)
             if user is None:
                 user = users[code] = is_user(code.co_filename)
+                if user and (site := site_in(code.co_filename, code.co_qualname)) is not None and site.key is not None:
+                    self._sites[code] = site
             if user:
+                if code in self._sites and code not in self.glimpses:
+                    self._glimpse(self._sites[code], frame)
                 return code, frame.f_lasti
             if code is _SCALE:
                 self.scaled = True
             frame = frame.f_back
         return None, -1
+
+    def _glimpse(self, site: LossSite, frame: FrameType) -> None:
+        """Look at the options that a loss function runs under, and hold what a kernel is given; once a function and step."""
+        self.glimpses[frame.f_code] = Glimpse(site, {})
+        variables = frame.f_locals
+        try:
+            self.glimpses[frame.f_code] = glimpse(site, variables)
+            for name in site.kernel.tensors_read() if site.kernel is not None else ():
+                tensor = variables.get(name)
+                if isinstance(tensor, Tensor):
+                    self.taken[name] = self.value_of(tensor).id
+        except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
+            log.warning("nanscope [settings-unread]: %s of %s (%s: %s)", site.function, site.file, type(error).__name__, error)
+        if type(variables) is dict:
+            variables.clear()  # a copy, which would keep alive what the function lets go of
+
+    def kernel_tensors(self) -> dict[str, Tensor]:
+        """Return the arguments of a kernel that are still as they were, by name."""
+        held = {name: self.values[value] for name, value in self.taken.items() if value in self.values}
+        return {name: value.tensor for name, value in held.items() if value.tensor is not None and _intact(value)}
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -719,6 +748,8 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.broken = ""
         self.scaled = False
+        self.glimpses = {}
+        self.taken = {}
         self.norms = []
         self.opaque = {}
         self._replay_cache = (-1, {})

@@ -45,6 +45,15 @@ class Kernel:
     arguments: Pairs = ()
     drops_nan: bool = False
 
+    def tensors_read(self) -> tuple[str, ...]:
+        """Return the names of all arguments that a second run needs."""
+        own = (self.hidden, self.ids, self.weight, self.bias, *(name for name, _ in self.tensors))
+        return tuple(name for name in own if name)
+
+    def paths(self) -> tuple[str, ...]:
+        """Return what else it needs, as paths from the function's locals."""
+        return tuple(path for path in (self.temperature, self.formula, *(path for _, path in self.arguments)) if path)
+
 
 @dataclass(frozen=True, slots=True)
 class LossSite:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
+from nanscope.frameworks.clamps import NAMES, clamped
 from nanscope.frameworks.options import Loss, Setting
 from nanscope.objective import LossInputs, LossSettings, LossTrace, objective
 
@@ -28,12 +29,18 @@ def framework_loss(key: str, inputs: LossInputs, **settings: Setting) -> LossTra
 
 
 def framework_settings(key: str, **settings: Setting) -> LossSettings:
-    """Return the objective that a framework's loss is under these settings; errors as in `framework_loss`."""
+    """Return the objective that a framework's loss is under these settings; errors as in `framework_loss`.
+
+    Beside its own settings every loss takes the clamps of `clamps.NAMES`.
+    """
     row = _row(key)
+    known = row.names()
     for name in settings:
-        if name not in row.names():
-            raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join(row.names())}", slug="unknown-setting")
-    return row.options(**dict(row.fixed), **settings).settings()
+        if name not in (*known, *NAMES):
+            raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join((*known, *NAMES))}", slug="unknown-setting")
+    own = {name: value for name, value in settings.items() if name in known}
+    added = {name: value for name, value in settings.items() if name not in known}
+    return clamped(key, row.options(**dict(row.fixed), **own).settings(), added)
 
 
 def live_settings(key: str, *configs: object) -> LossSettings:
@@ -41,6 +48,11 @@ def live_settings(key: str, *configs: object) -> LossSettings:
 
     configs: objects or mappings, searched in this order, each with what lies one level inside it (`actor.policy_loss`, `algorithm.cispo`).
     """
+    return framework_settings(key, **live_options(key, *configs))
+
+
+def live_options(key: str, *configs: object) -> dict[str, Setting]:
+    """Return the settings of a loss that live config objects hold, under the loss's own names; errors as in `framework_loss`."""
     found: dict[str, Setting] = {}
     for name in _row(key).names():
         for config in configs:
@@ -48,7 +60,7 @@ def live_settings(key: str, *configs: object) -> LossSettings:
             if isinstance(held, Setting):
                 found[name] = held
                 break
-    return framework_settings(key, **found)
+    return found
 
 
 _NOWHERE = object()

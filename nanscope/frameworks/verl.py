@@ -20,10 +20,11 @@ _ARGUMENTS = roles(
     loss="pg_losses pg_losses1 pg_losses2 pg_losses3 clip_pg_losses1 clip_pg_losses2 pg_losses_kl pg_loss",
 )
 _MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo")
+_CORRECTION = "config.policy_loss.rollout_correction"
 _LIVE = (
     ("loss_agg_mode", "loss_agg_mode"),
-    ("rollout_is", "config.policy_loss.rollout_correction.rollout_is"),
-    ("rollout_is_threshold", "config.policy_loss.rollout_correction.rollout_is_threshold"),
+    ("rollout_is", f"rollout_is_weights?{_CORRECTION}.rollout_is"),
+    ("rollout_is_threshold", f"rollout_is_weights?{_CORRECTION}.rollout_is_threshold"),
 )
 
 VERL = Framework(
@@ -94,7 +95,7 @@ VERL = Framework(
             ),
             "verl.ppo_loss",
             ("config",),
-            _LIVE[1:],
+            tuple((name, f"data.{path}") for name, path in _LIVE[1:]),
         ),
         *(LossSite(_ALGOS, f"compute_policy_loss_{mode}", _ARGUMENTS, f"verl.{mode}", ("config",), _LIVE) for mode in _MODES),
         LossSite(

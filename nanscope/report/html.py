@@ -414,7 +414,8 @@ def _notes(notes: Sequence[Note], limits: Limits) -> tuple[tuple[str, str], ...]
 
 def _tables(incident: Incident, limits: Limits) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
     tables = []
-    for title, data in (("environment", incident.environment), ("settings", incident.settings)):
+    told = {"loss": incident.loss_words} if incident.loss_words else {}
+    for title, data in (("objective", told), ("environment", incident.environment), ("settings", incident.settings)):
         pairs = [(clean(name, 60), clean(_flat(value, limits.text), limits.text)) for name, value in list(data.items())[: limits.items]]
         if len(data) > limits.items:
             pairs.append((f"… {len(data) - limits.items} more", ""))

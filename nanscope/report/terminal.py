@@ -124,6 +124,8 @@ def _facts(incident: Incident) -> RenderableType:
         table.add_row("", f"inside {safe(o.module)}")
     if incident.chain:
         table.add_row("chain", _chain(incident))
+    if incident.loss_words:
+        table.add_row("objective", safe(incident.loss_words))
     for index, remedy in enumerate(incident.remedies):
         table.add_row(f"in {safe(incident.framework)}" if index == 0 else "", safe(remedy))
     if incident.opaque:
@@ -270,7 +272,7 @@ def print_header(header: Header, path: str, program: bool, *, file: IO[str]) -> 
     )
     for name in files[:20]:
         table.add_row("source of", safe(name))
-    for key in ("reached", "environment", "settings", "observed"):
+    for key in ("reached", "environment", "settings", "objective", "observed"):
         if about.get(key):
             table.add_row(key, safe(_flat(about[key])))
     table.add_row("history", f"{len(_items(about, 'history'))} steps")
