@@ -76,6 +76,11 @@ class Bounds:
         """Return x within the interval. The gradient is 0 outside of it and at NaN; an open interval is not an operation at all."""
         return x if self.low is None and self.high is None else torch.clamp(x, min=self.low, max=self.high)
 
+    def exp(self) -> Bounds:
+        """Return the interval that exp makes of this one, of exponents in nat."""
+        low, high = (None if end is None else math.exp(min(end, 700.0)) for end in (self.low, self.high))  # e^710 is no float
+        return Bounds(low, high)
+
     def holds(self, x: Tensor) -> Tensor:
         """Return where x is inside, bool; NaN is not."""
         return (x >= (-math.inf if self.low is None else self.low)) & (x <= (math.inf if self.high is None else self.high))
@@ -113,6 +118,7 @@ class Ratio:
     """r = mask_ratio( exp( clamp( level( mask_log_ratio( ℓ − anchor ) ) ) ) ), in this order.
 
     guard: of the token count in a row mean. log_clip: GMPO's one-sided clip of Δ before the mean, in nat (arXiv 2507.20673 eq. 4).
+    clamp_after: the clamp bounds exp's result instead, at exp of its ends. Forward looks the same, backward is NaN where exp overflowed.
     """
 
     against: Anchor = Anchor.OLD
@@ -121,6 +127,7 @@ class Ratio:
     log_clip: Bounds | None = None
     guard: Guard = Guard.FLOOR
     clamp: Bounds = OPEN
+    clamp_after: bool = False
     mask_ratio: Masking = Masking.NONE
 
 
@@ -435,12 +442,14 @@ class Kl:
 
     straight_through: the gradient is that of d²/2, unclamped; `importance` weighs it with sg min(r, importance).
     finite: a weight that is not finite becomes 0. reduction: None is the one of the policy term.
+    clamp_after: the clamp bounds the result of the exp in k3 instead, as in `Ratio`; the other estimators have no exp and no clamp then.
     """
 
     coef: float
     estimator: Estimator = Estimator.K3
     against: Anchor = Anchor.REF
     clamp: Bounds = OPEN
+    clamp_after: bool = False
     cap: Bounds = OPEN
     weight: KlWeight = KlWeight.NONE
     finite: bool = False
@@ -530,7 +539,8 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
     mask_BT, advantages = batch.mask_BT, batch.advantages
     log_ratio_BT = batch.logprobs_BT - batch.anchor(settings.ratio.against)
     exponent = _exponent(log_ratio_BT, batch, settings.ratio)
-    ratio = masked(exponent.exp(), mask_BT, settings.ratio.mask_ratio)
+    powered = settings.ratio.clamp.exp().clamp(exponent.exp()) if settings.ratio.clamp_after else exponent.exp()
+    ratio = masked(powered, mask_BT, settings.ratio.mask_ratio)
 
     weight, gated_BT = _correct(batch, settings.correction)
     policy = policy_loss = None
@@ -709,7 +719,8 @@ def _check(inputs: LossInputs) -> None:
 def _exponent(log_ratio_BT: Tensor, batch: _Batch, how: Ratio) -> Tensor:
     """mask → clip → level → clamp: what exp is applied to, [B, T] or [B, 1]."""
     x_BT = log_ratio_BT if how.log_clip is None else _one_sided(log_ratio_BT, batch.sign, how.log_clip)
-    return how.clamp.clamp(_at_level(masked(x_BT, batch.mask_BT, how.mask_log_ratio), how.level, batch, how.guard))
+    x = _at_level(masked(x_BT, batch.mask_BT, how.mask_log_ratio), how.level, batch, how.guard)
+    return x if how.clamp_after else how.clamp.clamp(x)
 
 
 def _at_level(x_BT: Tensor, level: Level, batch: _Batch, guard: Guard) -> Tensor:
@@ -786,8 +797,11 @@ def _inside(old_BT: Tensor, rollout_BT: Tensor, batch: _Batch, gate: Gate) -> Te
 def _kl(batch: _Batch, ratio: Tensor, how: Kl) -> Tensor:
     """weight · estimate(clamp d), capped; or the value of that with the gradient of d²/2."""
     raw_BT = batch.anchor(how.against) - batch.logprobs_BT
-    d_BT = how.clamp.clamp(raw_BT)
-    kl_BT = _ESTIMATE[how.estimator](d_BT)
+    d_BT = raw_BT if how.clamp_after else how.clamp.clamp(raw_BT)
+    if how.clamp_after and how.estimator is Estimator.K3:
+        kl_BT = how.clamp.exp().clamp(d_BT.exp()) - d_BT - 1
+    else:
+        kl_BT = _ESTIMATE[how.estimator](d_BT)
     if how.weight is not KlWeight.NONE:
         weight = ratio if how.weight is KlWeight.RATIO else _kl_weight(batch, how)
         if how.weight is not KlWeight.RATIO and how.clamp != OPEN:

@@ -76,7 +76,9 @@ def grpo_negated(logps, old_logps, advantages, mask):
 
 def grpo_in_chunks(logps, old_logps, advantages, mask):
     total = torch.zeros(())
-    for row_logps, row_old_logps, advantage, row_mask in zip(logps.split(1), old_logps.split(1), advantages.split(1), mask.split(1)):
+    for row_logps, row_old_logps, advantage, row_mask in zip(
+        logps.split(1), old_logps.split(1), advantages.split(1), mask.split(1), strict=True
+    ):
         ratio = torch.exp(row_logps - row_old_logps)
         total = total + (-ratio * advantage * row_mask).sum()
     return total / mask.sum()
