@@ -258,6 +258,33 @@ def atlas(
 
 
 @app.command()
+def audit(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Snapshots of one step: its ranks, or its micro-batches.")],
+    group_size: Annotated[int | None, typer.Option("--group-size", metavar="N", help="Completions of one prompt, if known.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+) -> None:
+    """Audit what the loss of a step is a mean of, and which tokens weigh more than others.
+
+    Means of means over rows, micro-batches and ranks, denominators without a floor, empty rows, advantages normalised twice. Status 3 if a
+    finding changes the loss.
+
+    Example: nanscope audit step-000412.rank0.safetensors step-000412.rank1.safetensors
+    """
+    from nanscope.audit import audit_snapshots
+    from nanscope.report.audit import print_audit
+    from nanscope.report.terminal import track
+    from nanscope.snapshot import load
+
+    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
+    found = audit_snapshots(snapshots, [str(file) for file in files], group_size=group_size)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    print_audit(found, file=sys.stdout)
+    raise typer.Exit(FOUND if found.changes_loss else HEALTHY)
+
+
+@app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,

@@ -20,14 +20,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("replay", "case"),
     ("rules",),
     ("words",),
-    ("diagnose",),
+    ("diagnose", "audit"),
     ("report",),
     ("hit",),
     ("scope", "demo"),
     ("launch", "cli", "__main__"),
 )  # lowest first; a folder stands for all files in it
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
-FOLDERS = ("capture", "report", "frameworks", "native")  # files of one folder may import each other
+FOLDERS = ("capture", "report", "frameworks", "native", "audit")  # files of one folder may import each other
 SAME_FLOOR = {
     ("cli", "launch"), ("__main__", "cli"),  # the entrance: `python -m nanscope` is the command line, which starts `run`
     ("frameworks", "objective"),  # the rows say what a framework's settings mean; the objective knows no framework

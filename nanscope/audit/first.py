@@ -1,0 +1,84 @@
+"""The first step after sampling, explained: every ratio is 1, so the loss is −Σ weight · advantage and says nothing about learning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from nanscope.audit.model import Effect, Finding
+from nanscope.audit.step import NEARLY, Step, masked, stacked
+from nanscope.audit.weights import SCHEMES, Scheme, token_weights
+from nanscope.audit.words import use
+from nanscope.frameworks.losses import framework_loss
+from nanscope.frameworks.options import Setting
+from nanscope.objective import LossInputs
+from nanscope.words import number
+
+# Losses that are 0 there and losses that are not. None stands for the width of the batch.
+FIRST: tuple[tuple[str, tuple[tuple[str, Setting], ...]], ...] = (
+    ("trl.grpo", ()),
+    ("verl.vanilla", (("loss_agg_mode", "seq-mean-token-mean"),)),
+    ("skyrl.regular", (("loss_reduction", "sequence_mean"),)),
+    ("trl.dapo", ()),
+    ("trl.dr_grpo", (("max_completion_length", None),)),
+    ("trl.sapo", ()),
+    ("trl.cispo", (("epsilon_high", 5.0),)),
+)
+
+
+def first_step(step: Step) -> Iterator[Finding]:
+    """Yield the explanation if every log-ratio is exactly 0."""
+    size = step.advantages().abs().mean().item()
+    if any(part.drift != 0.0 for part in step.parts if part.tokens) or step.token_mean is None or not 0 < size < math.inf:
+        return
+    batch = _pooled(step)
+    values = [(use(key, settings), _value(batch, key, settings)) for key, settings in FIRST]
+    zero = [name for name, value in values if abs(value) <= NEARLY * size]
+    other = [f"{number(value)} in {name}" for name, value in values if abs(value) > NEARLY * size]
+    words = [f"exactly 0 in {', '.join(zero)}"] * bool(zero) + [", ".join(other)] * bool(other)
+    expected, norm = _invariant(step)
+    sentence = (
+        "Every ratio is exactly 1: this is the first update after sampling, and its loss, −Σ weight · advantage, says nothing about "
+        f"learning. {_why(step, size)} It would be {'; '.join(words)}. The gradient is not 0: its norm at the log-probs is "
+        f"{number(norm)} under {'these weights' if step.known else 'the token mean'}. Test that every ratio is 1 and that the loss is "
+        f"{number(expected if abs(expected) > NEARLY * size else 0.0)} = −Σ weight · advantage, not that it differs from 0."
+    )
+    if step.loss is not None and abs(step.loss - expected) > 1e-3 * max(abs(expected), NEARLY * size):
+        sentence += f" It is {number(step.loss)} here: this loss is no ratio · advantage alone."
+    yield Finding("first_step", Effect.NOTE, sentence, figures={"expected": expected, "gradient_norm": norm})
+
+
+def _why(step: Step, size: float) -> str:
+    advantages_BT = masked(step.advantages().expand(step.mask_BT.shape), step.mask_BT)
+    mean = (advantages_BT.sum(-1) / step.mask_BT.sum(-1).clamp(min=1)).mean().item()
+    if abs(mean) > NEARLY * size:
+        return f"The advantages have the mean {number(mean)} over the rows, so not even a mean over rows is 0."
+    short, long = (int(step.mask_BT[row].sum()) for row in step.extremes())
+    lengths = (
+        "all rows have one length, so a token mean is 0, too"
+        if short == long
+        else f"rows have {short} to {long} tokens, so a token mean is not"
+    )
+    return f"The advantages sum to 0 over the rows, so a mean of row means is 0; {lengths}."
+
+
+def _pooled(step: Step) -> LossInputs:
+    """The step as one batch on which every ratio is 1."""
+    logprobs_BT = stacked([part.inputs.logprobs for part in step.parts])
+    return LossInputs(logprobs_BT, logprobs_BT.clone(), None, None, step.advantages(), step.mask_BT)
+
+
+def _value(batch: LossInputs, key: str, settings: tuple[tuple[str, Setting], ...]) -> float:
+    filled = {name: batch.mask.shape[1] if value is None else value for name, value in settings}
+    return framework_loss(key, batch, **filled).loss.item()
+
+
+def _invariant(step: Step) -> tuple[float, float]:
+    """Return −Σ weight · A, and the norm of weight · A, which is the gradient of a PPO loss at the log-probs."""
+    weights_BT = step.weights_BT
+    if weights_BT is None:
+        weights_BT = token_weights(step.mask_BT, SCHEMES[Scheme.TOKEN_MEAN].reduction)
+    pushed_BT = torch.where(step.mask_BT > 0, weights_BT * step.advantages(), 0.0)
+    return -pushed_BT.sum().item(), pushed_BT.norm().item()

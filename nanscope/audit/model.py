@@ -1,0 +1,123 @@
+"""What an audit is made of: findings, the figures of each micro-batch and of each reduction. Plain data; no tensor is in it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from nanscope.audit.weights import Scheme
+from nanscope.ledger import show
+from nanscope.objective import Guard
+
+
+class Effect(StrEnum):
+    """What a finding means for the loss of this step."""
+
+    CHANGES = "changes the loss"
+    RISK = "could change it"
+    NOTE = "explains it"
+
+
+class Sure(StrEnum):
+    """Where a finding comes from."""
+
+    MEASURED = "measured on this batch"
+    SETTINGS = "told by the settings"
+    GUESSED = "fits the numbers, and so does another explanation"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to know. sentence: plain, with the numbers of this batch. figures: the same numbers by name."""
+
+    slug: str
+    effect: Effect
+    sentence: str
+    sure: Sure = Sure.MEASURED
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PartFigures:
+    """One micro-batch. token_mean: of its loss. loss: as recorded, or as its reduction gives it; None if unknown."""
+
+    source: str
+    rank: int
+    rows: int
+    empty_rows: int
+    tokens: int
+    token_mean: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The step under one reduction.
+
+    averaged: over each micro-batch by itself, then the mean over micro-batches and ranks. whole: over the step in one piece.
+    factor:   averaged, in token means; None where one of them is 0. row_weight: averaged, a token of the shortest row against the longest.
+    adds_up:  the two give every token the same weight. adds_up_if: when they do in general. count: what to divide by to make them.
+    uses:     losses of frameworks that reduce like this.
+    """
+
+    scheme: Scheme
+    title: str
+    averaged: float
+    whole: float
+    factor: float | None
+    row_weight: float
+    adds_up: bool
+    adds_up_if: str
+    count: str
+    uses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominator:
+    """What a framework's loss does with nothing valid, tried: are loss and gradient finite?
+
+    guard, row_guard: of the count of all, and of the tokens of a row.
+    """
+
+    key: str
+    guard: Guard
+    row_guard: Guard
+    empty_row: bool
+    empty_batch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What is known of one step.
+
+    step: None for batches that came from no file. token_mean: of the loss over all valid tokens; None if there are none.
+    reduction: what the loss is, in words; None if nothing told. used: the schemes it is. loss: of the whole step, as it was reduced.
+    recorded: the loss in the file, of a single one. left_out: valid tokens without a finite loss; they count as tokens, with 0.
+    """
+
+    step: int | None
+    ranks: int
+    rows: int
+    empty_rows: int
+    tokens: int
+    left_out: int
+    token_mean: float | None
+    reduction: str | None
+    used: tuple[Scheme, ...]
+    loss: float | None
+    recorded: float | None
+    parts: tuple[PartFigures, ...]
+    reductions: tuple[Reduced, ...]
+    denominators: tuple[Denominator, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def changes_loss(self) -> bool:
+        """Does a finding change the loss of this step?"""
+        return any(finding.effect is Effect.CHANGES for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain JSON."""
+        found: dict[str, Any] = show(asdict(self))
+        return found
