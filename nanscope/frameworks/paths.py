@@ -112,7 +112,8 @@ _VARIANTS: dict[str, tuple[Mapping[str, Setting], ...]] = {
         *({"use_importance_sampling_correction": True, **truncated, **_NO_KL} for truncated in _TRUNCATED),
     ),
     "skyrl.regular": (
-        *({"loss_reduction": how} for how in ("token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")),
+        {"loss_reduction": "sequence_mean"},
+        {"loss_reduction": "seq_mean_token_sum_norm"},
         {"tis_ratio_type": "token"},
         {"tis_ratio_type": "sequence"},
         {"sequence_mask_metric": "geometric", "geo_mask_low": 0.5, "geo_mask_high": 2.0},

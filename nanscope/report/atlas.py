@@ -304,12 +304,14 @@ class _Names:
     title: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = [name.replace(" ", "\0") for name in ",  ".join(self.names).split(",  ")]
-        text = textwrap.fill(
-            self.title + ", ".join(words), options.max_width, initial_indent="  ", subsequent_indent="  ", break_long_words=False
-        )
-        wide = (textwrap.fill(line.replace("\0", " "), options.max_width, subsequent_indent="      ") for line in text.splitlines())
+        text = ", ".join(name.replace(" ", "\0") for name in self.names)
+        lines = _wrapped(self.title + text, options.max_width, "  ", "  ").splitlines()
+        wide = (_wrapped(line.replace("\0", " "), options.max_width, "", "      ") for line in lines)
         yield Text("\n".join(wide), "green" if self.title else "")
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False)
 
 
 def _widths(block: Block) -> list[int]:

@@ -1,0 +1,271 @@
+"""The atlas: the faults are what they say, cells are what the frameworks' own functions were seen to do, and verifying sees a wrong cell."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from functools import reduce
+from itertools import combinations
+from operator import or_
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanscope import atlas as room
+from nanscope.atlas import FAULTS, LETTERS, Atlas, Fault, Harm, Kind, Where, atlas, faulty, healthy, verify
+from nanscope.errors import NanscopeError
+from nanscope.frameworks.paths import PATHS, LossPath
+
+
+@pytest.fixture(scope="module")
+def whole() -> Atlas:
+    return atlas()
+
+
+# What was seen in the frameworks themselves: path, fault, code.
+SEEN = (
+    # the same finite loss, and NaN in the gradient only where the ratio is not clamped before exp
+    ("trl.grpo", "old +200 masked A>0", "M"),
+    ("trl.grpo", "old +200 masked A<0", "LM"),
+    ("trl.dapo", "old +200 valid A>0", "V"),
+    ("trl.dapo", "old +200 valid A<0", "LV"),
+    ("liger.dapo · beta=0.0", "old +200 masked A>0", "M"),
+    ("nemo_rl.clipped_pg · reference_policy_kl_penalty=0.0", "old +200 masked A>0", "M"),
+    ("nemo_rl.clipped_pg · reference_policy_kl_penalty=0.0", "old +200 masked A<0", "LM"),
+    ("areal.ppo_actor", "old +200 masked A<0", "M"),
+    ("slime.policy", "old +200 masked A>0", "M"),
+    ("prime_rl.default", "old +200 masked A>0", "LM"),
+    ("verl.vanilla", "old +200 masked A>0", "·"),
+    ("skyrl.regular", "old +200 masked A<0", "·"),
+    ("openrlhf.ppo", "old +200 masked A<0", "·"),
+    ("torchtitan.dapo", "old +200 masked A<0", "·"),
+    ("unsloth.grpo", "old +200 masked A<0", "·"),
+    # an advantage of exactly 0 does not protect: inf · 0
+    ("trl.dapo", "old +200 valid A=0", "LV"),
+    ("trl.grpo", "old +200 masked A=0", "LM"),
+    ("trl.sapo", "old +200 valid A=0", "V"),
+    ("trl.cispo", "old +200 valid A=0", "·"),
+    # a clamp has no gradient at NaN
+    ("verl.vanilla", "old NaN valid A>0", "L"),
+    ("verl.vanilla", "old NaN masked A>0", "·"),
+    ("verl.vanilla · loss_agg_mode=seq-mean-token-mean", "old NaN masked A>0", "L"),
+    ("skyrl.regular", "old NaN masked A>0", "L"),
+    ("openrlhf.ppo", "old NaN masked A>0", "L"),
+    ("verl.cispo", "old NaN masked A>0", "M"),
+    ("verl.dppo_tv", "old NaN masked A>0", "M"),
+    ("verl.dro · dro_beta=0.1", "old NaN masked A>0", "M"),
+    ("verl.kl_loss · kl_loss_type=k2+", "ref NaN masked A>0", "M"),
+    # −inf in ℓ at a masked token
+    ("trl.grpo", "policy −inf masked A>0", "·"),
+    ("trl.grpo · beta=0.04", "policy −inf masked A>0", "LM"),
+    ("liger.dapo", "policy −inf masked A>0", "LM"),
+    ("nemo_rl.clipped_pg", "policy −inf masked A>0", "M"),
+    ("openrlhf.ppo · through_actor=True", "policy −inf masked A>0", "L"),
+    # one bad masked token takes the row with it where the ratio is the row's
+    ("trl.grpo · importance_sampling_level=sequence", "old NaN masked A>0", "LVM"),
+    ("openrlhf.gspo", "old −inf masked A>0", "LVM"),
+    ("verl.gspo · loss_agg_mode=seq-mean-token-mean", "old NaN masked A>0", "L"),
+    ("areal.ppo_actor · importance_sampling_level=sequence", "old NaN masked A>0", "·"),
+    ("unsloth.grpo · importance_sampling_level=sequence", "old NaN masked A>0", "·"),
+    # the KL
+    ("slime.kl_loss · kl_loss_type=low_var_kl", "ref +200 valid A>0", "V"),
+    ("slime.kl_loss · kl_loss_type=k3", "ref +200 valid A>0", "LV"),
+    ("openrlhf.kl_loss · kl_estimator=k2 · unbiased_gradient=False", "policy −inf valid A>0", "V"),
+    ("verl.kl_loss", "ref +200 valid A>0", "·"),
+    # what is swallowed
+    ("trl.vespo", "old NaN valid A>0", "≠"),
+    ("torchtitan.dapo", "old NaN valid A>0", "≠"),
+    ("torchtitan.dapo", "old −inf valid A>0", "≠"),
+    ("nemo_rl.clipped_pg · use_importance_sampling_correction=True · reference_policy_kl_penalty=0.0", "rollout NaN valid A>0", "≠"),
+    ("trl.grpo · use_vllm=True · vllm_importance_sampling_mode=token_truncate", "rollout NaN valid A>0", "≠"),
+    # padding counts
+    ("liger.luspo · beta=0.0", "old −200 masked A>0", "≠"),
+    ("trl.luspo", "old −200 masked A>0", "·"),
+    # no valid token
+    ("verl.vanilla", "empty batch", "L"),
+    ("verl.vanilla · loss_agg_mode=token-sum", "empty batch", "·"),
+    ("openrlhf.ppo", "empty batch", "LM"),
+    ("trl.grpo", "empty batch", "·"),
+    ("skyrl.regular", "empty batch", "·"),
+    ("torchtitan.dapo", "empty batch", "·"),
+    ("trl.grpo", "empty row", "≠"),
+    ("trl.dapo", "empty row", "·"),
+    ("verl.vanilla · loss_agg_mode=seq-mean-token-mean", "empty row", "·"),
+    ("openrlhf.ppo · token_level_loss=False", "empty row", "·"),
+    ("unsloth.grpo", "empty row", "≠"),
+    # 0 · NaN from an entropy whose coefficient is 0
+    ("verl.ppo_loss", "entropy NaN valid A>0", "L"),
+    ("verl.ppo_loss", "entropy NaN masked A>0", "·"),
+    ("verl.ppo_loss · use_kl_loss=True · loss_agg_mode=seq-mean-token-mean", "entropy NaN masked A>0", "L"),
+    ("slime.policy", "entropy NaN valid A>0", "L"),
+    ("trl.grpo", "entropy NaN valid A>0", "·"),
+)
+
+
+@pytest.mark.parametrize(("path", "fault", "code"), SEEN)
+def test_a_cell_is_what_was_seen_in_the_framework(whole: Atlas, path: str, fault: str, code: str) -> None:
+    """The contrasts between frameworks that matter, one by one."""
+    assert whole.cell(path, fault).code == code
+
+
+def test_every_cell_is_there(whole: Atlas) -> None:
+    """A row for each path, an entry for each fault, and names that tell them apart."""
+    assert whole.paths == PATHS and whole.faults == FAULTS
+    assert len(whole.cells) == len(PATHS) and {len(row) for row in whole.cells} == {len(FAULTS)}
+    assert len({fault.name for fault in FAULTS}) == len({(fault.sets, fault.where, fault.advantage) for fault in FAULTS}) == len(FAULTS)
+
+
+LOG_RATIOS = {
+    "logprobs": lambda batch: batch.logprobs - batch.old_logprobs,
+    "old_logprobs": lambda batch: batch.logprobs - batch.old_logprobs,
+    "ref_logprobs": lambda batch: batch.ref_logprobs - batch.logprobs,
+    "rollout_logprobs": lambda batch: batch.old_logprobs - batch.rollout_logprobs,
+}
+VALUES = {Kind.NAN: float("nan"), Kind.NEGATIVE_INFINITY: float("-inf")}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_what_it_says_and_nothing_else(fault: Fault) -> None:
+    """One element of one tensor differs from the healthy batch, masked or counted as told, and gives the log-ratio that it names."""
+    before, after = healthy(fault.advantage), faulty(fault)
+    differs = {part.name: where_different(getattr(before, part.name), getattr(after, part.name)) for part in fields(before)}
+    assert [name for name, places in differs.items() if places] == [fault.tensor]
+    assert after.logprobs.requires_grad and after.advantages[0] == fault.advantage
+    if fault.kind is Kind.EMPTY:
+        rows = {row for row, _ in differs["mask"]}
+        assert not after.mask[sorted(rows)].any() and (rows == {0} if fault.where is Where.ROW else rows == {0, 1, 2})
+        return
+    ((row, column),) = differs[fault.tensor]
+    assert row == 0 and bool(before.mask[row, column]) == (fault.where is Where.VALID)
+    changed = getattr(after, fault.tensor)[row, column].item()
+    if fault.kind in VALUES:
+        assert changed == VALUES[fault.kind] or (fault.kind is Kind.NAN and changed != changed)
+    else:
+        wanted = float(fault.kind.replace("−", "-"))
+        assert LOG_RATIOS[fault.tensor](after)[row, column].item() == pytest.approx(wanted, abs=1e-4)
+
+
+def where_different(a: Tensor, b: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(place) for place in (a.detach() != b.detach()).nonzero().tolist()]
+
+
+def test_codes_have_their_letters_in_one_order() -> None:
+    """Every combination of harms has a code of its own, and the silent ones are those with a bad gradient and a finite loss."""
+    harms = [reduce(or_, some, Harm.CLEAN) for count in range(len(LETTERS) + 1) for some in combinations(LETTERS, count)]
+    assert len({harm.code for harm in harms}) == 2 ** len(LETTERS)
+    assert Harm.CLEAN.code == "·" and (Harm.MASKED | Harm.LOSS | Harm.VALID).code == "LVM"
+    assert {harm.code for harm in harms if harm.silent} == {"V", "M", "VM", "≠V", "≠M", "≠VM"}
+
+
+def test_no_cell_is_finite_and_not(whole: Atlas) -> None:
+    """A loss that is not finite is not also a wrong number, and a fault that a loss does not look at is never found in a counted token alone."""
+    for row in whole.cells:
+        for fault, harm in zip(whole.faults, row, strict=True):
+            assert not (Harm.LOSS in harm and Harm.CHANGED in harm)
+            assert not (fault.where is Where.BATCH and Harm.VALID in harm), "no token is counted"
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_a_part_of_the_atlas_is_a_part_of_it(whole: Atlas, data: st.DataObject) -> None:
+    """A cell depends on its path and its fault, not on what else is computed, in which order, or on random numbers drawn before."""
+    chosen = data.draw(st.lists(st.sampled_from(FAULTS), min_size=1, max_size=6, unique=True))
+    prefixes = data.draw(
+        st.lists(st.sampled_from(["verl.clip_cov", "verl.kl_cov", "skyrl.clip", "trl.rloo", "areal", "openrlhf.kl"]), min_size=1)
+    )
+    torch.rand(data.draw(st.integers(0, 3)))
+    part = atlas(prefixes, chosen)
+    for path, row in zip(part.paths, part.cells, strict=True):
+        assert row == tuple(whole.cell(path.name, fault.name) for fault in chosen)
+
+
+def test_what_a_loss_does_not_read_does_nothing(whole: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults in tensors that a loss does without are not run; running them gives the same."""
+    unread = [fault for fault in FAULTS if fault.tensor in ("ref_logprobs", "rollout_logprobs")]
+    assert sum(len(room.unread(path)) for path in PATHS) > len(PATHS), "most losses read neither ref nor rollout"
+    monkeypatch.setattr(room, "unread", lambda path: frozenset())
+    everything = atlas(faults=unread)
+    for path, row in zip(everything.paths, everything.cells, strict=True):
+        assert row == tuple(whole.cell(path.name, fault.name) for fault in unread), path.name
+
+
+def test_random_numbers_are_left_as_they_were() -> None:
+    """clip_cov draws tokens; nobody else's numbers change for it."""
+    before = torch.get_rng_state()
+    atlas(["verl.clip_cov"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_prefix_that_nothing_has_is_one_clear_error() -> None:
+    """As for `paths`."""
+    with pytest.raises(NanscopeError, match="'verl.vanila'") as caught:
+        atlas(["verl.vanila"])
+    assert caught.value.slug == "unknown-loss"
+
+
+def test_the_data_are_plain(whole: Atlas) -> None:
+    """JSON holds every cell in the order of the faults, what each fault sets, and which codes there are."""
+    data = json.loads(json.dumps(whole.to_json(), allow_nan=False))
+    names = [fault["name"] for fault in data["faults"]]
+    assert [len(path["cells"]) for path in data["paths"]] == [len(names)] * len(PATHS)
+    row = next(path for path in data["paths"] if path["name"] == "trl.grpo · beta=0.04")
+    assert (row["key"], row["settings"], row["version"]) == ("trl.grpo", {"beta": 0.04}, "1.16.0")
+    assert row["cells"][names.index("policy −inf masked A>0")] == "LM"
+    assert {code for path in data["paths"] for cell in path["cells"] for code in cell} == set(data["codes"])
+    fault = data["faults"][names.index("ref −200 masked A<0")]
+    assert fault["sets"] == "ref_logprobs := logprobs − 200, so that ref − policy = −200"
+
+
+PLANTED = (
+    # what a wrong row of the table would be: path, the settings that it would be computed with instead
+    ("trl.dapo", {"delta": 4.0}),
+    ("trl.dapo", {"beta": 0.04}),
+    ("trl.vespo", {"use_vllm": True}),
+    ("trl.grpo", {"importance_sampling_level": "sequence"}),
+)
+
+
+@pytest.mark.parametrize(("key", "instead"), PLANTED)
+def test_verifying_sees_a_wrong_row(key: str, instead: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against TRL itself the right row agrees in every cell; one that was computed with other settings does not."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    path = LossPath(key)
+    right = Atlas((path,), FAULTS, atlas([key]).cells[:1])
+    verified = verify(right)
+    assert verified.disagreements == verified.refused == verified.unreached == ()
+    (compared,) = verified.compared
+    assert (compared.framework, compared.paths, compared.cells) == ("trl", 1, len(FAULTS))
+    own = room.evaluate
+    monkeypatch.setattr(room, "evaluate", lambda path, inputs: own(replace(path, settings=tuple(instead.items())), inputs))
+    found = verify(replace(right, cells=atlas([key]).cells[:1])).disagreements
+    assert found and all(d.path == path and d.ours != d.theirs for d in found)
+    assert {(d.fault, d.theirs) for d in found} <= set(zip(FAULTS, right.cells[0], strict=True))
+
+
+def test_verifying_names_the_one_cell_that_is_wrong() -> None:
+    """One changed cell is one disagreement, with both answers."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    found = atlas(["liger.cispo"])
+    place = 17
+    row = list(found.cells[1])
+    row[place] ^= Harm.MASKED
+    verified = verify(replace(found, cells=(found.cells[0], tuple(row), *found.cells[2:])))
+    (wrong,) = verified.disagreements
+    assert (wrong.path, wrong.fault, wrong.ours, wrong.theirs) == (found.paths[1], FAULTS[place], row[place], found.cells[1][place])
+    assert verified.to_json()["disagreements"] == [
+        {"path": wrong.path.name, "fault": wrong.fault.name, "ours": wrong.ours.code, "theirs": wrong.theirs.code}
+    ]
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    """A framework without an adapter is absent, not in agreement; a path that the framework's own function refuses is not reached."""
+    assert verify(atlas(["tinker"], FAULTS[:1])).absent == ("tinker",)
+    pytest.importorskip("trl", reason="trl is not installed")
+    strange = LossPath("trl.grpo", (("num_items_in_batch", "many"),))
+    verified = verify(Atlas((strange,), FAULTS[:2], ((Harm.CLEAN, Harm.CLEAN),)))
+    assert verified.compared == () and verified.disagreements == ()
+    ((path, why),) = verified.unreached
+    assert path == strange and why
