@@ -62,7 +62,8 @@ class Level(StrEnum):
     TOKEN = "token"  # Δ
     SEQUENCE_MEAN = "sequence_mean"  # Σ Δm / Σ m, [B, 1]: GSPO, arXiv 2507.18071 eq. 7
     SEQUENCE_TOKEN = "sequence_token"  # ℓ − sg ℓ + sg of that mean: GSPO-token, eq. 14
-    SEQUENCE_SUM = "sequence_sum"  # Σ Δm, [B, 1]: RLOO, arXiv 2402.14740
+    SEQUENCE_SUM = "sequence_sum"  # Σ Δm, [B, 1]
+    SEQUENCE_LOGPROB = "sequence_logprob"  # Σ ℓm − Σ ℓ_old m, [B, 1]: RLOO, arXiv 2402.14740; rounds as two sums of a whole row do
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +119,14 @@ class Ratio:
     """r = mask_ratio( exp( clamp( level( mask_log_ratio( ℓ − anchor ) ) ) ) ), in this order.
 
     guard: of the token count in a row mean. log_clip: GMPO's one-sided clip of Δ before the mean, in nat (arXiv 2507.20673 eq. 4).
-    clamp_after: the clamp bounds exp's result instead, at exp of its ends. Forward looks the same, backward is NaN where exp overflowed.
+    signed: the side is chosen by multiplying with the sign of A, as in the paper; otherwise A ≤ 0 clips from below.
     """
 
     against: Anchor = Anchor.OLD
     level: Level = Level.TOKEN
     mask_log_ratio: Masking = Masking.NONE
     log_clip: Bounds | None = None
+    signed: bool = False
     guard: Guard = Guard.FLOOR
     clamp: Bounds = OPEN
     clamp_after: bool = False
@@ -360,7 +362,7 @@ class Gate:
 class Correction:
     """w = exp δ, δ = ℓ_against − ℓ_rollout: the weight between trainer and rollout engine.
 
-    bounds: w is truncated there (TIS), or with drop 0 outside of them (IcePop, MIS). normalise: to mean 1 over the batch.
+    bounds: w is truncated there (TIS), or with drop 0 outside of them (IcePop, MIS). normalise: to mean 1 over tokens or rows.
     unscored: NaN in δ·m is taken for 0, a weight of 1. finite: a weight that is not finite becomes 0.
     weigh: False leaves the gates only.
     """
@@ -684,13 +686,14 @@ class _Batch:
             mask_BT = mask_BT * torch.isfinite(_present(inputs.old_logprobs, "old_logprobs"))
         given = inputs.advantages.detach().unsqueeze(1) if inputs.advantages.dim() == 1 else inputs.advantages.detach()
         advantages = masked(given, mask_BT, settings.mask_advantages)
+        sign = torch.sign(advantages)
         if settings.mean_advantages is not None:
-            total_B1 = advantages.expand_as(mask_BT).sum(-1, keepdim=True)
+            total_B1 = (advantages * mask_BT).sum(-1, keepdim=True)
             advantages = total_B1 / _GUARDED[settings.mean_advantages](mask_BT.sum(-1, keepdim=True))
         if settings.scale_advantages is not None:
             advantages = advantages / _divisor(mask_BT, settings.scale_advantages) * settings.scale_advantages.factor
         logprobs_BT = masked(inputs.logprobs, mask_BT, settings.mask_logprobs)
-        return cls(inputs, logprobs_BT, advantages, torch.sign(given), mask_BT, settings.mask_others)
+        return cls(inputs, logprobs_BT, advantages, sign, mask_BT, settings.mask_others)
 
     def anchor(self, which: Anchor) -> Tensor:
         """Return the log-probs that a ratio is taken against, [B, T], detached."""
@@ -718,7 +721,11 @@ def _check(inputs: LossInputs) -> None:
 
 def _exponent(log_ratio_BT: Tensor, batch: _Batch, how: Ratio) -> Tensor:
     """mask → clip → level → clamp: what exp is applied to, [B, T] or [B, 1]."""
-    x_BT = log_ratio_BT if how.log_clip is None else _one_sided(log_ratio_BT, batch.sign, how.log_clip)
+    if how.level is Level.SEQUENCE_LOGPROB:
+        rows = (masked(x_BT, batch.mask_BT, how.mask_log_ratio) for x_BT in (batch.logprobs_BT, batch.anchor(how.against)))
+        own_B1, other_B1 = (x_BT.sum(-1, keepdim=True) for x_BT in rows)
+        return own_B1 - other_B1 if how.clamp_after else how.clamp.clamp(own_B1 - other_B1)
+    x_BT = log_ratio_BT if how.log_clip is None else _ONE_SIDED[how.signed](log_ratio_BT, batch.sign, how.log_clip)
     x = _at_level(masked(x_BT, batch.mask_BT, how.mask_log_ratio), how.level, batch, how.guard)
     return x if how.clamp_after else how.clamp.clamp(x)
 
@@ -733,9 +740,18 @@ def _at_level(x_BT: Tensor, level: Level, batch: _Batch, guard: Guard) -> Tensor
     return mean_B1 if level is Level.SEQUENCE_MEAN else batch.logprobs_BT - batch.logprobs_BT.detach() + mean_B1.detach()
 
 
-def _one_sided(log_ratio_BT: Tensor, sign: Tensor, clip: Bounds) -> Tensor:
-    """s·min(sΔ, s·clip Δ) with s the sign of A: PPO's pessimistic min, in log space."""
+def _by_sign(log_ratio_BT: Tensor, sign: Tensor, clip: Bounds) -> Tensor:
+    """s·min(sΔ, s·clip Δ) with s the sign of A: PPO's pessimistic min, in log space. At A = 0 this is 0 · Δ, and 0 · inf is NaN."""
     return sign * torch.min(sign * log_ratio_BT, sign * clip.clamp(log_ratio_BT))
+
+
+def _by_choice(log_ratio_BT: Tensor, sign: Tensor, clip: Bounds) -> Tensor:
+    """min(Δ, clip Δ) where A > 0, max elsewhere: the same but at A = 0, where Δ is clipped from below."""
+    clipped_BT = clip.clamp(log_ratio_BT)
+    return torch.where(sign > 0, torch.minimum(log_ratio_BT, clipped_BT), torch.maximum(log_ratio_BT, clipped_BT))
+
+
+_ONE_SIDED = {True: _by_sign, False: _by_choice}
 
 
 def _correct(batch: _Batch, how: Correction | None) -> tuple[Tensor | None, Tensor]:
@@ -767,9 +783,16 @@ def _weight(delta_BT: Tensor, batch: _Batch, how: Correction) -> Tensor:
         weight = weight * batch.mask_BT
     weight = how.bounds.zero_outside(weight) if how.drop else how.bounds.clamp(weight)
     if how.normalise:
-        mean = masked(weight, batch.mask_BT, Masking.WHERE).sum() / (batch.mask_BT.sum() + 1e-8)
+        mean = _mean_weight(weight, batch.mask_BT, how.level)
         weight = torch.where(mean > 1e-8, weight / mean, weight)
     return weight
+
+
+def _mean_weight(weight: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
+    """Return the mean over tokens, or over rows with a token if a row has one weight."""
+    over = Reduction(Over.TOKENS, mask=Masking.WHERE, guard=Guard.EPSILON)
+    by_row = replace(over, over=Over.ROW_MEANS, empty=Masking.WHERE, guard=Guard.FLOOR, row_guard=Guard.EPSILON)
+    return reduce(weight, mask_BT, over if level is Level.TOKEN else by_row)
 
 
 def _inside(old_BT: Tensor, rollout_BT: Tensor, batch: _Batch, gate: Gate) -> Tensor:

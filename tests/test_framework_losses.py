@@ -197,6 +197,8 @@ FAULTS = (
     ("trl.dapo", {}, 1, "logprobs", MASKED, -INF, ""),
     ("trl.grpo", {"delta": 4.0}, -1, "old_logprobs", VALID, -200.0, "V"),
     ("trl.grpo", {"importance_sampling_level": "sequence"}, 1, "old_logprobs", MASKED, NAN, "LVM"),
+    ("trl.gmpo", {}, 0, "old_logprobs", VALID, INF, ""),
+    ("verl.geo_mean", {}, 0, "old_logprobs", VALID, INF, "LVM"),
     ("liger.dapo", {"beta": 0.0}, 1, "old_logprobs", MASKED, -200.0, "M"),
     ("liger.dapo", {}, 1, "logprobs", MASKED, -INF, "LM"),
     ("unsloth.grpo", {}, -1, "old_logprobs", MASKED, -200.0, ""),
@@ -276,6 +278,26 @@ def test_a_fully_masked_row_dilutes_or_is_left_out() -> None:
     assert framework_loss("verl.vanilla", inputs, **settings).loss.item() == pytest.approx(counted * 3 / 2)
     assert framework_loss("openrlhf.ppo", inputs, token_level_loss=False).loss.item() == pytest.approx(counted * 3 / 2)
     assert framework_loss("verl.vanilla", inputs, global_batch_size=3.0, **settings).loss.item() == pytest.approx(counted)
+
+
+def test_verl_reads_clip_ratio_only_where_its_two_sides_are_unset() -> None:
+    """verl's actor config gives both sides 0.2: clip_ratio alone changes nothing."""
+    wide = {"clip_ratio": 5.0}
+    inputs = with_value(batch(), "old_logprobs", VALID, -9.0)
+    loss = framework_loss("verl.gspo", inputs).loss
+    assert framework_loss("verl.gspo", inputs, **wide).loss == loss
+    assert framework_loss("verl.gspo", inputs, clip_ratio_low=None, clip_ratio_high=None, **wide).loss != loss
+
+
+def test_verl_normalises_sequence_weights_over_rows() -> None:
+    """A long row counts no more than a short one in the mean weight, and an empty row not at all."""
+    old = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(1.2), 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
+    zeros = torch.zeros(3, 4)
+    inputs = LossInputs(zeros.clone().requires_grad_(), old - 1, None, zeros - 1, torch.ones(3), mask)
+    settings = {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}
+    weight = framework_loss("verl.gpg", inputs, **settings).weight
+    assert weight is not None and weight[:2, 0].tolist() == pytest.approx([1 / 1.1, 1.2 / 1.1])
 
 
 def test_a_zero_coefficient_keeps_the_nan_of_an_entropy() -> None:

@@ -157,7 +157,7 @@ class RLOO:
     epsilon_high: float | None = None
 
     def settings(self) -> LossSettings:
-        ratio = Ratio(level=Level.SEQUENCE_SUM, mask_log_ratio=Masking.MULTIPLY)
+        ratio = Ratio(level=Level.SEQUENCE_LOGPROB, mask_log_ratio=Masking.MULTIPLY)
         return LossSettings(surrogate=Ppo(clip(self.epsilon, self.epsilon_high)), ratio=ratio, reduction=ROW_VALUES)
 
 

@@ -92,13 +92,13 @@ class KlLoss(Aggregation):
 class Policy(Aggregation):
     """`ActorConfig` with its `PolicyLossConfig`, and `algorithm.rollout_correction`.
 
-    clip_ratio_low, clip_ratio_high: None is clip_ratio. rollout_is: token or sequence. rollout_is_threshold: an upper bound, or "low_high".
+    clip_ratio_low, clip_ratio_high: only None makes clip_ratio count. rollout_is: token or sequence. rollout_is_threshold: an upper bound, or "low_high".
     """
 
     loss_mode: str = "vanilla"
     clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
+    clip_ratio_low: float | None = 0.2
+    clip_ratio_high: float | None = 0.2
     clip_ratio_c: float = 3.0
     tau_pos: float = 1.0
     tau_neg: float = 1.05
@@ -170,9 +170,8 @@ def _policy(o: Policy) -> LossSettings:
 
 def _geo_mean(low: float, high: float) -> LossSettings:
     """core_algos.py:1928: one ratio and one advantage per row, and a plain mean over rows."""
-    ratio = replace(PER_SEQUENCE, log_clip=Bounds(-low, high), guard=Guard.EPSILON)
-    advantages = Masking.MULTIPLY
-    return LossSettings(ImportanceSampling(), ratio, reduction=ROW_VALUES, mask_advantages=advantages, mean_advantages=Guard.EPSILON)
+    ratio = replace(PER_SEQUENCE, log_clip=Bounds(-low, high), signed=True, guard=Guard.EPSILON)
+    return LossSettings(ImportanceSampling(), ratio, reduction=ROW_VALUES, mean_advantages=Guard.EPSILON)
 
 
 def _positive(beta: float | None) -> float:
