@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from nanscope.errors import NanscopeError, NonFiniteError, ProgramError, SnapshotError
 
 if TYPE_CHECKING:
+    from nanscope.alternatives import replay_under
     from nanscope.diagnose import Verdict
     from nanscope.frameworks.losses import framework_loss
+    from nanscope.inputs import loss_inputs
     from nanscope.objective import LossInputs, LossSettings
     from nanscope.replay import Replay
     from nanscope.scope import Scope, watch
@@ -23,7 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "framework_loss", "load", "watch",
+    "Verdict", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -37,6 +39,8 @@ _WHERE = {
     "LossInputs": "nanscope.objective",
     "LossSettings": "nanscope.objective",
     "framework_loss": "nanscope.frameworks.losses",
+    "loss_inputs": "nanscope.inputs",
+    "replay_under": "nanscope.alternatives",
 }
 
 

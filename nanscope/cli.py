@@ -124,33 +124,92 @@ def replay(
     edit: Annotated[
         list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, …")
     ] = None,
+    under: Annotated[list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, …")] = None,
+    loss: Annotated[list[str] | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="Also under your own loss.")] = None,
+    sweep: Annotated[str | None, typer.Option("--sweep", metavar="clamp", help="Try one clamp after another instead.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
     """Run a saved step again, and see what would have prevented it.
 
     As recorded, in float64, and with edits at the origin, each forward and backward. The tempting wrong fixes are shown failing.
 
-    Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10
+    Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10 --as verl.vanilla
     """
-    from nanscope import diagnose
+    from dataclasses import replace
+
+    from nanscope import alternatives, diagnose
     from nanscope.replay import replay as execute
+    from nanscope.report.objectives import print_alternatives
     from nanscope.report.terminal import print_replay, progress
     from nanscope.snapshot import load
     from nanscope.variants import parse_edit
 
+    if sweep is not None or png is not None:
+        _sweep(file, sweep or "clamp", under or [], png, json_file)
+        return
     edits = [(text, parse_edit(text)) for text in edit or []]
     snapshot = load(file)
     with progress(f"replaying {file.name}", file=sys.stderr):
+        others = alternatives.replay_under(snapshot, under or [], loss or []) if under or loss else None
         replayed = execute(snapshot, edits)
         incident = diagnose.diagnose(snapshot, str(file), replayed)
+    if others is not None:
+        incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
     if json_file is not None:
         with _writing(json_file):
             verdict = diagnose.Verdict((incident,), steps=1, bad_steps=1)
-            data = {"rows": [_row_json(row) for row in replayed.rows], **verdict.to_json()}
+            data = {"rows": [_row_json(row) for row in incident.rows], **verdict.to_json()}
+            data |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]} if others is not None else {}
             json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     failing = replayed.location is not None or bool(snapshot.observed.get("outside"))  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)
+    if others is not None:
+        print_alternatives(others, file=sys.stdout)
     raise typer.Exit(FOUND if failing or not replayed.rows else HEALTHY)
+
+
+def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file: Path | None) -> None:
+    """Sweep a clamp, show it, and leave with the status of a step that failed."""
+    from nanscope import sweep
+    from nanscope.report import objectives
+    from nanscope.report.terminal import progress
+    from nanscope.snapshot import load
+
+    if what != "clamp" or len(under) > 1:
+        raise typer.BadParameter("takes clamp, with at most one --as", param_hint="--sweep")
+    if png is not None and png.suffix not in objectives.SUFFIXES:
+        raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
+    with progress(f"sweeping {file.name}", file=sys.stderr):
+        found = sweep.sweep_clamp(load(file), *under)
+    objectives.print_sweep(found, file=sys.stdout)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if png is not None:
+        with _writing(png):
+            objectives.draw_sweep(found, png)
+        print(png)
+    raise typer.Exit(FOUND)
+
+
+@app.command()
+def variants(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="verl, trl.gr, …; without one, everything.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON, with all settings.")] = None,
+) -> None:
+    """List what a saved step can be replayed under: the losses of the frameworks, with settings and flaws, and the edits.
+
+    Example: nanscope variants verl.vanilla
+    """
+    from nanscope.catalogue import catalogue
+    from nanscope.report.objectives import print_catalogue
+
+    found = catalogue(prefix)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    print_catalogue(found, bool(prefix), file=sys.stdout)
 
 
 def _row_json(row: Any) -> dict[str, Any]:

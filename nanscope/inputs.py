@@ -439,6 +439,8 @@ def _joined(parts: list[dict[str, _Found]]) -> RecordedBatch:
         # A loss whose only anchor is the sampler takes its log-probs for those of the old policy.
         tensors["old_logprobs"] = tensors["rollout_logprobs"]
         sources = (*sources, ("old_logprobs", dict(sources)["rollout_logprobs"]))
+    order = list(LossInputs.__slots__)
+    sources = tuple(sorted(sources, key=lambda source: order.index(source[0])))
     dtype = tensors["logprobs"].dtype
     inputs = LossInputs(
         logprobs=tensors["logprobs"].detach().clone().requires_grad_(),

@@ -108,7 +108,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
                 rows.append(Row(name, name, kind, None, 0, 0, None, False, "does not apply to this origin"))
             continue
         if kind == "fix":
-            variant = _everywhere(variant, edit, patch)
+            variant = everywhere(variant, edit, patch)
         rows.append(_try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy))
     if suspect:
         rows = [row if row.kind in ("recorded", "float64") else replace(row, works=row.works and _calmer(row, rows[0])) for row in rows]
@@ -120,7 +120,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
 ROUNDS = 3  # further places at which one edit is tried
 
 
-def _everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch: Patch) -> Variant:
+def everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch: Patch) -> Variant:
     """Make the same edit where the next origin is, if the first one uncovers another of its kind (`err_a` and `err_b` both overflow)."""
     seen = {patch.origin.value_id}
     found = variant

@@ -36,7 +36,8 @@ def safe(text: object) -> str:
     return _CONTROL.sub("·", str(text).replace("\t", "    "))
 
 
-def _console(file: IO[str]) -> Console:
+def console_for(file: IO[str]) -> Console:
+    """Return a console that writes to a file as this package's reports look."""
     terminal = file.isatty()
     return Console(file=file, width=None if terminal else WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
@@ -52,11 +53,11 @@ def render_text(verdict: Verdict) -> str:
 def print_verdict(verdict: Verdict, written: Sequence[str], *, file: IO[str]) -> None:
     """Print the report of a run, and which files were written."""
     if file.isatty():
-        _console(file).print(_verdict(verdict))
+        console_for(file).print(_verdict(verdict))
     else:
         file.write(render_text(verdict))
     for path in written:
-        _console(file).print(Text(f"  wrote {path}", QUIET))
+        console_for(file).print(Text(f"  wrote {path}", QUIET))
 
 
 def _verdict(verdict: Verdict) -> RenderableType:
@@ -164,9 +165,10 @@ def _table(incident: Incident) -> RenderableType:
     for row in incident.rows:
         ok = row.kind not in ("recorded", "float64") and row.works
         if row.loss is None:
-            table.add_row(row.id, safe(row.label), "–", "–", "–", Text(f"not run: {safe(row.note)}", QUIET))
+            table.add_row(safe(row.id), safe(row.label), "–", "–", "–", Text(f"not run: {safe(row.note)}", QUIET))
             continue
-        gradients = Text("finite", PROVEN) if not row.bad else Text(f"{row.bad} of {row.total} bad", HARM)
+        unit = " tokens" if row.kind == "objective" else ""
+        gradients = Text("finite", PROVEN) if not row.bad else Text(f"{row.bad} of {row.total}{unit} bad", HARM)
         if row.distortion is None or row.bad:
             healthy = Text("–", QUIET)
         elif is_exact(row.distortion):
@@ -198,7 +200,7 @@ def _mark(row: Row, best: bool) -> Text:
 
 def print_replay(incident: Incident, failing: bool, *, file: IO[str]) -> None:
     """Print what replaying a snapshot gave."""
-    console = _console(file)
+    console = console_for(file)
     if failing or not incident.rows:
         console.print(_incident(incident))
         if not incident.rows:
@@ -222,7 +224,7 @@ def print_causes(*, file: IO[str]) -> None:
     for cause, info in CAUSES.items():
         if cause is not Cause.UNKNOWN:
             table.add_row(Text(cause, STRONG), info.title)
-    console = _console(file)
+    console = console_for(file)
     console.print(table)
     console.print(Text("\nnanscope explain CAUSE tells more", QUIET))
 
@@ -232,7 +234,7 @@ def print_explanation(cause: Cause, *, file: IO[str]) -> None:
     from nanscope.explanations import EXPLANATIONS
 
     explanation = EXPLANATIONS[cause]
-    console = _console(file)
+    console = console_for(file)
     console.print(Text.assemble((cause, STRONG), f"   {CAUSES[cause].title}"))
     for title, text in (("", explanation.mechanism), ("what helps", explanation.right), ("what does not", explanation.wrong)):
         if title:
@@ -250,7 +252,7 @@ def print_explanation(cause: Cause, *, file: IO[str]) -> None:
 
 def print_header(header: Header, path: str, program: bool, *, file: IO[str]) -> None:
     """Print everything that is in a snapshot file."""
-    console = _console(file)
+    console = console_for(file)
     about = header.about
     console.print(
         Text.assemble((safe(path), STRONG), f"   step {safe(about.get('step'))} · rank {safe(about.get('rank'))} · {header.size:,} bytes")
@@ -305,7 +307,7 @@ def _flat(data: Any) -> str:
 
 def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     """Print what to try next."""
-    console = _console(file)
+    console = console_for(file)
     if verdict.healthy:
         console.print(Text(f"  This run stayed healthy: {verdict.steps} steps. Try another one: nanscope demo --seed 1"))
         return
@@ -321,7 +323,7 @@ def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
 @contextmanager
 def progress(what: str, *, file: IO[str]) -> Iterator[None]:
     """Show that something is running, on a terminal only."""
-    console = _console(file)
+    console = console_for(file)
     if not file.isatty():
         yield
         return
@@ -334,7 +336,7 @@ def steps_bar(what: str, total: int, *, file: IO[str]) -> Iterator[Callable[[str
     """Yield a function that advances a progress bar by one step and sets the words beside it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = _console(file)
+    console = console_for(file)
     if not file.isatty():
         console.print(Text(f"{what} …", QUIET))
         yield lambda words: None
@@ -351,4 +353,4 @@ def track(items: Sequence[T], what: str, *, file: IO[str]) -> Iterable[T]:
         return items
     from rich.progress import track as bar
 
-    return bar(items, what, console=_console(file), transient=True)
+    return bar(items, what, console=console_for(file), transient=True)
