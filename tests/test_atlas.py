@@ -25,7 +25,7 @@ def whole() -> Atlas:
     return atlas()
 
 
-# What was seen in the frameworks themselves: path, fault, code.
+# What was seen in the frameworks themselves, and what a clamp does that they do not have: path, fault, code.
 SEEN = (
     # the same finite loss, and NaN in the gradient only where the ratio is not clamped before exp
     ("trl.grpo", "old +200 masked A>0", "M"),
@@ -84,6 +84,11 @@ SEEN = (
     # padding counts
     ("liger.luspo · beta=0.0", "old −200 masked A>0", "≠"),
     ("trl.luspo", "old −200 masked A>0", "·"),
+    # what a clamp would do, before exp and after it
+    ("trl.grpo · log_ratio_clamp_value=20.0", "old +200 masked A<0", "·"),
+    ("trl.grpo · log_ratio_clamp_value=20.0", "old NaN masked A<0", "L"),
+    ("trl.grpo · log_ratio_clamp_value=20.0 · clamp_after_exp=True", "old +200 masked A<0", "M"),
+    ("trl.grpo · log_ratio_clamp_value=20.0 · clamp_after_exp=True", "old +200 valid A<0", "V"),
     # no valid token
     ("verl.vanilla", "empty batch", "L"),
     ("verl.vanilla · loss_agg_mode=token-sum", "empty batch", "·"),
@@ -263,6 +268,8 @@ def test_verifying_names_the_one_cell_that_is_wrong() -> None:
 def test_what_cannot_be_compared_is_said() -> None:
     """A framework without an adapter is absent, not in agreement; a path that the framework's own function refuses is not reached."""
     assert verify(atlas(["tinker"], FAULTS[:1])).absent == ("tinker",)
+    supposed = verify(atlas(["trl.grpo · log_ratio"], FAULTS[:1]))
+    assert (supposed.compared, supposed.unreached, supposed.disagreements) == ((), (), ())
     pytest.importorskip("trl", reason="trl is not installed")
     strange = LossPath("trl.grpo", (("num_items_in_batch", "many"),))
     verified = verify(Atlas((strange,), FAULTS[:2], ((Harm.CLEAN, Harm.CLEAN),)))

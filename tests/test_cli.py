@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def snapshot_of(run_dir: Path) -> Path:
 
 def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
     """Every command explains itself in at most 30 lines, shows an example, and does not load torch for it."""
-    for command in ("run", "replay", "report", "inspect", "demo"):
+    for command in ("run", "replay", "report", "inspect", "demo", "atlas"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output.splitlines()) <= 30
@@ -230,3 +231,35 @@ def test_an_unknown_report_form_is_refused_before_any_work(run_dir: Path, tmp_pa
 def test_version() -> None:
     """--version prints the package's version."""
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == f"nanscope {nanscope.__version__}"
+
+
+def test_the_atlas_is_shown_written_and_verified(tmp_path: Path) -> None:
+    """A table of the chosen losses with 0; a file by its suffix; with --verify how many cells of which framework were compared."""
+    shown = call("atlas", "torchtitan", "areal.sapo")
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "torchtitan 0.3.0 · 1 path · a fault at a masked token: all clean" in shown.stdout and "trl" not in shown.stdout
+    written = call("atlas", "liger.sapo", "-o", tmp_path / "a.json", "--verify")
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith(str(tmp_path / "a.json")) and "0 cells disagree" in written.stdout
+    data = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in data["paths"]] == ["liger.sapo", "liger.sapo · beta=0.0"]
+    assert [one["cells"] for one in data["verification"]["compared"]] == [2 * len(data["faults"])]
+
+
+@pytest.mark.parametrize("wrong", [["verl.vanila"], ["trl.rloo", "-o", "atlas.png"]])
+def test_a_wrong_atlas_is_one_line_and_1(wrong: list[str], tmp_path: Path) -> None:
+    """A prefix that no loss has, a form that there is not; nothing is written."""
+    done = call("atlas", *wrong, cwd=tmp_path)
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stderr.startswith("nanscope: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_an_atlas_that_a_framework_contradicts_is_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a row of nanscope's table wrong, --verify would name the cells and both answers."""
+    from nanscope import atlas
+
+    own = atlas.evaluate
+    monkeypatch.setattr(atlas, "evaluate", lambda path, inputs: own(replace(path, key="liger.cispo"), inputs))
+    result = CliRunner().invoke(cli.app, ["atlas", "liger.bnpo", "--verify"])
+    assert result.exit_code == 3
+    assert "✗ liger.bnpo · beta=0.0 | old +200 masked A>0 | nanscope · | liger M" in result.output

@@ -65,3 +65,11 @@ def test_a_prefix_that_nothing_has_is_one_clear_error() -> None:
     with pytest.raises(NanscopeError, match="'verl.vanila'.*trl, liger") as caught:
         paths(["trl", "verl.vanila"])
     assert caught.value.slug == "unknown-loss"
+
+
+def test_a_clamp_that_the_framework_lacks_is_told_from_its_own() -> None:
+    """NeMo-RL has the clamps of the KL and none of the ratio."""
+    supposed = {path.name for path in PATHS if path.supposed}
+    assert "trl.grpo · log_ratio_clamp_value=20.0" in supposed and "nemo_rl.clipped_pg · log_ratio_clamp_value=20.0" in supposed
+    assert "nemo_rl.clipped_pg · kl_input_clamp_value=None" not in supposed
+    assert all("clamp" in name for name in supposed)

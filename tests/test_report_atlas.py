@@ -48,7 +48,7 @@ def test_sheets_hold_every_cell(whole: Atlas) -> None:
             for pattern in block.patterns:
                 for name in pattern.names:
                     for column, plus, minus in zip(block.columns, pattern.plus, pattern.minus, strict=True):
-                        path = f"{sheet.framework}.{name}"
+                        path = f"{sheet.framework}.{name.removesuffix(' †')}"
                         found[path, column.plus], found[path, column.minus] = plus, minus
                         written += {(path, column.plus), (path, column.minus)}
     assert len(written) == len(set(written)), "no cell is shown twice"
@@ -77,7 +77,7 @@ def test_text_says_every_path_and_fits(whole: Atlas) -> None:
     for sheet in sheets(whole):
         assert f"{sheet.framework} {sheet.version} · {sheet.paths} path" in flat
     for path in whole.paths:
-        assert path.name.partition(".")[2] in flat, path.name
+        assert path.name.partition(".")[2] + " †" * path.supposed in flat, path.name
     cells = [line for line in text.splitlines() if re.fullmatch(r"(      |  A[<>]0 )([·LVM≠]+ *)+", line)]
     assert len(cells) > 150 and max(map(len, cells)) <= NARROW
 
@@ -96,31 +96,35 @@ def test_the_first_sentence_counts(whole: Atlas) -> None:
     """How many paths have a bad gradient after a masked overflow, framework by framework, and under how many the loss is finite."""
     position = [n for n, f in enumerate(FAULTS) if (f.tensor, f.kind, f.where) == ("old_logprobs", Kind.PLUS, Where.MASKED) and f.advantage]
     assert len(position) == 2
-    cells = {path: [row[n] for n in position] for path, row in zip(whole.paths, whole.cells, strict=True)}
+    cells = {path: [row[n] for n in position] for path, row in zip(whole.paths, whole.cells, strict=True) if not path.supposed}
     bad = [path for path, both in cells.items() if any(harm & GRADIENT for harm in both)]
     silent = [path for path in bad if any(harm & GRADIENT and Harm.LOSS not in harm for harm in cells[path])]
     first = takeaways(whole)[0]
-    assert f"on {len(whole.paths) - len(bad)} of {len(whole.paths)} paths" in first
+    assert f"on {len(cells) - len(bad)} of {len(cells)} paths" in first
     assert f"on {len(bad)} (" in first and f"On {len(silent)} of these" in first
-    trl = [path for path in whole.paths if path.framework == "trl"]
+    trl = [path for path in cells if path.framework == "trl"]
     assert f"trl {len([path for path in bad if path in trl])} of {len(trl)}" in first
     assert "unsloth" not in first and "torchtitan" not in first
 
 
 def test_the_other_sentences(whole: Atlas) -> None:
     """Who is immune, where a NaN vanishes, and who dies of an empty batch; a sentence that counts nothing is not said."""
-    _, immune, vanish, empty = takeaways(whole)
+    _, clamps, immune, vanish, empty = takeaways(whole)
+    early = [path for path in whole.paths if path.supposed and "clamp_after_exp" not in path.name]
+    late = [path for path in whole.paths if path.supposed and path not in early]
+    assert f"before exp, {len(early)} of {len(early)} such paths" in clamps and clamps.endswith(f"after exp, 0 of {len(late)}.")
     assert immune.endswith("of unsloth and torchtitan.")
     hidden = sum(
-        any(whole.cell(path.name, f"{name} NaN valid A{sign}0") is Harm.CHANGED for name in NAMES for sign in "<>") for path in PATHS
+        any(whole.cell(path.name, f"{name} NaN valid A{sign}0") is Harm.CHANGED for name in NAMES for sign in "<>") for path in REAL
     )
-    assert hidden and vanish.startswith(f"On {hidden} of {len(PATHS)} paths")
+    assert hidden and vanish.startswith(f"On {hidden} of {len(REAL)} paths")
     assert "verl" in empty and "openrlhf" in empty and "trl" not in empty
     assert takeaways(atlas(["torchtitan"], FAULTS[:0])) == ()
     assert takeaways(atlas(["unsloth.bnpo"]))[0].endswith("on the one path.")
     assert "on the one path" not in " ".join(takeaways(atlas(["prime_rl"])))
 
 
+REAL = [path for path in PATHS if not path.supposed]  # the others have a clamp from nanscope
 NAMES = ("policy", "old", "ref", "rollout")
 
 

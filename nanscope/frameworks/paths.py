@@ -28,6 +28,11 @@ class LossPath:
         return " · ".join([self.key, *(f"{name}={_show(value)}" for name, value in self.settings)])
 
     @property
+    def supposed(self) -> bool:
+        """Return whether the framework has no such setting: nanscope adds a clamp, to show what it would do."""
+        return any(name not in LOSSES[self.key].names() for name, _ in self.settings)
+
+    @property
     def framework(self) -> str:
         """Return `trl`."""
         return self.key.split(".")[0]
@@ -53,6 +58,13 @@ _TRUNCATED: tuple[dict[str, Setting], ...] = (
     {f"{_TIS}_type": "seq-mask-tis", f"{_TIS}_ratio": 1.3, f"{_TIS}_ratio_min": 0.999},
 )
 
+# before exp, and in the tempting order; the values are NeMo-RL's for its KL
+_CLAMPED: tuple[dict[str, Setting], ...] = (
+    {"log_ratio_clamp_value": 20.0},
+    {"log_ratio_clamp_value": 20.0, "clamp_after_exp": True},
+)
+_ALL_CLAMPS: dict[str, Setting] = {"log_ratio_clamp_value": 20.0, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
+
 # keys: what is set besides the defaults, one path each
 _VARIANTS: dict[str, tuple[Mapping[str, Setting], ...]] = {
     "trl.grpo trl.bnpo": _KL,
@@ -67,7 +79,7 @@ _VARIANTS: dict[str, tuple[Mapping[str, Setting], ...]] = {
     "trl.vespo": ({"beta": 0.04}, _VLLM[0]),
     "trl.gmpo": ({"epsilon": 0.2}, {"epsilon": 0.2, "beta": 0.04}),
     "liger.grpo liger.dapo liger.bnpo liger.luspo liger.cispo liger.sapo liger.vespo": ({"beta": 0.0},),
-    "liger.dapo": ({"use_bias_correction_kl": True},),
+    "liger.dapo": ({"use_bias_correction_kl": True}, _ALL_CLAMPS),
     "liger.grpo": ({"beta": 0.0, **_SEQUENCE}, {"beta": 0.0, "delta": 4.0}, {"beta": 0.0, "use_vllm": True}),
     "liger.luspo": ({"beta": 0.0, **_SEQUENCE},),
     "liger.cispo": ({"beta": 0.0, "epsilon_high": 5.0},),
@@ -148,6 +160,8 @@ _VARIANTS: dict[str, tuple[Mapping[str, Setting], ...]] = {
         {"advantage_estimator": "gspo"},
         {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"},
     ),
+    "trl.grpo nemo_rl.clipped_pg areal.ppo_actor slime.policy": _CLAMPED,
+    "trl.dapo": ({"beta": 0.04, **_ALL_CLAMPS},),
     "slime.kl_loss": tuple({"kl_loss_type": kind} for kind in ("k2", "k3", "low_var_kl")),
 }
 

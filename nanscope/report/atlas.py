@@ -29,6 +29,7 @@ from nanscope.atlas import GRADIENT, LEGEND, SHORT, Atlas, Fault, Harm, Kind, Ve
 from nanscope.errors import NanscopeError
 from nanscope.files import write_whole
 from nanscope.frameworks.losses import LOSSES
+from nanscope.frameworks.paths import LossPath
 from nanscope.report.terminal import HARM, QUIET, STRONG, WIDTH
 
 # -- as data -------------------------------------------------------------------------------------------------------------------------
@@ -89,11 +90,16 @@ def sheets(atlas: Atlas) -> tuple[Sheet, ...]:
     """Return the atlas framework by framework."""
     found = []
     for framework in dict.fromkeys(path.framework for path in atlas.paths):
-        rows = [(path.name, row) for path, row in zip(atlas.paths, atlas.cells, strict=True) if path.framework == framework]
+        rows = [(_shown_name(path), row) for path, row in zip(atlas.paths, atlas.cells, strict=True) if path.framework == framework]
         version = next(LOSSES[path.key].version for path in atlas.paths if path.framework == framework)
         blocks = tuple(_block(title, _columns(atlas.faults, places), rows) for title, places in _BLOCKS)
         found.append(Sheet(framework, version, len(rows), blocks))
     return tuple(found)
+
+
+def _shown_name(path: LossPath) -> str:
+    """Return the name within its framework; † where the framework has no such setting."""
+    return path.name.partition(".")[2] + (" †" if path.supposed else "")
 
 
 def _columns(faults: Sequence[Fault], places: Sequence[Where]) -> Iterator[Column]:
@@ -116,7 +122,7 @@ def _block(title: str, columns: Iterable[Column], rows: Sequence[tuple[str, Sequ
     alike: dict[tuple[tuple[Harm, ...], tuple[Harm, ...]], list[str]] = {}
     for name, row in rows:
         cells = (tuple(row[column.plus] for column in live), tuple(row[column.minus] for column in live))
-        alike.setdefault(cells, []).append(name.partition(".")[2])
+        alike.setdefault(cells, []).append(name)
     return Block(title, live, tuple(Pattern(tuple(names), *cells) for cells, names in alike.items()))
 
 
@@ -124,6 +130,7 @@ COLUMNS = (
     "A column is one value in one tensor: −inf, NaN, or what makes the log-ratio +200 or −200 (policy − old, ref − policy, old − rollout).",
     "A=0: an old log-prob that makes the log-ratio +200, in a row with advantage 0. row, batch: a row or a batch without a valid token.",
     "A row has three counted tokens: the mean of a log-ratio of 200 over it is 67, which exp survives.",
+    "†: a clamp that the framework does not have; nanscope adds it to show what it would do.",
     "Paths that answer alike share a line. Columns in which nothing happens on any path of a framework are left out.",
 )
 
@@ -141,8 +148,16 @@ def _look(harm: Harm) -> str:
 
 
 def takeaways(atlas: Atlas) -> tuple[str, ...]:
-    """Return in plain words, counted in this atlas, what a tired reader should know; fewer sentences where faults are left out."""
-    return tuple(sentence for sentence in (tell(atlas) for tell in (_overflow, _masked, _swallowed, _empty)) if sentence)
+    """Return in plain words, counted in this atlas, what a tired reader should know; fewer sentences where there is nothing to count."""
+    real, supposed = _part(atlas, supposed=False), _part(atlas, supposed=True)
+    told = (_overflow(real), _clamps(supposed), _masked(real), _swallowed(real), _empty(real))
+    return tuple(sentence for sentence in told if sentence)
+
+
+def _part(atlas: Atlas, *, supposed: bool) -> Atlas:
+    """Return the paths that the frameworks have, or those that have a clamp from nanscope."""
+    rows = [(path, row) for path, row in zip(atlas.paths, atlas.cells, strict=True) if path.supposed == supposed]
+    return Atlas(tuple(path for path, _ in rows), atlas.faults, tuple(row for _, row in rows))
 
 
 def _overflow(atlas: Atlas) -> str:
@@ -151,7 +166,7 @@ def _overflow(atlas: Atlas) -> str:
     bad = _paths(atlas, faults, lambda harm: bool(harm & GRADIENT))
     silent = _paths(atlas, faults, lambda harm: harm.silent)
     total = len(atlas.paths)
-    if not set(faults) <= set(atlas.faults):
+    if not total or not set(faults) <= set(atlas.faults):
         return ""
     if not bad:
         return f"A log-ratio of +200 at a masked token leaves every gradient finite on {_of_all(total)}."
@@ -159,6 +174,20 @@ def _overflow(atlas: Atlas) -> str:
         f"A log-ratio of +200 at a masked token leaves the gradient finite on {total - len(bad)} of {_count(total)} and puts NaN into it "
         f"on {len(bad)} ({_shares(atlas, bad)}). On {len(silent)} of these the loss is finite for one sign of the advantage at least: "
         "no curve shows it, and the next optimizer step makes every weight NaN."
+    )
+
+
+def _clamps(supposed: Atlas) -> str:
+    """What a clamp of the log-ratio would do about it, in either order."""
+    faults = [fault for fault in supposed.faults if fault.kind is Kind.PLUS and fault.tensor in ("logprobs", "old_logprobs")]
+    bad = _paths(supposed, faults, lambda harm: bool(harm & GRADIENT))
+    late = [path.name for path in supposed.paths if dict(path.settings).get("clamp_after_exp")]
+    early = [path.name for path in supposed.paths if path.name not in late]
+    if not faults or not early or not late:
+        return ""
+    return (
+        f"With a clamp of ±20 nats on the log-ratio before exp, {sum(name not in bad for name in early)} of {len(early)} such paths (†) "
+        f"keep every gradient finite at +200; with the same clamp after exp, {sum(name not in bad for name in late)} of {len(late)}."
     )
 
 
