@@ -271,7 +271,7 @@ class ClipCov:
         covariance_BT = _centred(t.advantages, t.mask_BT, self.mean) * _centred(t.logprobs_BT, t.mask_BT, self.mean)
         candidate_BT = (covariance_BT < self.high) & (covariance_BT > self.low) & (t.mask_BT > 0) & ~(clipped > raw)
         index_N2 = candidate_BT.nonzero()
-        index_N2 = index_N2[torch.randperm(len(index_N2))[: max(int(self.share * t.mask_BT.sum().item()), 1)]]
+        index_N2 = index_N2[torch.randperm(len(index_N2))[: max(int(self.share * _tokens(t.mask_BT).item()), 1)]]
         kept_BT = torch.ones_like(t.logprobs_BT)
         kept_BT[index_N2[:, 0], index_N2[:, 1]] = 0
         return torch.maximum(raw, clipped) * kept_BT
@@ -618,21 +618,21 @@ def reduce(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
 
 
 def _over_tokens(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
-    return masked(x, mask_BT, how.mask).sum() / _count(mask_BT.sum(), how)
+    return masked(x, mask_BT, how.mask).sum() / _count(_tokens(mask_BT), how)
 
 
 def _over_rows(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
-    tokens_B = mask_BT.sum(-1)
+    tokens_B = _tokens_B1(mask_BT).squeeze(-1)
     row_B = masked(x, mask_BT, how.mask).sum(-1)
     if how.over is Over.ROW_MEANS:
         row_B = row_B / _GUARDED[how.row_guard](tokens_B)
     filled_B = (tokens_B > 0).to(x.dtype)
     rows = filled_B if how.empty is not Masking.NONE else torch.ones_like(filled_B)
-    return masked(row_B, filled_B, how.empty).sum() / _count(rows.sum(), how) / _horizon(mask_BT, how)
+    return masked(row_B, filled_B, how.empty).sum() / _count(_tokens(rows), how) / _horizon(mask_BT, how)
 
 
 def _over_long_rows(x: Tensor, mask_BT: Tensor, how: Reduction) -> Tensor:
-    return (x * mask_BT.sum(-1, keepdim=True)).mean()
+    return (x * _tokens_B1(mask_BT)).mean()
 
 
 _REDUCED: dict[Over, Callable[[Tensor, Tensor, Reduction], Tensor]] = {
@@ -643,6 +643,16 @@ _REDUCED: dict[Over, Callable[[Tensor, Tensor, Reduction], Tensor]] = {
     Over.LONG_ROWS: _over_long_rows,
     Over.VALUES: lambda x, mask_BT, how: x.mean(),
 }
+
+
+def _tokens(mask_BT: Tensor) -> Tensor:
+    """Return how many tokens a mask holds, in float32 at least: bfloat16 counts to 256 and stays there."""
+    return mask_BT.sum(dtype=torch.promote_types(mask_BT.dtype, torch.float32))
+
+
+def _tokens_B1(mask_BT: Tensor) -> Tensor:
+    """Return the same for each row, [B, 1]."""
+    return mask_BT.sum(-1, keepdim=True, dtype=torch.promote_types(mask_BT.dtype, torch.float32))
 
 
 def _count(here: Tensor, how: Reduction) -> Tensor:
@@ -656,9 +666,9 @@ def _horizon(mask_BT: Tensor, how: Reduction) -> float:
 def _divisor(mask_BT: Tensor, how: Reduction) -> Tensor:
     """Return what the sum of the tokens is divided by under this reduction: a scalar, or [B, 1] where it differs between rows."""
     if how.over is Over.TOKENS:
-        return _count(mask_BT.sum(), how)
+        return _count(_tokens(mask_BT), how)
     rows_B1 = torch.full_like(mask_BT[:, :1], len(mask_BT) * _horizon(mask_BT, how))
-    return rows_B1 * _GUARDED[how.row_guard](mask_BT.sum(-1, keepdim=True)) if how.over is Over.ROW_MEANS else rows_B1
+    return rows_B1 * _GUARDED[how.row_guard](_tokens_B1(mask_BT)) if how.over is Over.ROW_MEANS else rows_B1
 
 
 def _present(tensor: Tensor | None, name: str) -> Tensor:
@@ -689,7 +699,7 @@ class _Batch:
         sign = torch.sign(advantages)
         if settings.mean_advantages is not None:
             total_B1 = (advantages * mask_BT).sum(-1, keepdim=True)
-            advantages = total_B1 / _GUARDED[settings.mean_advantages](mask_BT.sum(-1, keepdim=True))
+            advantages = total_B1 / _GUARDED[settings.mean_advantages](_tokens_B1(mask_BT))
         if settings.scale_advantages is not None:
             advantages = advantages / _divisor(mask_BT, settings.scale_advantages) * settings.scale_advantages.factor
         logprobs_BT = masked(inputs.logprobs, mask_BT, settings.mask_logprobs)
@@ -736,7 +746,7 @@ def _at_level(x_BT: Tensor, level: Level, batch: _Batch, guard: Guard) -> Tensor
     sum_B1 = x_BT.sum(-1, keepdim=True)
     if level is Level.SEQUENCE_SUM:
         return sum_B1
-    mean_B1 = sum_B1 / _GUARDED[guard](batch.mask_BT.sum(-1, keepdim=True))
+    mean_B1 = sum_B1 / _GUARDED[guard](_tokens_B1(batch.mask_BT))
     return mean_B1 if level is Level.SEQUENCE_MEAN else batch.logprobs_BT - batch.logprobs_BT.detach() + mean_B1.detach()
 
 
@@ -848,4 +858,4 @@ def _kl_weight(batch: _Batch, how: Kl) -> Tensor:
 
 def _centred(x: Tensor, mask_BT: Tensor, how: Masking) -> Tensor:
     x_BT = x.detach().expand_as(mask_BT)
-    return x_BT - masked(x_BT, mask_BT, how).sum() / mask_BT.sum().clamp(min=1.0)
+    return x_BT - masked(x_BT, mask_BT, how).sum() / _tokens(mask_BT).clamp(min=1.0)

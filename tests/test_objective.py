@@ -347,3 +347,12 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(
     with pytest.raises(NanscopeError, match=named) as caught:
         objective(replace(batch(), **changed), chosen)
     assert caught.value.slug == slug
+
+
+@pytest.mark.parametrize("over", [Over.TOKENS, Over.ROW_MEANS])
+def test_tokens_are_counted_exactly_in_bfloat16(over: Over) -> None:
+    """bfloat16 has no 301: a count in it would divide by 300 or 302."""
+    mask = torch.ones(1, 301, dtype=torch.bfloat16)
+    one = torch.zeros_like(mask)
+    one[0, 0] = 1
+    assert reduce(one, mask, Reduction(over)).item() == pytest.approx(1 / 301, rel=1e-6)

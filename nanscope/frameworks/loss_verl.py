@@ -92,7 +92,8 @@ class KlLoss(Aggregation):
 class Policy(Aggregation):
     """`ActorConfig` with its `PolicyLossConfig`, and `algorithm.rollout_correction`.
 
-    clip_ratio_low, clip_ratio_high: only None makes clip_ratio count. rollout_is: token or sequence. rollout_is_threshold: an upper bound, or "low_high".
+    clip_ratio_low, clip_ratio_high: clip_ratio counts only where these are None. rollout_is: token or sequence.
+    rollout_is_threshold: an upper bound, or "low_high"; verl itself stops with ZeroDivisionError if no weight lies between the two.
     """
 
     loss_mode: str = "vanilla"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,6 +57,17 @@ def per_row(advantages: Tensor) -> Tensor:
     return advantages.detach().reshape(-1)
 
 
-def out_of_reach(key: str, setting: str, why: str) -> NanscopeError:
+def only(settings: Mapping[str, Setting], names: Collection[str]) -> dict[str, Setting]:
+    """Return the settings, all of which the framework knows; an unknown one that is None or False is off, and left out.
+
+    Raises NanscopeError for any other unknown one: what `framework_loss` adds to a loss, the framework's own function does not have.
+    """
+    for name, value in settings.items():
+        if name not in names and value not in (None, False):
+            raise out_of_reach(name, "the framework has no such option")
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def out_of_reach(setting: str, why: str) -> NanscopeError:
     """Return the error for a setting of `framework_loss` that the framework's function cannot be given here."""
-    return NanscopeError(f"{key} with {setting} cannot be called here: {why}", slug="no-native-loss")
+    return NanscopeError(f"the framework's own loss cannot be called with {setting}: {why}", slug="no-native-loss")

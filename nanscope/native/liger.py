@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, out_of_reach, per_row, present
+from nanscope.native.adapter import Adapter, old_logprobs, only, out_of_reach, per_row, present
 from nanscope.native.trl import rollout_ratio
 from nanscope.objective import LossInputs
 
-_RATIO = "vllm_"  # settings of whoever computes vllm_is_ratio: they do not reach the function
+_RATIO = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max"))
+_OTHERS = ("use_vllm", *_RATIO, "num_processes", "steps_per_generation")  # of whoever computes vllm_is_ratio, and of the trainer
 
 
 def load() -> ModuleType:
@@ -28,14 +30,13 @@ def load() -> ModuleType:
 
 def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
     """Return the first of what `ppo_loss_fn` returns. max_completion_length is the width of the batch if left out, as for `dr_grpo`."""
-    for name, neutral in (("num_processes", 1), ("steps_per_generation", None)):
-        if settings.get(name, neutral) != neutral:
-            raise out_of_reach(f"liger.{kind}", name, "Liger asks torch.distributed for it")
-    options: dict[str, Any] = {"max_completion_length": inputs.logprobs.shape[1]}
-    options |= {name: value for name, value in settings.items() if not name.startswith(_RATIO) and value is not None}
-    for name in ("use_vllm", "num_processes", "steps_per_generation"):
-        options.pop(name, None)
-    loss: Tensor = load().LigerFusedLinearGRPOFunction.ppo_loss_fn(
+    ppo_loss_fn = load().LigerFusedLinearGRPOFunction.ppo_loss_fn
+    said = only({name: value for name, value in settings.items() if name not in _OTHERS}, signature(ppo_loss_fn).parameters)
+    if settings.get("num_processes", 1) != 1 or settings.get("steps_per_generation") is not None:
+        raise out_of_reach("num_processes or steps_per_generation", "Liger asks torch.distributed, and knows one step")
+    if said.get("max_completion_length") is None:
+        said["max_completion_length"] = inputs.logprobs.shape[1]
+    loss: Tensor = ppo_loss_fn(
         inputs.logprobs,
         inputs.mask.long(),
         per_row(inputs.advantages),
@@ -44,7 +45,7 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
         old_per_token_logps=old_logprobs(inputs),
         loss_type=kind,
         vllm_is_ratio=_ratio(kind, inputs, settings),
-        **options,
+        **said,
     )[0]
     return loss
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, per_token, present
+from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
 from nanscope.objective import LossInputs
 
 _PACKAGE = "openrlhf.models"
@@ -51,19 +53,17 @@ def _load_alone() -> tuple[ModuleType, ModuleType]:
 
 
 def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
-    """Return the first of what `PolicyLoss` returns, or the aggregated KL (`kl_loss`). through_actor: ℓ·m, as from `Actor.forward`."""
-    losses, utils = load()
+    """Return the first of what `PolicyLoss` returns, or the aggregated KL (`kl_loss`)."""
+    return _kl_loss(inputs, settings) if kind == "kl_loss" else _policy(kind, inputs, settings)
+
+
+def _policy(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
+    """through_actor: ℓ·m, which is what `Actor.forward` returns."""
+    losses, _ = load()
     mask_BT = inputs.mask.long()
-    counts = {name: settings[name] for name in _COUNTS if name in settings}
-    others = {name: value for name, value in settings.items() if name not in (*_COUNTS, "through_actor")}
-    if kind == "kl_loss":
-        level = {"token_level_loss": others.pop("token_level_loss")} if "token_level_loss" in others else {}
-        reference_BT = present(inputs.ref_logprobs, "ref_logprobs")
-        kl_BT = utils.compute_approx_kl(inputs.logprobs, reference_BT, old_logprobs(inputs), **others)
-        kl_loss: Tensor = losses.aggregate_loss(kl_BT, mask_BT, **level, **counts)
-        return kl_loss
-    loss: Tensor = losses.PolicyLoss(policy_loss_type=kind, **others)(
-        inputs.logprobs * mask_BT if settings.get("through_actor", False) else inputs.logprobs,
+    own, counts, around = _apart(settings, signature(losses.PolicyLoss).parameters, ("through_actor",))
+    loss: Tensor = losses.PolicyLoss(policy_loss_type=kind, **own)(
+        inputs.logprobs * mask_BT if around.get("through_actor") else inputs.logprobs,
         old_logprobs(inputs),
         per_token(inputs.advantages, inputs.logprobs),
         mask_BT,
@@ -71,6 +71,21 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
         **counts,
     )[0]
     return loss
+
+
+def _kl_loss(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
+    losses, utils = load()
+    own, counts, around = _apart(settings, signature(utils.compute_approx_kl).parameters, ("token_level_loss",))
+    kl_BT = utils.compute_approx_kl(inputs.logprobs, present(inputs.ref_logprobs, "ref_logprobs"), old_logprobs(inputs), **own)
+    loss: Tensor = losses.aggregate_loss(kl_BT, inputs.mask.long(), **around, **counts)
+    return loss
+
+
+def _apart(settings: Mapping[str, Setting], own: Collection[str], around: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """Return the settings of the function itself, the counts of the whole step, and those of what stands around the function."""
+    said = only(settings, {*own, *_COUNTS, *around})
+    names = ({*own} - {*around}, _COUNTS, around)
+    return tuple({name: value for name, value in said.items() if name in group} for group in names)
 
 
 ADAPTER = Adapter("openrlhf", "openrlhf", tuple(key for key in LOSSES if key.startswith("openrlhf.")), load, call)

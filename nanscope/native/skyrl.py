@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, per_token, present
+from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
 from nanscope.objective import LossInputs
 
 _ROOT = "skyrl.backends.skyrl_train.utils"
@@ -52,7 +52,7 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
     ppo = load()
     if kind == "kl_loss":
         return _kl(inputs, settings)
-    config = _config(ppo.AlgorithmConfig, {**settings, "policy_loss_type": kind})
+    config = _config(ppo.AlgorithmConfig, only({**settings, "policy_loss_type": kind}, _names(ppo.AlgorithmConfig)))
     mask_BT = inputs.mask.to(inputs.logprobs.dtype)
     rows, columns = mask_BT.shape
     advantages_BT = ppo.apply_loss_reduction_to_advantages_minibatch(
@@ -71,10 +71,19 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
 def _kl(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
     ppo = load()
     mask_BT = inputs.mask.to(inputs.logprobs.dtype)
-    estimator = settings.get("kl_estimator_type", ppo.AlgorithmConfig().kl_estimator_type)
+    estimator = only(settings, _names(ppo.AlgorithmConfig)).get("kl_estimator_type", ppo.AlgorithmConfig().kl_estimator_type)
     kl_BT = ppo.compute_approx_kl(inputs.logprobs, present(inputs.ref_logprobs, "ref_logprobs"), mask_BT, estimator)
     loss: Tensor = ppo.masked_mean(kl_BT, mask_BT, dim=-1).mean()
     return loss
+
+
+def _names(config: Any) -> set[str]:
+    """Return the options of a config class and of those nested in it."""
+    found: set[str] = set()
+    for option in fields(config):
+        nested: Any = option.default_factory
+        found |= _names(nested) if is_dataclass(nested) else {option.name}
+    return found
 
 
 def _config(config: Any, settings: Mapping[str, Setting]) -> Any:

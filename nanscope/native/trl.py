@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, per_row, present
+from nanscope.native.adapter import Adapter, old_logprobs, only, per_row, present
 from nanscope.objective import LossInputs
 
 # where the loss type lives: module, trainer, config; every other type is one of GRPO's
@@ -52,8 +52,7 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
 def _args(config: Any, settings: Mapping[str, Setting]) -> SimpleNamespace:
     """Return the options of a config class with its own defaults; its __post_init__, which looks for devices, does not run."""
     defaults = {option.name: option.default for option in fields(config) if option.default is not MISSING}
-    said = {name: value for name, value in settings.items() if name not in _COUNTS}
-    args = SimpleNamespace(**defaults | said)
+    args = SimpleNamespace(**defaults | only({name: value for name, value in settings.items() if name not in _COUNTS}, defaults))
     if getattr(args, "steps_per_generation", None) is None:
         args.steps_per_generation = args.gradient_accumulation_steps  # as __post_init__ does
     return args

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, per_token, present
+from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
 from nanscope.objective import LossInputs
 
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
+_CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
 
 
 def load() -> tuple[ModuleType, ...]:
@@ -97,12 +98,13 @@ def _config(settings: Mapping[str, Setting]) -> Any:
     configs = load()[1]
     policy = {option.name for option in fields(configs.PolicyLossConfig)}
     actor = {option.name for option in fields(configs.FSDPActorConfig)}
+    said = only(settings, {*policy, *actor, *_COUNTS, *_CORRECTION})
     return configs.FSDPActorConfig(
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
-        policy_loss=configs.PolicyLossConfig(**{name: value for name, value in settings.items() if name in policy}),
-        global_batch_info={name: value for name, value in settings.items() if name in _COUNTS},
-        **{name: value for name, value in settings.items() if name in actor},
+        policy_loss=configs.PolicyLossConfig(**{name: value for name, value in said.items() if name in policy}),
+        global_batch_info={name: value for name, value in said.items() if name in _COUNTS},
+        **{name: value for name, value in said.items() if name in actor},
     )
 
 
@@ -110,7 +112,7 @@ def _weights(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor | No
     """Return the rollout correction weights of `rollout_corr_helper`, None without rollout_is."""
     if settings.get("rollout_is") is None:
         return None
-    said = {name: value for name, value in settings.items() if name.startswith("rollout_is")}
+    said = {name: value for name, value in settings.items() if name in _CORRECTION}
     log_ratio_BT = old_logprobs(inputs) - present(inputs.rollout_logprobs, "rollout_logprobs")
     weights: Tensor = load()[3].compute_rollout_correction_weights(log_ratio_BT, inputs.mask.bool(), **said)[0]
     return weights
