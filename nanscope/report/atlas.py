@@ -172,8 +172,8 @@ def _overflow(atlas: Atlas) -> str:
         return f"A log-ratio of +200 at a masked token leaves every gradient finite on {_of_all(total)}."
     return (
         f"A log-ratio of +200 at a masked token leaves the gradient finite on {total - len(bad)} of {_count(total)} and puts NaN into it "
-        f"on {len(bad)} ({_shares(atlas, bad)}). On {len(silent)} of these the loss is finite for one sign of the advantage at least: "
-        "no curve shows it, and the next optimizer step makes every weight NaN."
+        f"on {len(bad)} ({_shares(atlas, bad)}). {_of_these(len(silent), len(bad))} the loss is finite for one sign of the "
+        "advantage at least: no curve shows it, and the next optimizer step makes every weight NaN."
     )
 
 
@@ -242,6 +242,10 @@ def _count(number: int) -> str:
 
 def _of_all(number: int) -> str:
     return "the one path" if number == 1 else f"all {number} paths"
+
+
+def _of_these(some: int, number: int) -> str:
+    return ("There" if number == 1 else "On all of these") if some == number else f"On {some} of these"
 
 
 def _listed(words: Sequence[str]) -> str:
