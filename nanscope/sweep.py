@@ -33,6 +33,7 @@ from nanscope.replay import Row, everywhere, replay
 from nanscope.roles import Role
 from nanscope.snapshot import Snapshot
 from nanscope.variants import Patch, Variant, after, clamp_exponent, repaired
+from nanscope.words import is_exact
 
 USUAL = (5.0, 10.0, 20.0)  # nat: what frameworks clamp to
 COUNT = 9  # further bounds, evenly spaced in the logarithm
@@ -47,6 +48,11 @@ class Trial:
     bad: int
     distortion: float | None
     works: bool
+
+    @property
+    def unchanged(self) -> bool:
+        """Is everything finite, and every healthy token's gradient what it should be, but for rounding?"""
+        return self.works and is_exact(self.distortion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class Sweep:
 
     @property
     def chosen(self) -> float | None:
-        return next((point.bound for point in self.points if point.before.works and point.before.distortion == 0), None)
+        return next((point.bound for point in self.points if point.before.unchanged), None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the sweep as JSON data."""
@@ -91,7 +97,7 @@ class Sweep:
         """What to take from the table."""
         after = f"Clamping after {self.op} instead leaves a non-finite gradient at every bound."
         wrong = "" if any(point.after.works for point in self.points) else after
-        good = [point.bound for point in self.points if point.before.works and point.before.distortion == 0]
+        good = [point.bound for point in self.points if point.before.unchanged]
         if not good:
             return f"No bound both keeps everything finite and leaves the healthy tokens alone. {wrong}".strip()
         span = f"±{good[0]:.4g}" if len(good) == 1 else f"±{good[0]:.4g} to ±{good[-1]:.4g}"

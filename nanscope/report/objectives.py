@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanscope.report.terminal import HARM, PROVEN, QUIET, STRONG, console_for, safe
-from nanscope.words import is_exact, number
+from nanscope.words import number
 
 if TYPE_CHECKING:
     from nanscope.alternatives import Alternatives
@@ -71,8 +71,8 @@ def _trial(trial: Trial | None, chosen: bool) -> Text:
     if trial.works:
         if trial.distortion is None:
             return Text("finite")
-        words = "unchanged" if is_exact(trial.distortion) else f"off by {100 * trial.distortion:.2g} %"
-        return Text(f"{words}{'  ← smallest' if chosen else ''}", PROVEN if is_exact(trial.distortion) else "")
+        words = "unchanged" if trial.unchanged else f"off by {100 * trial.distortion:.2g} %"
+        return Text(f"{words}{'  ← smallest' if chosen else ''}", PROVEN if trial.unchanged else "")
     return Text("gradient not finite" if trial.bad else f"loss {number(trial.loss)}", HARM)
 
 
@@ -82,7 +82,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
     figure = Figure(figsize=(7, 3.2), layout="constrained", dpi=150)
     axes = figure.add_subplot()
-    lanes = ((1.15, "after", "#b3261e"), (1.0, "before", "#1b6e3c"))
+    lanes = ((30.0, "after", "#b3261e"), (8.0, "before", "#1b6e3c"))  # above the curve, which ends at 1
     measured = [(p.bound, p.before.distortion) for p in sweep.points if p.before.works and p.before.distortion is not None]
     axes.plot([b for b, _ in measured], [d for _, d in measured], color="#1b6e3c", marker="o", ms=4, label=f"clamp before {sweep.op}")
     top = max([d for _, d in measured] + [1.0])
