@@ -21,13 +21,15 @@ from nanscope.audit.findings import RULES
 from nanscope.audit.model import Audit, Denominator, Effect, Finding, PartFigures, Reduced, Sure
 from nanscope.audit.step import Part, Step, empty_rows, part_of, recorded_part
 from nanscope.audit.weights import SCHEMES, Emptied, Pattern, Scheme, is_constant
-from nanscope.audit.words import count, joined, use
+from nanscope.audit.words import count, use
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.options import Setting
 from nanscope.objective import LossInputs, LossSettings
 from nanscope.snapshot import Snapshot
 from nanscope.words import number
+
+BARE = ("no_tokens", "row_without_floor", "batch_without_floor")  # findings of a denominator that becomes 0
 
 __all__ = ["Audit", "Denominator", "Effect", "Finding", "PartFigures", "Reduced", "Sure", "audit", "audit_snapshots"]
 
@@ -83,7 +85,9 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
     names = list(sources) or [snapshot.file_name for snapshot in snapshots]
     share = 1.0 / len({snapshot.rank for snapshot in snapshots})
     read = [_read(snapshot, name, share) for snapshot, name in zip(snapshots, names, strict=True)]
-    step = Step.of([part for part, _ in read], snapshots[0].settings, group_size, read[0][1], None)
+    named = snapshots[0].objective.get("settings")
+    settings = {**snapshots[0].settings, **(named if isinstance(named, dict) else {})}
+    step = Step.of([part for part, _ in read], settings, group_size, read[0][1], None)
     return _audit(steps[0], step)
 
 
@@ -110,7 +114,7 @@ def _audit(number_of_step: int | None, step: Step) -> Audit:
         recorded=step.parts[0].loss if len(step.parts) == 1 else None,
         parts=tuple(_figures(part) for part in step.parts),
         reductions=tuple(_reduced(step, scheme) for scheme in Scheme) if step.token_mean is not None else (),
-        denominators=denominators(),
+        denominators=denominators() if any(finding.slug in BARE for finding in findings) else (),
         findings=tuple(sorted(findings, key=lambda finding: list(Effect).index(finding.effect))),
     )
 
@@ -147,8 +151,9 @@ def _in_words(step: Step) -> str | None:
     first = step.recognised[0]
     if step.used:
         times = "" if first.factor == 1.0 else f", divided by {number(1 / first.factor)}, as for that many micro-batches"
-        same = ", which are the same on this batch" if len(step.used) > 1 else ""
-        return f"the {joined([SCHEMES[scheme].title for scheme in step.used])}{same}{times}"
+        titles = [SCHEMES[s].title for s in step.used if s is not Scheme.FILLED_ROW_MEAN or step.drops_empty_rows]
+        same = f" (here also the {', '.join(titles[1:])})" if len(titles) > 1 else ""
+        return f"the {titles[0]}{same}{times}"
     return _divided(step) or "none of the known reductions: its tokens have weights of their own"
 
 
@@ -164,7 +169,7 @@ def _divided(step: Step) -> str | None:
             return "the token mean over the whole step"
         return f"a sum over tokens, divided by {number(over)} (there are {count(tokens, 'token')} here)"
     if step.pattern is Pattern.BY_ROW:
-        over = math.fsum(known.divisor or math.nan for known in step.recognised) / len(step.recognised)
+        over = math.fsum(known.divisors[Pattern.BY_ROW] for known in step.recognised) / len(step.recognised)
         return f"a sum of row means, divided by {number(over)} (there are {count(len(step.mask_BT), 'row')} here)"
     return None
 

@@ -53,7 +53,7 @@ def _if_shown(step: Step) -> Effect:
 
 
 def _row_scheme(step: Step) -> Scheme:
-    return Scheme.FILLED_ROW_MEAN if Scheme.FILLED_ROW_MEAN in step.used else Scheme.ROW_MEAN
+    return Scheme.FILLED_ROW_MEAN if step.drops_empty_rows else Scheme.ROW_MEAN
 
 
 def _as_factor(step: Step, value: float, base: float) -> str:
@@ -135,7 +135,7 @@ def _units(step: Step, part: Part) -> int:
     """Tokens, or rows that the loss counts."""
     if step.pattern is not Pattern.BY_ROW:
         return part.tokens
-    return len(part.mask_BT) - (part.empty_rows if Scheme.FILLED_ROW_MEAN in step.used else 0)
+    return len(part.mask_BT) - (part.empty_rows if step.drops_empty_rows else 0)
 
 
 def _mass(step: Step, part: Part) -> float:

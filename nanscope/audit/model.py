@@ -94,6 +94,7 @@ class Audit:
     step: None for batches that came from no file. token_mean: of the loss over all valid tokens; None if there are none.
     reduction: what the loss is, in words; None if nothing told. used: the schemes it is. loss: of the whole step, as it was reduced.
     recorded: the loss in the file, of a single one. left_out: valid tokens without a finite loss; they count as tokens, with 0.
+    denominators: what the losses of all frameworks do, where a denominator is a finding.
     """
 
     step: int | None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 ZERO = 1e-3  # of a mean, in deviations
 ONE = 1e-2  # of a deviation: an epsilon of 1e-4 beside the spread of rewards between 0 and 1 is less
-ALIKE = 1e-3  # relative: two groups have one deviation
+ALIKE = 1e-3  # relative: two groups have one deviation; of more, chance does not make them alike within five times that
 
 
 class Twice(StrEnum):
@@ -68,7 +68,7 @@ def normalised(advantages_BT: Tensor, mask_BT: Tensor, size: int | None = None) 
         mean_all = wide_BT.mean().item() if bool(torch.isfinite(wide_BT).all()) else None
         return Normalised(_over_padding(tokens_N, mean_all), False, mean, spread, mean_all)
     sizes = [size] if size else [n for n in range(2, len(row_B) + 1) if len(row_B) % n == 0]
-    fits = [found for n in sizes if (found := _by_group(row_B, n, mean, spread)) is not None]
+    fits = [found for n in sizes if (found := _by_group(row_B, n, mean, spread, len(tokens_N))) is not None]
     return next(iter(fits), Normalised(Twice.NO, True, mean, spread))
 
 
@@ -85,7 +85,7 @@ def _per_row(wide_BT: Tensor, valid_BT: Tensor) -> Tensor | None:
     return row_B1.squeeze(1) if bool((off_BT <= 1e-5 * (1 + row_B1.abs())).all()) else None
 
 
-def _by_group(row_B: Tensor, size: int, mean: float, spread: float) -> Normalised | None:
+def _by_group(row_B: Tensor, size: int, mean: float, spread: float, tokens: int) -> Normalised | None:
     """Return what groups of this size have in common; None if nothing."""
     if size < 2 or len(row_B) % size or not bool(torch.isfinite(row_B).all()):
         return None
@@ -95,20 +95,22 @@ def _by_group(row_B: Tensor, size: int, mean: float, spread: float) -> Normalise
     if not bool(live_G.any()) or not _alike(means_G, ZERO) or not _alike(spreads_G[live_G], ONE):
         return None
     group_mean, group_spread = means_G.mean().item(), spreads_G[live_G].mean().item()
-    over_tokens, over_rows = _is_white(mean, spread), _is_white(row_B.mean().item(), row_B.std().item())
+    over_tokens, over_rows = _is_white(mean, spread, tokens), _is_white(row_B.mean().item(), row_B.std().item(), len(row_B))
     found = Normalised(Twice.NO, True, mean, spread, None, size, int(live_G.sum()), group_mean, group_spread, over_rows and not over_tokens)
     white = over_tokens or over_rows
-    if _is_white(group_mean, group_spread):
+    if _is_white(group_mean, group_spread, size):
         return replace(found, twice=Twice.HIDDEN) if white and size < len(row_B) else found
-    if not white or not _alike(spreads_G[live_G], ALIKE * group_spread):
+    if not white or not _alike(spreads_G[live_G], ALIKE * group_spread * (1 if found.groups == 2 else 5)):
         return None
     sorted_GS = group_GS[live_G].sort(1).values
     told = not _alike(sorted_GS, ALIKE)  # groups of the same numbers have one mean and deviation however they were normalised
     return replace(found, twice=Twice.SEEN) if told else None
 
 
-def _is_white(mean: float, spread: float) -> bool:
-    return abs(mean) <= ZERO and abs(spread - 1) <= ONE
+def _is_white(mean: float, spread: float, count: int) -> bool:
+    """Mean 0, and deviation 1 as either estimator of it has it."""
+    biased = spread * ((count - 1) / count) ** 0.5
+    return abs(mean) <= ZERO and min(abs(spread - 1), abs(biased - 1)) <= ONE
 
 
 def _alike(x_G: Tensor, tolerance: float) -> bool:

@@ -26,6 +26,8 @@ from nanscope.audit.weights import (
     recorded_weights,
     token_weights,
 )
+from nanscope.errors import NanscopeError
+from nanscope.frameworks.losses import framework_settings
 from nanscope.inputs import loss_inputs
 from nanscope.objective import LossInputs, LossSettings, Over, Reduction, objective, reduce
 from nanscope.snapshot import Snapshot
@@ -90,8 +92,10 @@ def part_of(inputs: LossInputs, how: LossSettings, *, source: str, rank: int, sh
 
 
 def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, Emptied]:
-    """Read a part off a file: the loss of each token and its weight from the program, or from the PPO objective where that is opaque.
+    """Read a part off a file: the loss of each token and its weight from the program.
 
+    Where that is opaque they are those of the framework's loss that the file names, if they give the recorded loss, or else of PPO without
+    weights.
     Raises NanscopeError with the slug "missing-role" if the file does not hold the batch.
     """
     run = snapshot.program.execute(snapshot.tensors) if snapshot.program.calls else None
@@ -102,13 +106,28 @@ def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, 
     part = replace(part, loss=None if snapshot.loss is None else snapshot.loss.double().sum().item())
     found = recorded_weights(snapshot, run, part.mask_BT)
     if found is None:
-        return part, Emptied(None, None)
+        return _by_rule(snapshot, inputs, part) or part, Emptied(None, None)
     loss_BT, left_out = _finite(found.token_loss_BT, part.mask_BT)
     steps, horizons = steps_of(snapshot.settings), _horizons(snapshot.settings)
     known = recognise(found.weights_BT, part.mask_BT, steps=steps, horizons=horizons, same=found.same)
     part = replace(part, loss_BT=loss_BT, left_out=left_out, weights_BT=found.weights_BT, recognised=known)
     part = replace(part, same=found.same, other_terms=not found.complete)
     return part, emptied(snapshot, run, part.mask_BT)
+
+
+def _by_rule(snapshot: Snapshot, inputs: LossInputs, part: Part) -> Part | None:
+    """The part under the framework's loss that the file names; None if it names none, or not the one that gave the recorded loss."""
+    key, settings = snapshot.objective.get("key"), snapshot.objective.get("settings")
+    if not isinstance(key, str) or not isinstance(settings, dict) or part.loss is None:
+        return None
+    try:
+        ruled = part_of(inputs, framework_settings(key, **settings), source=part.source, rank=part.rank, share=part.share, weigh=True)
+    except NanscopeError:
+        return None  # settings of another release, or a tensor that the file lacks
+    value = ruled.value()
+    if value is None or not abs(value - part.loss) <= 1e-3 * abs(part.loss):
+        return None
+    return replace(ruled, loss=part.loss, drift=part.drift)
 
 
 def _as_mean(how: LossSettings) -> LossSettings:
@@ -205,15 +224,20 @@ class Step:
 
     @property
     def pattern(self) -> Pattern | None:
-        """What decides the weight of a token within every part; None if unknown or mixed."""
-        found = {known.pattern for known in self.recognised}
-        return found.pop() if len(found) == 1 else None
+        """What decides the weight of a token within every part; None if unknown."""
+        shared = [pattern for pattern in Pattern if self.recognised and all(pattern in known.divisors for known in self.recognised)]
+        return next(iter(shared), Pattern.OTHER if self.recognised else None)
 
     @property
     def used(self) -> tuple[Scheme, ...]:
         """The schemes that all parts agree on."""
         named = [known.schemes for known in self.recognised]
         return tuple(scheme for scheme in named[0] if all(scheme in other for other in named)) if named else ()
+
+    @property
+    def drops_empty_rows(self) -> bool:
+        """Is it a row mean that does not count rows without a token?"""
+        return Scheme.FILLED_ROW_MEAN in self.used and Scheme.ROW_MEAN not in self.used
 
     @property
     def token_mean(self) -> float | None:

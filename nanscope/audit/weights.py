@@ -12,8 +12,7 @@ Shapes: B rows, T response tokens, n_i valid tokens of row i, N of all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,12 +22,14 @@ from torch import Tensor
 from nanscope.frameworks.options import Setting
 from nanscope.names import LOG_PROBS, Namer
 from nanscope.objective import Masking, Over, Reduction, reduce
+from nanscope.ops import base_name
 from nanscope.program import Leaf, Program, Run
 from nanscope.roles import Role
 from nanscope.snapshot import Snapshot
 
 SAME = 1e-4  # relative: two weights are one; float32 sums over long rows are off by less
 MOST_STEPS = 256  # micro-batches of a step that are thought of
+_WEIGHING = frozenset(("mul", "div", "neg", "where", "masked_fill", "_to_copy", "clone", "view", "_unsafe_view", "unsqueeze", "squeeze"))
 NOT_A_LOSS = frozenset((*LOG_PROBS, Role.LOG_RATIO, Role.RATIO, Role.KL, Role.ADVANTAGES, Role.MASK))
 
 
@@ -80,7 +81,7 @@ SCHEMES: dict[Scheme, SchemeInfo] = {
         Reduction(Over.ROW_MEANS),
         "where all hold equally many rows",
         "the rows of the whole step",
-        (("trl.grpo", ()), ("liger.grpo", ()), ("skyrl.regular", (("loss_reduction", "sequence_mean"),))),
+        (("trl.grpo", ()), ("liger.grpo", (("beta", 0.0),)), ("skyrl.regular", (("loss_reduction", "sequence_mean"),))),
     ),
     Scheme.FILLED_ROW_MEAN: SchemeInfo(
         "row mean without empty rows",
@@ -129,14 +130,19 @@ class Recognised:
     """What weights turned out to be.
 
     schemes: the reductions that give them, more than one where they are the same on this batch, none if no known one does.
-    factor:  what multiplies the scheme: 1, or 1 / micro-batches of a step. pattern: what holds in any case.
-    divisor: tokens (EQUAL) or rows (BY_ROW) that the sum was divided by; None for OTHER.
+    factor:  what multiplies the scheme: 1, or 1 / micro-batches of a step.
+    divisors: the patterns that hold, EQUAL before BY_ROW, with the tokens or rows that the sum was divided by. Both hold where all rows
+    have one length, none where tokens have weights of their own.
     """
 
     schemes: tuple[Scheme, ...]
     factor: float
-    pattern: Pattern
-    divisor: float | None
+    divisors: dict[Pattern, float]
+
+    @property
+    def pattern(self) -> Pattern:
+        """The first pattern that holds."""
+        return next(iter(self.divisors), Pattern.OTHER)
 
 
 def token_weights(mask_BT: Tensor, how: Reduction) -> Tensor:
@@ -156,30 +162,31 @@ def recognise(weights_BT: Tensor, mask_BT: Tensor, *, steps: int = 1, horizons: 
     """
     valid_BT = mask_BT > 0
     weights = weights_BT.to(torch.float64)
-    pattern, divisor = _pattern(weights, valid_BT, same)
-    for factor in dict.fromkeys((1.0, 1.0 / steps, *_guessed(pattern, divisor, valid_BT, same))):
+    divisors = _divisors(weights, valid_BT, same)
+    for factor in dict.fromkeys((1.0, 1.0 / steps, *_guessed(divisors, valid_BT, same))):
         found = tuple(scheme for scheme in Scheme if _gives(weights, valid_BT, scheme, factor, horizons, same))
         if found:
-            if Scheme.ROW_MEAN in found and Scheme.FILLED_ROW_MEAN in found:  # no row is empty: one thing
-                found = tuple(scheme for scheme in found if scheme is not Scheme.FILLED_ROW_MEAN)
-            return Recognised(found, factor, pattern, divisor)
-    return Recognised((), 1.0, pattern, divisor)
+            return Recognised(found, factor, divisors)
+    return Recognised((), 1.0, divisors)
 
 
-def _guessed(pattern: Pattern, divisor: float | None, valid_BT: Tensor, same: float) -> tuple[float, ...]:
-    """The factor 1/k of a mean that was divided by k micro-batches in the training code, where no setting tells."""
-    own = {Pattern.EQUAL: valid_BT.sum().item(), Pattern.BY_ROW: float(len(valid_BT))}.get(pattern)
-    steps = round(divisor / own) if divisor is not None and own and math.isfinite(divisor) else 0
-    return (1.0 / steps,) if 1 < steps <= MOST_STEPS and divisor is not None and own and abs(divisor / own - steps) <= same * steps else ()
+def _guessed(divisors: dict[Pattern, float], valid_BT: Tensor, same: float) -> Iterator[float]:
+    """Yield the factor 1/k of a mean that was divided by k micro-batches in the training code, where no setting tells."""
+    own = {Pattern.EQUAL: valid_BT.sum().item(), Pattern.BY_ROW: float(len(valid_BT))}
+    for pattern, divisor in divisors.items():
+        steps = round(divisor / own[pattern])
+        if 1 < steps <= MOST_STEPS and abs(divisor / own[pattern] - steps) <= same * steps:
+            yield 1.0 / steps
 
 
-def _pattern(weights_BT: Tensor, valid_BT: Tensor, same: float) -> tuple[Pattern, float | None]:
+def _divisors(weights_BT: Tensor, valid_BT: Tensor, same: float) -> dict[Pattern, float]:
     by_row_BT = weights_BT * valid_BT.sum(-1, keepdim=True)
-    for pattern, values_BT in ((Pattern.EQUAL, weights_BT), (Pattern.BY_ROW, by_row_BT)):
-        values_N = values_BT[valid_BT]
-        if len(values_N) and is_constant(values_N, same) and values_N[0] != 0:
-            return pattern, 1.0 / values_N.mean().item()
-    return Pattern.OTHER, None
+    values = {Pattern.EQUAL: weights_BT[valid_BT], Pattern.BY_ROW: by_row_BT[valid_BT]}
+    return {
+        pattern: 1.0 / values_N.mean().item()
+        for pattern, values_N in values.items()
+        if len(values_N) and is_constant(values_N, same) and bool(torch.isfinite(values_N).all() and (values_N != 0).all())
+    }
 
 
 def _gives(weights_BT: Tensor, valid_BT: Tensor, scheme: Scheme, factor: float, horizons: Sequence[float], same: float) -> bool:
@@ -222,9 +229,9 @@ def recorded_weights(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> RecordedW
     policy = [value for value in ends if Role.ADVANTAGES in behind[value] or not known]
     if len(policy) != 1 or policy[0] not in run.grads or (not known and Namer(program).role(policy[0]) in NOT_A_LOSS):
         return None
-    valid_BT = mask_BT > 0
-    loss_BT = run.values[policy[0]].reshape(mask_BT.shape).to(torch.float64)
-    weights_BT = run.grads[policy[0]].reshape(mask_BT.shape).to(torch.float64) * valid_BT
+    valid_BT, value = mask_BT > 0, _before_weights(program, run, policy[0], mask_BT)
+    loss_BT = run.values[value].reshape(mask_BT.shape).to(torch.float64)
+    weights_BT = torch.where(valid_BT, run.grads[value].reshape(mask_BT.shape).to(torch.float64), 0.0)
     whole = run.values[program.output].to(torch.float64)
     if len(ends) == 1 and not _adds_up(whole, loss_BT, weights_BT):
         return None  # not what was reduced: something between it and the loss is more than a weighted sum
@@ -232,8 +239,36 @@ def recorded_weights(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> RecordedW
         loss_BT, weights_BT = -loss_BT, -weights_BT
     if not bool((weights_BT[valid_BT] >= 0).all()):
         return None  # NaN, or of both signs: that is no weight, the advantages come after it
-    same = max(SAME, 4 * torch.finfo(run.grads[policy[0]].dtype).eps)
+    same = max(SAME, 4 * torch.finfo(run.grads[value].dtype).eps)
     return RecordedWeights(loss_BT, weights_BT, complete=len(ends) == 1, same=same)
+
+
+def _before_weights(program: Program, run: Run, value: int, mask_BT: Tensor) -> int:
+    """Return what a value was before the mask, or something made of the mask, multiplied or divided it token by token."""
+    producers, masks = program.producers(), _mask_values(program, run, mask_BT)
+    while (index := producers.get(value)) is not None and base_name(program.calls[index].op) in _WEIGHING:
+        inputs = list(program.calls[index].inputs())
+        sources = [each for each in inputs if each in run.grads]
+        others = [each for each in inputs if each not in run.grads]
+        if len(sources) != 1 or run.values[sources[0]].numel() != mask_BT.numel():
+            break
+        if not all(_of_mask(program, run, producers, masks, other) for other in others):
+            break
+        value = sources[0]
+    return value
+
+
+def _of_mask(program: Program, run: Run, producers: dict[int, int], masks: list[int], value: int) -> bool:
+    """Is a value made of the mask and of single numbers only?"""
+    stack = [value]
+    while stack:
+        each = stack.pop()
+        if each in masks or run.values[each].numel() == 1:
+            continue
+        if each not in producers:
+            return False
+        stack += program.calls[producers[each]].inputs()
+    return True
 
 
 def _adds_up(loss: Tensor, token_loss_BT: Tensor, weights_BT: Tensor) -> bool:
@@ -308,13 +343,15 @@ def emptied(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> Emptied:
 
 def _mask_values(program: Program, run: Run, mask_BT: Tensor) -> list[int]:
     """Return the values that are this mask, the earliest first."""
-    namer = Namer(program)
+    namer, valid_BT = Namer(program), (mask_BT > 0).double()
     order = [*(leaf.id for leaf in program.leaves), *(out for call in program.calls for out in call.outs if out is not None)]
 
     def is_it(value: int) -> bool:
         tensor = run.values.get(value)
-        alike = tensor is not None and tensor.numel() == mask_BT.numel() and namer.role(value) is Role.MASK
-        return alike and tensor is not None and torch.equal(tensor.reshape(mask_BT.shape) > 0, mask_BT > 0)
+        if tensor is None or tensor.numel() != mask_BT.numel() or not torch.equal(tensor.reshape(mask_BT.shape).double(), valid_BT):
+            return False
+        # where the mask has zeros, one and the same pattern is no accident, whatever the name
+        return namer.role(value) is Role.MASK or (value not in run.grads and not bool(valid_BT.all()))
 
     return [value for value in order if is_it(value)]
 

@@ -20,11 +20,6 @@ def listed(counts: Sequence[int], noun: str) -> str:
     return f"{', '.join(map(str, counts[:-1]))} and {count(counts[-1], noun)}"
 
 
-def joined(words: Sequence[str]) -> str:
-    """Return "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + [words[-1]])
-
-
 def use(key: str, settings: Sequence[tuple[str, Setting]]) -> str:
     """Return a loss, or a framework with what is set there: "trl.grpo", "verl token-mean", "openrlhf token_level_loss=False"."""
     told = [value if isinstance(value, str) else f"{name}={value}" for name, value in settings if isinstance(value, (str, bool))]

@@ -121,7 +121,7 @@ def _reduced(reduced: Reduced, used: bool, several: bool) -> list[str | Text]:
 
 def _floors(audit: Audit) -> Text | None:
     """One line on the frameworks, where a missing floor is a finding."""
-    if not any(finding.slug in ("batch_without_floor", "row_without_floor", "no_tokens") for finding in audit.findings):
+    if not audit.denominators:
         return None
     bare = sorted({known.key.split(".")[0] for known in audit.denominators if not known.empty_batch})
     kept = sorted({known.key.split(".")[0] for known in audit.denominators if known.empty_batch} - set(bare))
