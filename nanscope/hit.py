@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
 import types
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nanscope import diagnose
-from nanscope.capture import autopsy
+from nanscope.capture import autopsy, kernels
 from nanscope.capture.modules import ModuleCall, ModuleWatch
-from nanscope.capture.tape import Tape
+from nanscope.capture.tape import Taken, Tape
 from nanscope.case import gradient_observation, made_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
@@ -30,9 +31,21 @@ from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
 from nanscope.snapshot import Snapshot, load, tensor_bytes
-from nanscope.summary import norms
+from nanscope.summary import is_finite, norms
 
 log = logging.getLogger("nanscope")
+
+
+def finite_batch(recording: Recording) -> list[Tensor]:
+    """Return, for a kernel that drops NaN, whether each part of its batch is finite: bool scalars, still on the device."""
+    found = kernels.kernel_of(recording.glimpses)
+    if found is None or not found[0].drops_nan:
+        return []
+    parts = [recording.taken[name].content() for name, _ in found[0].tensors if name in recording.taken]
+    return [is_finite(part) for part in parts if part is not None and part.is_floating_point()]
+
+
+HIDDEN = -1  # stands among the leaves for what a kernel was given of the model
 
 
 @dataclass(slots=True)
@@ -41,7 +54,8 @@ class Recording:
 
     program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
     the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
-    frameworks' loss functions. taken: arguments of a kernel among them, by name.
+    frameworks' loss functions. taken: arguments of a kernel among them, by name. given: as `flags`, of a batch that a kernel was given
+    which drops NaN.
     """
 
     program: Program | None
@@ -52,8 +66,20 @@ class Recording:
     flags: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     examined: bool = False
+    given: list[Tensor] = field(default_factory=list)
     glimpses: tuple[Glimpse, ...] = ()
-    taken: dict[str, Tensor] = field(default_factory=dict)
+    taken: dict[str, Taken] = field(default_factory=dict)
+
+    def hidden(self) -> Tensor | None:
+        """What a kernel was given of the model, None if there was no kernel or it was not held."""
+        found = kernels.kernel_of(self.glimpses)
+        taken = self.taken.get(found[0].hidden) if found is not None else None
+        return taken.content() if taken is not None else None
+
+    def edge(self) -> dict[int, Tensor]:
+        """Return what the loss reads: the leaves of the program, and what a kernel was given of the model, as HIDDEN."""
+        hidden = self.hidden()
+        return self.tensors if hidden is None else {**self.tensors, HIDDEN: hidden}
 
     @property
     def value(self) -> float | None:
@@ -64,7 +90,7 @@ class Recording:
 @dataclass(frozen=True, slots=True)
 class Look:
     """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: where there is no
-    program, what a snapshot keeps of the origin."""
+    program, what a snapshot keeps of the origin. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
 
     program: Program
     tensors: dict[int, Tensor]
@@ -72,6 +98,8 @@ class Look:
     location: Location | None
     second: bool = False
     seen: dict[str, Any] | None = None
+    kernel: bool = False
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow; whoever does that also skips steps that overflow
@@ -108,12 +136,66 @@ def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         return None
 
 
+def kernel_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Look into a kernel that computed the loss, by running its formula on what it was given; None if there was none."""
+    try:
+        opened = kernels.reopen(recording.glimpses, _given(recording, watch), budget)
+        if opened is None:
+            return None
+        program, tensors = opened
+        run = program.execute(tensors, trace=True)
+        return Look(program, tensors, run, locate(program, run), True, kernel=True, notes=(_kernel_note(recording, run, program),))
+    except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
+        log.warning("nanscope [kernel-unopened]: %s: %s", type(error).__name__, error)
+        return None
+
+
+def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Look at a step that stayed finite because a kernel dropped a NaN of its batch; None if it harmed no token that counts."""
+    found = kernels.kernel_of(recording.glimpses)
+    taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
+    if found is None or not kernels.swallowed(found[0], taken):
+        return None
+    return kernel_look(recording, budget, watch)
+
+
+def _given(recording: Recording, watch: ModuleWatch) -> dict[str, Tensor]:
+    """Return the arguments of a kernel. What was not held, or what its backward has overwritten, is made again by the model."""
+    given = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
+    found = kernels.kernel_of(recording.glimpses)
+    if found is not None and found[0].hidden in recording.taken and (not found[0].weight or found[0].hidden not in given):
+        given.pop(found[0].hidden, None)
+        again = autopsy.output_again(recording.taken[found[0].hidden].address, recording.calls, watch)
+        given |= {} if again is None else {found[0].hidden: again}
+    return given
+
+
+AGREES = 1e-3  # relative; a kernel adds in another order, and in lower precision
+
+
+def _kernel_note(recording: Recording, run: Run, program: Program) -> tuple[str, str]:
+    """Say what a kernel's loss is beside that of its formula."""
+    found = kernels.kernel_of(recording.glimpses)
+    name = found[1].site.function.split(".")[0] if found is not None else "a kernel"
+    theirs, ours = recording.value, float(run.values[program.output].double().sum())
+    if theirs is None or (math.isfinite(theirs) == math.isfinite(ours) and not abs(theirs - ours) > AGREES * max(abs(ours), 1e-3)):
+        return ("kernel_opened", f"{name} computes the loss inside one kernel; its formula was run again on the same batch")
+    if math.isfinite(theirs) and not math.isfinite(ours):
+        text = f"{name} hides it: its loss is {theirs:.6g}, the same formula gives {ours}; min and max of a Triton kernel drop a NaN"
+        return ("kernel_swallows", text)
+    return ("kernel_differs", f"{name} gives {theirs:.6g}, its formula on the same batch {ours:.6g}")
+
+
 def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward: bool = False) -> Look | None:
-    """Look into the model: by running it as a program, and where that does not reach the origin, by following its calls.
+    """Look into a kernel, then into the model: by running it as a program, and where that does not reach the origin, by following its
+    calls.
 
     backward: the loss is finite, a gradient is not.
     """
-    look = second_look(recording, budget, watch)
+    opened = kernel_look(recording, budget, watch)
+    if opened is not None and opened.location is not None and is_settled(opened.location):
+        return opened
+    look = second_look(recording, budget, watch) or opened
     if look is not None and look.location is not None and is_settled(look.location):
         return look
     if recording.program is None:
@@ -131,7 +213,7 @@ def is_settled(location: Location) -> bool:
 
 
 def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
-    made = autopsy.follow(recording.tensors, recording.calls, watch)
+    made = autopsy.follow(recording.edge(), recording.calls, watch)
     if made is None:
         return None
     if made.program is not None:
@@ -155,7 +237,7 @@ def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
     grads = dict(recording.grads)
     if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
         grads = recording.program.execute(recording.tensors, ends=True).grads
-    found = autopsy.follow_back(recording.tensors, grads, recording.calls, watch)
+    found = autopsy.follow_back(recording.edge(), grads, recording.calls, watch)
     if found is None:
         return None
     made, module = found

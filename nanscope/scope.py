@@ -205,16 +205,24 @@ class Scope:
             self._modules.finish(),
             scaled,
             glimpses=tuple(self._tape.glimpses.values()),
-            taken=self._tape.kernel_tensors(),
+            taken=dict(self._tape.taken),
         )
         self._current = recording
         recording.flags.append(is_finite(recording.loss))
+        self._quietly("kernel", self._watch_kernel, recording)
         if program is not None:
             self._pulse_of(program, tensors)
             for leaf in program.leaves:
                 tensor = tensors[leaf.id]
                 if leaf.diff and tensor.requires_grad:
                     self._hooks.append(tensor.register_hook(self._watch(recording, leaf.id)))  # type: ignore[no-untyped-call]
+
+    def _watch_kernel(self, recording: Recording) -> None:
+        """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
+        hidden = recording.hidden()
+        if hidden is not None and hidden.requires_grad:
+            self._hooks.append(hidden.register_hook(self._watch(recording, hit.HIDDEN)))  # type: ignore[no-untyped-call]
+        recording.given = hit.finite_batch(recording)
 
     def _watch(self, recording: Recording, leaf: int) -> Any:
         limit = self._tape.budget // 64
@@ -245,6 +253,8 @@ class Scope:
             self._add_loss(recording)
             if not all(bool(flag) for flag in recording.flags):
                 self._examine(recording, None)
+            elif not all(bool(flag) for flag in recording.given):
+                self._swallowed(recording)
             elif self._pulse is not None and self._pulse.headroom is not None and self._pulse.headroom < 0:
                 self._absorbed(recording)
 
@@ -253,12 +263,15 @@ class Scope:
         waiting = [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
         if waiting:
             flags = [torch.stack(r.flags).all() for r in waiting]
+            given = [torch.stack(r.given).all() if r.given else flag for r, flag in zip(waiting, flags, strict=True)]
             losses = torch.stack([r.loss.float() for r in waiting])
-            answers = torch.cat([torch.stack(flags).float(), losses]).tolist()  # the one transfer of a step
-            for recording, fine, loss in zip(waiting, answers[: len(waiting)], answers[len(waiting) :], strict=True):
+            answers = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses]).tolist()  # the one transfer of a step
+            for recording, fine, clean, loss in zip(waiting, *answers, strict=True):
                 self._loss = (self._loss or 0.0) + loss
                 if not fine:
                     self._examine(recording, optimizer)
+                elif not clean:
+                    self._swallowed(recording)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
         total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
@@ -436,9 +449,11 @@ class Scope:
             settings=hit.settings(trainer, framework.settings if framework else ()),
             objective=objective,
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
-            notes=tuple(hit.logged_loss(trainer, snapshot.reached.loss, loss_bad)),
+            notes=(*hit.logged_loss(trainer, snapshot.reached.loss, loss_bad), *look.notes),
             observed={**(look.seen or {}), **seen},
         )
+        if look.kernel:
+            described = replace(described, loss=None)  # the sum of another order of additions is not the recorded loss, bit for bit
         return hit.to_save(described, look, self._save_tokens)
 
     def _weights_hit(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
@@ -498,6 +513,13 @@ class Scope:
             return
         self._quiet_sites.add(place)
         self._note("nonfinite_absorbed", words.absorbed(location, self._step_number()))
+
+    def _swallowed(self, recording: Recording) -> None:
+        """A kernel dropped a NaN of its batch: all stayed finite, and the step taught something else than it should have."""
+        look = hit.swallowed_look(recording, self._tape.budget * 4, self._modules)
+        if look is not None and look.location is not None:
+            grads = [p.grad for _, p in self._modules.parameters().values() if p.grad is not None]
+            self._found(recording, Reached(recording.value, len(grads), 0), False, look=look, seen={"suspect": True, "swallowed": True})
 
     def _note(self, slug: str, text: str) -> None:
         if len(self.notes) < NOTES and not any(note.slug == slug and note.text == text for note in self.notes):

@@ -84,7 +84,9 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
     if case.facts.clip == "inf" and not r.bad_gradients:
         end = "The clip made every gradient exactly 0: nothing is non-finite any more, and the step is lost"
-    if case.facts.suspect:
+    if snapshot.observed.get("swallowed"):
+        end = f"The kernel drops it: the loss stays finite ({number(r.loss)}), and the step learnt from the wrong ratio"
+    elif case.facts.suspect:
         end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {snapshot.observed.get('spike') or 'out of scale'}"
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanscope.capture.modules import ModuleCall, ModuleWatch, address, tensors_in
+from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.capture.trail import Made, MadeBackward, Trail, kinds_of, made_backward, part_of
 from nanscope.names import LOG_PROBS, Namer
@@ -185,6 +185,16 @@ def _following(follower: Tape | Trail, paths: Mapping[torch.nn.Module, str]) -> 
     finally:
         for handle in reversed(handles):
             handle.remove()
+
+
+def output_again(place: Address, calls: list[ModuleCall], watch: ModuleWatch) -> Tensor | None:
+    """Return an output of the model once more, by the address that it had; None if no remembered call made it."""
+    for call in reversed(calls):
+        if call.args is not None and place in call.outputs:
+            tape = Tape(1)
+            outputs = _run_again(call, TapeMode(tape), tape, watch)
+            return dict(zip(call.outputs, outputs, strict=False)).get(place)
+    return None
 
 
 def follow(tensors: Mapping[int, Tensor], calls: list[ModuleCall], watch: ModuleWatch) -> Made | None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from nanscope.capture.modules import Address, address
 from nanscope.capture.source import site_of
 from nanscope.frameworks import LossSite, site_in
 from nanscope.frameworks.live import Glimpse, glimpse
@@ -70,6 +71,20 @@ class Value:
     position: tuple[int, int] | None = None  # (call index, argument) that first read a leaf: the source there names it
     copied: bool = False  # the tensor is a copy of ours, of what a write has destroyed
     guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An argument of a kernel. tensor: None where the budget had no room for it. bytes: on the account of the budget."""
+
+    tensor: Tensor | None
+    version: int
+    bytes: int
+    address: Address
+
+    def content(self) -> Tensor | None:
+        """Return the tensor if nobody is known to have written to it."""
+        return self.tensor if self.tensor is not None and _version(self.tensor) == self.version else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,7 @@ class Tape:
         self._users: dict[CodeType, bool] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
         self.glimpses: dict[CodeType, Glimpse] = {}  # what was seen of them since the last `forget`
-        self.taken: dict[str, int] = {}  # argument of a kernel → value
+        self.taken: dict[str, Taken] = {}  # by argument of a kernel
         self._known: dict[Any, Operator] = {}
         self.current_module = ""  # set by a second look while it runs inside a module
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
@@ -582,16 +597,18 @@ class Tape:
             for name in site.kernel.tensors_read() if site.kernel is not None else ():
                 tensor = variables.get(name)
                 if isinstance(tensor, Tensor):
-                    self.taken[name] = self.value_of(tensor).id
+                    self.taken[name] = self._take(tensor)
         except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
             log.warning("nanscope [settings-unread]: %s of %s (%s: %s)", site.function, site.file, type(error).__name__, error)
         if type(variables) is dict:
             variables.clear()  # a copy, which would keep alive what the function lets go of
 
-    def kernel_tensors(self) -> dict[str, Tensor]:
-        """Return the arguments of a kernel that are still as they were, by name."""
-        held = {name: self.values[value] for name, value in self.taken.items() if value in self.values}
-        return {name: value.tensor for name, value in held.items() if value.tensor is not None and _intact(value)}
+    def _take(self, tensor: Tensor) -> Taken:
+        """Hold an argument of a kernel until `forget`: a parameter is there anyway, anything else counts against the budget."""
+        size = 0 if isinstance(tensor, torch.nn.Parameter) else tensor.numel() * tensor.element_size()
+        fits = self.held + size <= self.budget
+        self.held += size if fits else 0
+        return Taken(tensor if fits else None, _version(tensor), size if fits else 0, address(tensor))
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -748,6 +765,7 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.broken = ""
         self.scaled = False
+        self.held -= sum(taken.bytes for taken in self.taken.values()) if self.held else 0
         self.glimpses = {}
         self.taken = {}
         self.norms = []
@@ -776,9 +794,9 @@ class Tape:
 
 
 def is_user(file: str) -> bool:
-    """Code of the trainer, as opposed to torch's and our own (the demo is a trainer)."""
+    """Code of the trainer, as opposed to torch's and our own (the demo is a trainer, and a kernel's formula may be our objective)."""
     if file.startswith(_OURS):
-        return file.endswith("demo.py")
+        return file.endswith(("demo.py", "objective.py"))
     return not (file.startswith((_TORCH, "<")) or file.endswith("contextlib.py"))
 
 

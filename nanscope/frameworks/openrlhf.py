@@ -38,7 +38,8 @@ OPENRLHF = Framework(
             "--algo.advantage.no_std_norm",
         ),
         Remedy(
-            ("empty_mask_mean", "zero_div_zero"), "no option keeps the token count from 0: drop the step's batch if it has no valid token"
+            ("empty_mask_mean", "zero_div_zero", "zero_denominator"),
+            "no option keeps the token count from 0: drop the step's batch if it has no valid token",
         ),
         Remedy(
             ("inf_times_zero_mask", "nan_times_zero_mask"),

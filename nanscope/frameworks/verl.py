@@ -57,7 +57,7 @@ VERL = Framework(
             "actor_rollout_ref.actor.loss_agg_mode=token-mean",
         ),
         Remedy(
-            ("empty_mask_mean", "zero_div_zero"),
+            ("empty_mask_mean", "zero_div_zero", "zero_denominator"),
             "sums have no denominator that a fully masked batch makes 0",
             "actor_rollout_ref.actor.loss_agg_mode=token-sum",
         ),
