@@ -162,16 +162,14 @@ def openrlhf_policy(batch: Batch, settings: dict[str, Any]) -> Tensor:
 def nemo_rl_policy(batch: Batch, settings: dict[str, Any]) -> Tensor:
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 
-    def shifted(tensor: Tensor) -> Tensor:
-        return torch.cat([torch.zeros_like(tensor[:, :1]), tensor], 1)
-
+    pad = torch.nn.functional.pad  # the prompt, of one token
     data = {
-        "token_mask": shifted(batch.mask.float()),
+        "token_mask": pad(batch.mask.float(), (1, 0)),
         "sample_mask": torch.ones(ROWS),
-        "advantages": shifted(batch.advantages),
-        "prev_logprobs": shifted(batch.old),
-        "generation_logprobs": shifted(batch.rollout),
-        "reference_policy_logprobs": shifted(batch.ref),
+        "advantages": pad(batch.advantages, (1, 0)),
+        "prev_logprobs": pad(batch.old, (1, 0)),
+        "generation_logprobs": pad(batch.rollout, (1, 0)),
+        "reference_policy_logprobs": pad(batch.ref, (1, 0)),
     }
     counts = {"global_valid_seqs": torch.tensor(float(ROWS)), "global_valid_toks": batch.mask.sum().float()}
     loss: Tensor = ClippedPGLossFn(ClippedPGLossConfig(**settings))(batch.log_probs, data, **counts)[0]
@@ -282,7 +280,7 @@ CASES = [
     Case("openrlhf", "nothing_counts", {"is_correction_level": "token"}, "openrlhf.ppo", "zero_denominator", ("aggregate_loss", "loss", False),
          {"is_correction_level": "token", "is_correction_mode": "mask"}),
     Case("nemo_rl", "masked_overflow", {}, "nemo_rl.clipped_pg", "where_grad_trap", ("ratios", "ratio", True), {"token_level_loss": True}),
-    Case("nemo_rl", "nan", {"kl_input_clamp_value": None}, "nemo_rl.clipped_pg", "bad_input", ("prev_logprobs", "old_log_probs", False),
+    Case("nemo_rl", "nan", {"kl_input_clamp_value": None}, "nemo_rl.clipped_pg", "bad_input", ("old", "old_log_probs", False),
          {"kl_input_clamp_value": None, "global_valid_toks": 16.0}),
     Case("liger", "masked_overflow", {"compiled": False}, "liger.dapo", "where_grad_trap", ("coef_1", "ratio", True), {"beta": 0.0}),
     Case("liger", "masked_overflow", {"compiled": True}, "liger.dapo", "where_grad_trap", ("coef_1", "ratio", True), {"beta": 0.0}),
