@@ -263,3 +263,64 @@ def test_an_atlas_that_a_framework_contradicts_is_3(monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(cli.app, ["atlas", "liger.bnpo", "--verify"])
     assert result.exit_code == 3
     assert "✗ liger.bnpo · beta=0.0 | old +200 masked A>0 | nanscope · | liger M" in result.output
+
+
+MY_LOSS = """
+import torch
+def mine(log_probs, old_log_probs, advantages, mask):
+    delta = torch.where(mask > 0, log_probs - old_log_probs, 0.0)
+    return -(delta.exp() * advantages * mask).sum() / mask.sum()
+"""
+
+
+def test_a_step_is_replayed_under_other_losses(run_dir: Path, tmp_path: Path) -> None:
+    """Rows in the table, a sentence each, and the same as JSON; one's own function comes from the current directory."""
+    (tmp_path / "my_losses.py").write_text(MY_LOSS)
+    asked = ["--as", "verl.vanilla", "--as", "trl.dapo:epsilon=0.3", "--loss", "my_losses:mine", "--json", "rows.json"]
+    done = call("replay", snapshot_of(run_dir), *asked, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "verl.vanilla would have survived this batch" in text and "my_losses:mine would have survived" in text
+    assert "trl.dapo:epsilon=0.3 would not have survived" in text and "1 masked token" in text
+    assert "logprobs ← logps, old_logprobs ← old_logps" in text
+    data = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    rows = {row["id"]: row["works"] for row in data["rows"] if row["kind"] == "objective"}
+    assert rows == {"verl.vanilla": True, "trl.dapo": False, "my_losses:mine": True}
+    assert [one["works"] for one in data["alternatives"]] == [True, False, True]
+
+
+def test_a_clamp_is_swept(run_dir: Path, tmp_path: Path) -> None:
+    """A table of bounds in both orders, the picture, and JSON; the step failed, so the status is 3."""
+    done = call("replay", snapshot_of(run_dir), "--sweep", "clamp", "--png", "sweep.png", "--json", "sweep.json", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "before exp" in done.stdout and "gradient not finite" in done.stdout and "← smallest" in done.stdout
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
+    assert data["points"][0]["before"]["works"] is True and data["points"][0]["after"]["works"] is False
+
+
+def test_variants_lists_losses_and_edits(tmp_path: Path) -> None:
+    """All of them in short, some with their settings, everything as JSON."""
+    whole, some = call("variants"), call("variants", "verl.vanilla", "--json", tmp_path / "v.json")
+    assert whole.returncode == some.returncode == 0
+    assert all(words in whole.stdout for words in ("nemo_rl.clipped_pg", "liger.luspo", "mask is not applied", "clamp_exponent", "where_after_op"))
+    assert "clip_ratio=0.2" in some.stdout and "±20" in some.stdout and "clamp_exponent" not in some.stdout
+    assert [loss["key"] for loss in json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["losses"]] == ["verl.vanilla"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "word"),
+    [
+        (("--as", "verl.vanila"), 1, "verl.vanilla"),
+        (("--as", "verl.vanilla:clip=0.2"), 1, "clip_ratio"),
+        (("--loss", "no_such_module:f"), 1, "ModuleNotFoundError"),
+        (("--sweep", "mask"), 2, "clamp"),
+        (("--sweep", "clamp", "--png", "sweep.bmp"), 1, ".png"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_cannot_be_replayed_under_is_one_line(asked: tuple[str, ...], status: int, word: str, run_dir: Path, tmp_path: Path) -> None:
+    """It says what there is instead, and nothing is written."""
+    done = call("replay", snapshot_of(run_dir), *asked, cwd=tmp_path)
+    assert done.returncode == status and word in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
