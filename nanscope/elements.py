@@ -30,7 +30,7 @@ class Source:
     argument: int
 
 
-def _flow(call: Call) -> Flow | None:
+def element_flow(call: Call) -> Flow | None:
     """How elements flow through this call; some overloads and flags make another function of an operator."""
     name, overloaded = base_name(call.op), call.op.rsplit(".", 1)[-1]
     if name in ("max", "min") and overloaded == "other":
@@ -42,7 +42,7 @@ def _flow(call: Call) -> Flow | None:
 
 def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> list[Source]:
     """Return the elements of the call's arguments that element `flat` of its result `out` came from, argument by argument."""
-    flow, name = _flow(call), base_name(call.op)
+    flow, name = element_flow(call), base_name(call.op)
     result = values[out]
     if flow is Flow.CREATE or name in SELECTORS:
         return []
@@ -58,7 +58,7 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
             elif flow is Flow.REDUCE:
                 found.append(Source(value, _reduced_from(call, tensor, result, index), position))
             elif flow is Flow.ALONG:
-                found.append(Source(value, _fibre(tensor, index, _dims(call, tensor), upto=name in _CUMULATIVE), position))
+                found.append(Source(value, _fibre(tensor, index, dims_of(call, tensor), upto=name in _CUMULATIVE), position))
             elif flow is Flow.MATMUL:
                 found.append(Source(value, _row_or_column(name, position, tensor, result, index), position))
             elif name in _ROW_NORMS:
@@ -89,7 +89,7 @@ def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return, for every result of the call, a bool tensor of the elements that depend on the marked elements of its arguments."""
-    flow, name = _flow(call), base_name(call.op)
+    flow, name = element_flow(call), base_name(call.op)
     touched = [value for value in call.inputs() if value in marked and bool(marked[value].any())]
     outs = [out for out in call.outs if out is not None and out in values]
     if not touched or flow is Flow.CREATE or name in SELECTORS:
@@ -110,7 +110,7 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                 elif flow is Flow.REDUCE:
                     mark |= _reduce(call, own, result)
                 elif flow is Flow.ALONG and name in _CUMULATIVE and own.dim():
-                    mark |= own.int().cummax(dim=_dims(call, own)[0]).values.bool()
+                    mark |= own.int().cummax(dim=dims_of(call, own)[0]).values.bool()
                 elif name in _ROW_NORMS and position == 0:
                     flat = own.flatten(own.dim() - len(call.args[1])).any(-1)  # type: ignore[arg-type]
                     mark |= flat.reshape(*flat.shape, *[1] * (result.dim() - flat.dim())).expand(result.shape)
@@ -119,7 +119,7 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                 elif name in _NLL and position == 0:
                     mark |= _reads_marked(call, values, own, result)
                 elif flow is Flow.ALONG:
-                    dims = _dims(call, own) or tuple(range(own.dim()))
+                    dims = dims_of(call, own) or tuple(range(own.dim()))
                     mark |= own.any(dim=dims[0], keepdim=True).expand(result.shape) if own.dim() else own
                 elif flow is Flow.MATMUL:
                     mark |= _matmul_mark(name, position, own, result)
@@ -208,7 +208,7 @@ def _broadcast_from(index: tuple[int, ...], tensor: Tensor) -> Tensor:
     return torch.tensor([ravel(tuple(0 if n == 1 else i for i, n in zip(own, tensor.shape, strict=True)), tensor.shape)])
 
 
-def _dims(call: Call, tensor: Tensor) -> tuple[int, ...]:
+def dims_of(call: Call, tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions that a reduction or an along-operator names, () for all of them."""
     schema = overload(call.op)._schema
     named: Arg = None
@@ -245,7 +245,7 @@ def _fibre(tensor: Tensor, index: tuple[int, ...], dims: tuple[int, ...], *, upt
 
 
 def _reduced_from(call: Call, tensor: Tensor, result: Tensor, index: tuple[int, ...]) -> Tensor:
-    dims = _dims(call, tensor) or tuple(range(tensor.dim()))
+    dims = dims_of(call, tensor) or tuple(range(tensor.dim()))
     kept = iter(index)
     if result.dim() == tensor.dim():
         full = index
@@ -255,7 +255,7 @@ def _reduced_from(call: Call, tensor: Tensor, result: Tensor, index: tuple[int, 
 
 
 def _reduce(call: Call, mark: Tensor, result: Tensor) -> Tensor:
-    dims = _dims(call, mark) or tuple(range(mark.dim()))
+    dims = dims_of(call, mark) or tuple(range(mark.dim()))
     kept = mark
     for dim in dims:
         kept = kept.any(dim=dim, keepdim=True)

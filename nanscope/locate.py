@@ -237,8 +237,9 @@ class _Walker:
     def _steepest(self) -> Location | None:
         """The call whose backward made its gradient larger by the largest factor."""
         found: tuple[float, int, Tensor] | None = None
-        for index, (received, returned) in self.run.flows.items():
-            came = max((float(g.abs().max()) for g in received if g is not None and g.numel()), default=0.0)
+        for index, returned in self.run.returned.items():
+            received = [self.run.grads[out] for out in self.program.calls[index].outs if out is not None and out in self.run.grads]
+            came = max((float(g.abs().max()) for g in received if g.numel()), default=0.0)
             for grad in returned:
                 if grad is not None and grad.numel() and came > 0:
                     factor = float(grad.abs().max()) / came
@@ -481,7 +482,7 @@ class _Walker:
     def _returned(self, index: int, value: int) -> Iterator[Tensor]:
         """Yield the gradients that a call's backward returned for one of its arguments."""
         call = self.program.calls[index]
-        _, returned = self.run.flows[index]
+        returned = self.run.returned[index]
         inputs = [v for arg in call.args for v in refs(arg)] + [v for _, arg in call.kwargs for v in refs(arg)]
         payload = [v for p, arg in enumerate(call.args) if p in PAYLOAD.get(base_name(call.op), (0,)) for v in refs(arg)]
         shape = self.run.values[value].shape

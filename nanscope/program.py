@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeAlias, Union, cast
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.ops import FLOW, base_name
+from nanscope.shelf import Put, Shelf, Shelved, took
 
 MAX_ELEMENTS = 1 << 31  # one result of a program from a file; beyond it the file is refused, not executed
 
@@ -157,18 +160,51 @@ def overload(op: str) -> Any:
     return found
 
 
+def perform(
+    call: Call,
+    values: Mapping[int, Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    grad: bool,
+    room: int | None = MAX_ELEMENTS,
+    index: int = 0,
+) -> tuple[list[Any], int]:
+    """Execute one call on the values it reads; return its results and how many elements they have.
+
+    dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
+    room: the most elements it may make, None if there is enough. index: its place in the program, for the error.
+    Raises ProgramError if it cannot be executed.
+    """
+    function = overload(call.op)
+    args = [_resolve(arg, values, dtype, device) for arg in call.args]
+    kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
+    if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
+        kwargs["dtype"] = dtype
+    try:
+        size = 0 if room is None else _elements(call, function, args, kwargs)
+        if room is not None and size > room:
+            raise ProgramError(f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large")
+        with torch.set_grad_enabled(grad):
+            result = function(*args, **kwargs)
+    except _FAILURES as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
+    return (list(result) if isinstance(result, (tuple, list)) else [result]), size
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What executing a program gave.
 
     values: every value by id. grads: the gradient of the output with respect to every differentiable value, where backward reached it.
-    flows: for each call index that backward visited, the gradients that its autograd node received and returned, in argument order.
+    returned: for each call index that backward visited, the gradients that its autograd node returned, in argument order.
     order: the call indices in the order in which backward visited them.
+    What is large stands in a file and is mapped when it is read: do not write to it.
     """
 
-    values: dict[int, Tensor]
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    flows: dict[int, tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    values: Mapping[int, Tensor]
+    grads: Mapping[int, Tensor] = field(default_factory=dict)
+    returned: Mapping[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     order: tuple[int, ...] = ()
 
 
@@ -248,25 +284,9 @@ class Program:
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
-        values: dict[int, Tensor] = {}
-        grads: dict[int, Tensor] = {}
-        flows: dict[int, tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]] = {}
-        order: list[int] = []
-
-        def keep_grad(value: int) -> Callable[[Tensor | None], None]:
-            def hook(grad: Tensor | None) -> None:
-                if grad is not None:
-                    grads[value] = grad.detach()
-
-            return hook
-
-        def keep_flow(index: int) -> Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], None]:
-            def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-                flows[index] = (grad_outputs, grad_inputs)
-                order.append(index)
-
-            return hook
-
+        shelf = Shelf()
+        values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
+        away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
         for leaf in self.leaves:
             if leaf.id not in leaves:
                 raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
@@ -275,33 +295,19 @@ class Program:
                 tensor = tensor.to(dtype)
             if leaf.diff and backward and tensor.is_floating_point():
                 tensor.requires_grad_()
-                tensor.register_hook(keep_grad(leaf.id))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
             values[leaf.id] = tensor
 
-        dropped = self._last_uses() if ends else {}
+        last_uses = self._last_uses()
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
         made = 0  # elements of all results so far
         with contextlib.ExitStack() as stack:
             for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
                 stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
+            stack.enter_context(_saving(shelf, values.values()))
             for index, call in enumerate(self.calls):
-                function = overload(call.op)
-                args = [_resolve(arg, values, dtype, device) for arg in call.args]
-                kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
-                if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
-                    kwargs["dtype"] = dtype
-                try:
-                    made += _elements(call, function, args, kwargs)
-                    if made > MAX_ELEMENTS:
-                        raise ProgramError(
-                            f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large"
-                        )
-                    with torch.set_grad_enabled(call.grad and backward):
-                        result = function(*args, **kwargs)
-                except _FAILURES as error:
-                    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                    raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
-                results = list(result) if isinstance(result, (tuple, list)) else [result]
+                results, size = perform(call, values, dtype, device, call.grad and backward, MAX_ELEMENTS - made, index)
+                made += size
                 node = None
                 for out, tensor in zip(call.outs, results, strict=False):
                     if out is None or not isinstance(tensor, Tensor):
@@ -309,22 +315,26 @@ class Program:
                     values[out] = tensor
                     if backward and tensor.requires_grad:
                         if not ends:
-                            tensor.register_hook(keep_grad(out))  # type: ignore[no-untyped-call]
+                            tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
                         node = tensor.grad_fn
                 if trace and node is not None:
-                    node.register_hook(keep_flow(index))
-                for value in dropped.get(index, ()):
+                    node.register_hook(partial(back.keep, index))
+                del results, node
+                for value in last_uses.get(index, ()):
+                    if value in values and not ends:
+                        away[value] = values[value]
                     values.pop(value, None)
-                del args, kwargs, result, results, node
             if self.output not in values:
                 raise ProgramError("the program does not make its output", slug="program-missing-value")
             output = values[self.output]
+            kept = {value: tensor.detach() for value, tensor in values.items()}
+            values.clear()
             if backward and output.requires_grad:
                 try:
                     torch.autograd.backward([output], [torch.ones_like(output)])
                 except RuntimeError as error:
                     raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
-        return Run({value: tensor.detach() for value, tensor in values.items()}, grads, flows, tuple(order))
+        return Run(ChainMap(kept, away), grads, back, tuple(back.order))
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Index of a call → results that nobody reads after it."""
@@ -392,6 +402,40 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _keep(grads: Shelved, value: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        grads[value] = grad
+
+
+class _Back(Mapping[int, tuple[Tensor | None, ...]]):
+    """What the autograd node of each call returned; order: as backward visited them."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._held: dict[int, tuple[Tensor | Put | None, ...]] = {}
+        self.order: list[int] = []
+
+    def keep(self, index: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+        """Hook of a call's node."""
+        self._held[index] = tuple(None if grad is None else self._shelf.put(grad) for grad in returned)
+        self.order.append(index)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, ...]:
+        return tuple(None if held is None else took(held) for held in self._held[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def _saving(shelf: Shelf, leaves: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Put away what autograd saves for backward, except the leaves, which are in memory all the time."""
+    held = {leaf.data_ptr() for leaf in leaves}
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor if tensor.data_ptr() in held else shelf.put(tensor), took)
 
 
 def _makes_floats(call: Call, args: list[Any]) -> bool:

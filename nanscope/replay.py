@@ -7,7 +7,7 @@ should be. "Should be" is measured, too: the recorded program in float64, with e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate import Location, locate, spike
 from nanscope.program import Call, Computes, Leaf, Program, Ref, Run, same_bits
-from nanscope.snapshot import Snapshot
+from nanscope.rowwise import AT_ONCE, LARGE, execute_by_rows
+from nanscope.snapshot import Snapshot, tensor_bytes
+from nanscope.summary import is_finite
 from nanscope.variants import CONTROLS, EDITS, Patch, Variant, repaired
 
 
@@ -82,7 +84,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     if program.computes is not Computes.LOSS:
         reproduces, gradients, note = None, None, ""
     # From here on only the values are read: where the gradients went is known, and on a large batch they are most of the memory.
-    run = replace(run, grads={leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.id in run.grads}, flows={})
+    run = replace(run, grads={leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.id in run.grads}, returned={})
     rows = [_row("as_recorded", "as recorded", "recorded", program, run, None, note)]
     if location is None:
         return Replay(tuple(rows), reproduces, gradients, None, run)
@@ -107,9 +109,12 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
             if kind == "asked":
                 rows.append(Row(name, name, kind, None, 0, 0, None, False, "does not apply to this origin"))
             continue
-        if kind == "fix":
-            variant = everywhere(variant, edit, patch)
-        rows.append(_try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy))
+        row = _try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy)
+        if kind == "fix" and not row.works:
+            again = everywhere(variant, edit, patch)
+            if again is not variant:
+                row = _try(again.id, again.label, kind, again.program, again.tensors, healthy)
+        rows.append(row)
     if suspect:
         rows = [row if row.kind in ("recorded", "float64") else replace(row, works=row.works and _calmer(row, rows[0])) for row in rows]
     if program.computes is not Computes.LOSS:
@@ -151,10 +156,16 @@ def _try(
     dtype: torch.dtype | None = None,
 ) -> Row:
     try:
-        run = program.execute(tensors, dtype=dtype, ends=True)
+        run = _ends(program, tensors, dtype)
     except ProgramError as error:
         return Row(name, label, kind, None, 0, 0, None, False, str(error))
     return _row(name, label, kind, program, run, healthy)
+
+
+def _ends(program: Program, tensors: dict[int, Tensor], dtype: torch.dtype | None = None) -> Run:
+    """Run a program for its output and the gradients of its leaves; a large one by rows, if that is possible."""
+    run = execute_by_rows(program, tensors, dtype, AT_ONCE) if tensor_bytes(tensors) >= LARGE else None
+    return run or program.execute(tensors, dtype=dtype, ends=True)
 
 
 CALM = 0.01  # a fix of a spike brings the largest gradient to this part of what it was
@@ -167,9 +178,9 @@ def _calmer(row: Row, recorded: Row) -> bool:
 def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: _Healthy | None, note: str = "") -> Row:
     loss = run.values[program.output].double().sum()
     grads = _results(program, run)
-    bad = sum(not bool(torch.isfinite(grad).all()) for grad in grads.values())
+    bad = sum(not bool(is_finite(grad)) for grad in grads.values())
     works = bool(torch.isfinite(loss)) and not bad
-    largest = max((float(grad.abs().max()) for grad in grads.values() if grad.numel()), default=None)
+    largest = max((float(torch.linalg.vector_norm(grad, math.inf)) for grad in grads.values() if grad.numel()), default=None)
     return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note, largest)
 
 
@@ -200,8 +211,8 @@ class _Healthy:
             variant = repaired(patch)
             if variant is None:
                 return None
-            run = variant.program.execute(variant.tensors, dtype=torch.float64, ends=True)
-            plain = variant.program.execute(variant.tensors, ends=True)
+            run = _ends(variant.program, variant.tensors, torch.float64)
+            plain = _ends(variant.program, variant.tensors)
         except NanscopeError:
             return None
         grads = _results(variant.program, run)
@@ -215,17 +226,24 @@ class _Healthy:
         noise = healthy.distortion(_results(variant.program, plain))
         return replace(healthy, noise=noise if math.isfinite(noise) else 0.0)
 
-    def distortion(self, grads: dict[int, Tensor]) -> float:
-        scale = max((float(g[self.masks[v]].abs().max()) for v, g in self.grads.items() if bool(self.masks[v].any())), default=0.0)
-        worst = 0.0
+    def distortion(self, grads: Mapping[int, Tensor]) -> float:
+        scale = worst = 0.0
         for value, wanted in self.grads.items():
-            got, mask = grads.get(value), self.masks[value]
-            if got is None or not bool(mask.any()):
-                continue
-            difference = (got.double() - wanted).abs()[mask].max()
-            worst = max(worst, float(difference)) if bool(torch.isfinite(difference)) else math.inf
+            got = grads.get(value)
+            for part, mask, own in zip(_parts(wanted), _parts(self.masks[value]), _parts(wanted if got is None else got), strict=True):
+                if bool(mask.any()):
+                    scale = max(scale, float(part[mask].abs().max()))
+                    difference = float((own[mask].double() - part[mask]).abs().max())
+                    worst = max(worst, difference if math.isfinite(difference) else math.inf)
         relative = worst / scale if scale > 0 else worst
         return 0.0 if relative <= 2 * self.noise else relative
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor some rows at a time: compared as a whole, a large one would be held in float64 once more."""
+    rows = tensor.reshape(tensor.shape or (1,))
+    parts: Sequence[Tensor] = torch.split(rows, max(1, AT_ONCE // max(rows[:1].numel(), 1)))
+    return parts
 
 
 def _touched(patch: Patch) -> dict[int, Tensor]:
@@ -256,7 +274,7 @@ def _touched(patch: Patch) -> dict[int, Tensor]:
         )
         tensors = {leaf.id: patch.tensors[leaf.id] for leaf in part.leaves}
         try:
-            run = probe.execute({**tensors, mark: bad.double()}, dtype=torch.float64, ends=True)
+            run = _ends(probe, {**tensors, mark: bad}, torch.float64)
         except ProgramError:
             continue
         for leaf in part.leaves:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError, SnapshotError
-from nanscope.files import write_whole
+from nanscope.files import whole
 from nanscope.header import KEY, SCHEMA_VERSION, read_header
 from nanscope.ledger import Entry, checked, show
 from nanscope.program import Program
@@ -117,7 +117,8 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
 
     Raises OSError if the folder cannot be written.
     """
-    from safetensors.torch import save as encode
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,22 +128,34 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
     leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
     for value in sorted(snapshot.tensors):
         names[value] = _plain_name(leaves[value].name if value in leaves else None, value, taken)
-        tensors[names[value]] = _own(snapshot.tensors[value])
+        tensors[names[value]] = snapshot.tensors[value]
     for value, grad in sorted(snapshot.grads.items()):
         if value in names:
-            tensors[f"grad/{names[value]}"] = _own(grad)
+            tensors[f"grad/{names[value]}"] = grad
     if snapshot.loss is not None:
-        tensors["loss"] = _own(snapshot.loss)
+        tensors["loss"] = snapshot.loss
     metadata = {KEY: json.dumps(_about(snapshot, names), sort_keys=True, allow_nan=False)}
-    data = encode(tensors, metadata=metadata)
     path = folder / snapshot.file_name
-    write_whole(path, data)
+    with whole(path) as temporary:
+        try:
+            save_file(_unshared(tensors), temporary, metadata=metadata)
+        except SafetensorError as error:  # a full disk, for instance
+            raise OSError(str(error)) from None
     return path
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A contiguous copy with memory of its own, in main memory: views and shared storage do not survive a file."""
-    return tensor.detach().to("cpu", copy=True).contiguous().clone()
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors contiguous, in main memory, each with memory of its own: views and shared storage do not survive a file."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.numel() * own.element_size():
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        found[name] = own
+    return found
 
 
 def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
@@ -193,13 +206,13 @@ def load(path: Path | str) -> Snapshot:
     Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load as decode
+    from safetensors.torch import load_file
 
     path = Path(path)
     about = read_header(path).about
     try:
-        tensors = decode(path.read_bytes())
-    except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError) as error:
+        tensors = load_file(path)
+    except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError, OSError) as error:
         raise SnapshotError(f"{path}: the tensors are damaged ({error})", slug="snapshot-damaged") from None
     try:
         program = Program.from_json(about["program"])

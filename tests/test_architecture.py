@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "roles", "ops", "indices", "causes", "files"),
+    ("errors", "roles", "ops", "indices", "causes", "files", "shelf"),
     ("program", "ledger", "header", "advantages", "objective", "frameworks", "summary", "explanations"),
     ("elements", "snapshot", "names", "native"),
-    ("locate", "atlas"),
+    ("locate", "rowwise", "atlas"),
     ("variants", "capture", "inputs"),
     ("replay", "case"),
     ("rules", "alternatives", "catalogue"),

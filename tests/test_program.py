@@ -112,7 +112,7 @@ def test_what_is_around_a_run_changes_nothing(around: Callable[[], Any]) -> None
 def test_without_backward_there_are_no_gradients() -> None:
     """Forward only, on request."""
     run = GRPO.execute(dict(enumerate(batch())), backward=False)
-    assert run.grads == {} and run.flows == {} and GRPO.output in run.values
+    assert run.grads == {} and run.returned == {} and GRPO.output in run.values
 
 
 def test_a_call_without_grad_cuts_the_graph() -> None:
@@ -128,15 +128,15 @@ def test_a_call_without_grad_cuts_the_graph() -> None:
 
 
 def test_a_trace_holds_what_went_in_and_out_of_every_call() -> None:
-    """Per call, the gradient that its node received and those that it returned, in the order in which backward visited them."""
+    """Per call, the gradient of its result and those that its node returned, in the order in which backward visited them."""
     program = chain(("aten.exp.default", (Ref(0),)), ("aten.mul.Tensor", (Ref(2), Ref(1))), ("aten.sum.default", (Ref(3),)), leaves=2)
     x, y = torch.tensor([0.0, 200.0]), torch.tensor([1.0, 0.0])
     run = program.execute({0: x, 1: y}, trace=True)
     assert run.order == (2, 1, 0)
-    (seed,), (spread,) = run.flows[2]
-    assert seed is not None and spread is not None and seed.tolist() == 1 and spread.tolist() == [1, 1]
-    received, returned = run.flows[0]
-    assert received[0] is not None and received[0].tolist() == [1, 0]
+    (spread,) = run.returned[2]
+    assert spread is not None and spread.tolist() == [1, 1] and run.grads[4].tolist() == 1
+    returned = run.returned[0]
+    assert run.grads[2].tolist() == [1, 0]
     assert returned[0] is not None and returned[0][0] == 1 and math.isnan(float(returned[0][1]))
 
 

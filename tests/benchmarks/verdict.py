@@ -8,15 +8,16 @@
 
 Each size runs in a process of its own: a GRPO loss with KL over [B, T] log-probabilities, one masked token whose ratio overflows, one
 backward pass. "backward" is what the same backward pass takes without nanscope; "hit" is what it takes with the look at the bad step and
-its snapshot; "verdict" is diagnosing it with every fix executed. Memory is what the peak of the process grew by after the loss was
-there, over the size of the snapshot.
+its snapshot; "verdict" is diagnosing it with every fix executed. Memory is how far the process went beyond what it held when the loss was
+there, over the size of the snapshot; the snapshot itself is part of it. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import nanscope
 
 SIZES = ("64x1024", "512x8192")
 MIB = 1 << 20
+ENVIRONMENT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}  # what is freed leaves the process, and is not counted as held
 
 
 def batch(rows: int, tokens: int) -> tuple[Tensor, ...]:
@@ -52,9 +54,14 @@ def loss_of(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, adv
     return ((per_token_loss + 0.04 * per_token_kl) * mask).sum() / mask.sum()
 
 
-def peak() -> int:
-    """The most memory that this process has held so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def memory(field: str) -> int:
+    """Bytes that this process holds ("VmRSS"), or has held at most since `forget_peak` ("VmHWM"), as Linux counts them."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def measure(rows: int, tokens: int) -> dict[str, float]:
@@ -65,7 +72,8 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
     backward = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder, nanscope.watch(out=folder) as scope:
         loss = loss_of(*tensors)
-        before = peak()
+        before = memory("VmRSS")
+        forget_peak()
         began = time.perf_counter()
         loss.backward()
         hit = time.perf_counter() - began
@@ -76,7 +84,7 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
     origin = verdict.incidents[0].origin
     if (origin.op, origin.index) != ("exp", (rows // 2, tokens - 1)):
         raise SystemExit(f"the origin came out wrong: {origin.op} {origin.index}")
-    return {"backward": backward, "hit": hit, "verdict": diagnosed, "grown": peak() - before, "snapshot": size}
+    return {"backward": backward, "hit": hit, "verdict": diagnosed, "grown": memory("VmHWM") - before, "snapshot": size}
 
 
 def main() -> None:
@@ -92,7 +100,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'batch':>10} {'backward':>10} {'hit':>8} {'verdict':>9} {'snapshot':>12} {'memory':>9}")
     for size in options.sizes:
-        done = subprocess.run([sys.executable, __file__, "--one", size], check=True, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, "--one", size], check=True, capture_output=True, text=True, env=ENVIRONMENT)
         found = json.loads(done.stdout.splitlines()[-1])
         times = f"{found['backward']:>9.2f}s {found['hit']:>7.2f}s {found['verdict']:>8.2f}s"
         print(f"{size:>10} {times} {found['snapshot'] / MIB:>8.0f} MiB {found['grown'] / found['snapshot']:>8.1f}×")
