@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.locate import Drop, Origin
+from nanscope.fate import Drop
+from nanscope.locate import Origin
 from nanscope.ops import base_name
 from nanscope.program import Arg, Call, Leaf, Program, Ref, overload, refs
 
