@@ -234,7 +234,7 @@ def _seen(observed: dict[str, Any]) -> Look:
 
 def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
     assert recording.program is not None
-    grads = dict(recording.grads)
+    grads: Mapping[int, Tensor] = recording.grads
     if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
         grads = recording.program.execute(recording.tensors, ends=True).grads
     found = autopsy.follow_back(recording.edge(), grads, recording.calls, watch)
