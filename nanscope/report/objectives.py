@@ -71,9 +71,13 @@ def _trial(trial: Trial | None, chosen: bool) -> Text:
     if trial.works:
         if trial.distortion is None:
             return Text("finite")
-        words = "unchanged" if trial.unchanged else f"off by {100 * trial.distortion:.2g} %"
+        words = "unchanged" if trial.unchanged else f"off by {_percent(trial.distortion)}"
         return Text(f"{words}{'  ← smallest' if chosen else ''}", PROVEN if trial.unchanged else "")
     return Text("gradient not finite" if trial.bad else f"loss {number(trial.loss)}", HARM)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
 def draw_sweep(sweep: Sweep, path: Path) -> None:
@@ -95,7 +99,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
     axes.axvline(sweep.limit, color="#777777", ls="--", lw=1, label=f"{sweep.dtype} ends")
     axes.set(xscale="log", xlabel=f"clamp of {_plain(sweep.operand)}, nat", ylabel="change of a healthy\ntoken's gradient")
     axes.set_yscale("symlog", linthresh=1e-6)
-    axes.set_ylim(bottom=-1e-7)
+    axes.set_ylim(-1e-7, 100 * top)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
