@@ -308,7 +308,7 @@ def _changed(fault: Fault, harm: Harm, counted_BT: Tensor, found: Outcome, refer
         return False
     if fault.where is Where.BATCH:
         return bool(found.loss != 0)
-    if fault.where is Where.VALID and (fault.kind in _LOG_RATIO or harm):
+    if fault.where is Where.VALID and fault.kind in _LOG_RATIO:
         return False
     if fault.where is Where.ROW:
         found, counted_BT = Outcome(found.loss, found.gradient_BT[_FAULTY + 1 :]), counted_BT[_FAULTY + 1 :]

@@ -96,6 +96,7 @@ SEEN = (
     ("trl.grpo", "empty batch", "·"),
     ("skyrl.regular", "empty batch", "·"),
     ("torchtitan.dapo", "empty batch", "·"),
+    ("trl.rloo", "empty batch", "≠"),
     ("trl.grpo", "empty row", "≠"),
     ("trl.dapo", "empty row", "·"),
     ("verl.vanilla · loss_agg_mode=seq-mean-token-mean", "empty row", "·"),

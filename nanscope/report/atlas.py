@@ -23,6 +23,7 @@ from typing import IO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from nanscope.atlas import GRADIENT, LEGEND, SHORT, Atlas, Fault, Harm, Kind, Verification, Where
@@ -301,8 +302,10 @@ def _atlas(atlas: Atlas) -> RenderableType:
 
 
 def _legend() -> Iterator[RenderableType]:
+    codes = Table.grid(padding=(0, 2))
     for code, words in LEGEND.items():
-        yield Text.assemble((f"  {code}  ", _STYLES[_LOOK_OF_LETTER[code]]), (words, QUIET))
+        codes.add_row(Text(code, _STYLES[_LOOK_OF_LETTER[code]]), Text(words, QUIET))
+    yield Padding(codes, (0, 2))
     for words in COLUMNS:
         yield Padding(Text(words, QUIET), (0, 2))
 
