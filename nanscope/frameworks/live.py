@@ -8,7 +8,6 @@ What is held costs nothing; it is read, and turned into plain numbers and texts,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -94,7 +93,8 @@ def objective_of(glimpses: Sequence[Glimpse]) -> dict[str, Any]:
     if not keyed:
         return {}
     seen = min(keyed, key=_rank)
-    key = re.sub(r"\{(\w+)\}", lambda match: str(seen.setting(match.group(1))), seen.site.key or "")
+    before, _, option = (seen.site.key or "").partition("{")
+    key = before + str(seen.setting(option.rstrip("}"))) if option else before
     described: dict[str, Any] = {"key": key, "site": f"{seen.site.file}: {seen.site.function}", "settings": {}}
     if key in LOSSES:
         names = LOSSES[key].names()
