@@ -159,7 +159,8 @@ class _Search:
                 found[field] = near[0]
         taken = set(found.values())
         for value in partners:
-            if value not in taken and self.roles.get(value) in (Role.LOG_PROBS, None):
+            named = role_of(self.namer.name(value))  # by itself: what it is computed for says that it is subtracted, not what it is
+            if value not in taken and named in (Role.LOG_PROBS, None) and self._width(value) in widths:
                 found.setdefault("ref_logprobs" if self._compares_by_kl(forms, value) else "old_logprobs", value)
         met = [form for form in forms if set(self._partners((form,), "sub", "rsub")) & set(found.values())]
         return found, met[-1] if met else policy

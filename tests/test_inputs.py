@@ -112,6 +112,25 @@ def nameless_reference(x, y, z, a, m):
     return ((-r * a[:, None] + 0.04 * (torch.exp(d) - d - 1)) * m).sum() / m.sum()
 
 
+def unnamed_reference(logps, old_logps, z, advantages, mask):
+    ratio = torch.exp(logps - old_logps)
+    d = z - logps
+    return ((-ratio * advantages[:, None] + 0.04 * (torch.exp(d) - d - 1)) * mask).sum() / mask.sum()
+
+
+def unnamed_old(logps, z, advantages, mask):
+    ratio = torch.exp(logps - z)
+    return (-ratio * advantages[:, None] * mask).sum() / mask.sum()
+
+
+def test_an_unnamed_anchor_is_told_by_what_it_is_for() -> None:
+    """Inside exp(d) − d − 1 it is the reference, under a ratio it is the old policy."""
+    found = loss_inputs(record(unnamed_reference, wanting(), OLD, REF, ADV, MASK).snapshot())
+    assert torch.equal(found.old_logprobs, OLD) and torch.equal(found.ref_logprobs, REF)
+    found = loss_inputs(record(unnamed_old, wanting(), OLD, ADV, MASK).snapshot())
+    assert torch.equal(found.old_logprobs, OLD) and found.ref_logprobs is None
+
+
 def sampler_only(logps, vllm_logps, advantages, mask):
     ratio = torch.exp(logps - vllm_logps)
     return -(ratio * advantages[:, None] * mask).sum() / mask.sum()

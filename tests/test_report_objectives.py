@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def shown(sweep: Sweep) -> str:
 
 def test_a_sweep_is_a_table_and_what_to_take_from_it() -> None:
     """One line a bound; the smallest good one is marked; a distortion is a share, a failure is named."""
-    lines = {line.split()[0]: line for line in shown(SWEEP).splitlines() if line.strip().startswith("±")}
+    lines = {line.split()[0]: line for line in shown(SWEEP).splitlines() if re.match(r" +±[0-9]+  ", line)}
     assert "off by 25 %" in lines["±1"] and "← smallest" not in lines["±1"]
     assert "unchanged  ← smallest" in lines["±3"] and lines["±3"].count("gradient not finite") == 2
     assert "loss NaN" in lines["±88"]

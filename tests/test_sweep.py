@@ -116,6 +116,14 @@ def test_a_counted_token_that_overflows_is_not_taken_for_healthy() -> None:
     assert good.objective_before.distortion == 0
 
 
+def test_a_masked_exponent_that_is_merely_large_does_not_count() -> None:
+    """A clamp may cut it: the loss does not read it."""
+    delta = DELTA.clone()
+    delta[0, 2] = 50.0
+    swept = sweep_clamp(record(ratio_loss, LP.clone().requires_grad_(), LP - delta, ADV, MASK).snapshot())
+    assert swept.largest == pytest.approx(2.5, abs=1e-5)
+
+
 def test_a_kl_is_swept_as_a_kl() -> None:
     """The clamp of the objective is then the one on the input of the KL."""
     ref = LP + torch.tensor([[0.1, -0.2, 120.0], [0.3, 1.5, 0.0]])
