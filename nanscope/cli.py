@@ -124,7 +124,9 @@ def replay(
     edit: Annotated[
         list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, …")
     ] = None,
-    under: Annotated[list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, …")] = None,
+    under: Annotated[
+        list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, …")
+    ] = None,
     loss: Annotated[list[str] | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="Also under your own loss.")] = None,
     sweep: Annotated[str | None, typer.Option("--sweep", metavar="clamp", help="Try one clamp after another instead.")] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,

@@ -303,7 +303,9 @@ def test_variants_lists_losses_and_edits(tmp_path: Path) -> None:
     """All of them in short, some with their settings, everything as JSON."""
     whole, some = call("variants"), call("variants", "verl.vanilla", "--json", tmp_path / "v.json")
     assert whole.returncode == some.returncode == 0
-    assert all(words in whole.stdout for words in ("nemo_rl.clipped_pg", "liger.luspo", "mask is not applied", "clamp_exponent", "where_after_op"))
+    assert all(
+        words in whole.stdout for words in ("nemo_rl.clipped_pg", "liger.luspo", "mask is not applied", "clamp_exponent", "where_after_op")
+    )
     assert "clip_ratio=0.2" in some.stdout and "±20" in some.stdout and "clamp_exponent" not in some.stdout
     assert [loss["key"] for loss in json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["losses"]] == ["verl.vanilla"]
 
