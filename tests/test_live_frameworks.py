@@ -426,3 +426,26 @@ def test_what_a_triton_kernel_swallows_is_told(tmp_path: Path, fault: str, kind:
     for words in said:
         assert words in done.stdout, done.stdout
     assert bool(said) == (len(done.stdout.splitlines()) > 1), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dapo", {"beta": 0.04}), ("grpo", {"epsilon_high": 0.3}), ("dr_grpo", {"max_completion_length": 12}), ("bnpo", {"delta": 4.0})],
+)
+def test_a_real_trl_step_replays_under_the_settings_that_were_read(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """A GRPOTrainer trains: its loss is known by name and live settings, and the file alone gives the loss that it logged."""
+    pytest.importorskip("trl")
+    from trl_runs import Fault, FaultyTrainer, make_trainer
+
+    trainer = make_trainer(tmp_path, FaultyTrainer, fault=Fault("tool", 1), max_steps=2, loss_type=kind, **options)
+    with nanscope.watch(trainer, out=tmp_path / "run") as scope:
+        trainer.train()
+    (incident,) = scope.verdict.incidents
+    settings = incident.objective["settings"]
+    assert incident.objective["key"] == f"trl.{kind}" and incident.loss_words.startswith(f"trl.{kind}")
+    assert options.items() <= settings.items() and settings["num_processes"] == 1
+    assert settings["gradient_accumulation_steps"] == trainer.args.gradient_accumulation_steps
+    snapshot = nanscope.load(str(incident.snapshot))
+    ours = framework_loss(snapshot.objective["key"], loss_inputs(snapshot), **settings).loss
+    assert snapshot.loss is not None and same(float(ours), float(snapshot.loss))
+    assert any(setting in " ".join(incident.remedies) for setting in ('loss_type="cispo"', "beta=0.0"))
