@@ -57,6 +57,13 @@ def test_sheets_hold_every_cell(whole: Atlas) -> None:
     assert sum(sheet.paths for sheet in sheets(whole)) == len(whole.paths)
 
 
+def test_a_column_is_shown_for_one_sign_alone() -> None:
+    """What happens with A < 0 only is not left out."""
+    part = atlas(["verl.geo_mean"], [fault for fault in FAULTS if fault.name.startswith("old −inf masked")])
+    assert [harm.code for harm in part.cells[0]] == ["·", "LVM"]
+    assert [len(block.columns) for block in sheets(part)[0].blocks] == [1, 0, 0]
+
+
 def test_patterns_differ_and_columns_show_something(whole: Atlas) -> None:
     """Two lines of a block never say the same, and no column is empty."""
     for sheet in sheets(whole):
