@@ -287,7 +287,7 @@ def explain(
 
 @app.command()
 def atlas(
-    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX…", help="verl, trl.grpo, …; without one, everything.")] = None,
+    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX", help="verl, trl.grpo, …; without one, everything.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: atlas.html, .json or .txt.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with the functions of the installed frameworks.")] = False,
 ) -> None:
