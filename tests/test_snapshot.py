@@ -384,6 +384,7 @@ def test_a_flipped_byte_gives_a_snapshot_or_an_error(tmp_path: Path) -> None:
         ("snapshot-damaged", lambda about: about["reached"].update(gradients=[1])),
         ("snapshot-damaged", lambda about: about["reached"].update(stepped={"a": 1})),
         ("snapshot-damaged", lambda about: about.update(settings=3)),
+        ("snapshot-damaged", lambda about: about.update(objective=3)),
         ("program-unreadable", lambda about: about.update(program=None)),
         ("program-unreadable", lambda about: about["program"].pop("calls") and None),
         ("program-unreadable", lambda about: about["program"].update(output=math.inf)),
@@ -405,11 +406,12 @@ def test_an_older_or_richer_file_is_read(tmp_path: Path) -> None:
     def change(about: dict[str, Any]) -> None:
         about["of_a_later_release"] = {"x": 1}
         about["reached"]["of_a_later_release"] = 1
-        for key in ("observed", "settings", "history", "environment", "opaque", "notes"):
+        about["schema"] = 1  # which had no objective
+        for key in ("observed", "settings", "objective", "history", "environment", "opaque", "notes"):
             del about[key]
 
     found = load(rewritten(save(small(), tmp_path), change))
-    assert (found.settings, found.history, found.notes, found.opaque) == ({}, (), (), ())
+    assert (found.settings, found.objective, found.history, found.notes, found.opaque) == ({}, {}, (), (), ())
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
