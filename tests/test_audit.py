@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import nanscope
 from nanscope.advantages import whiten
 from nanscope.audit import Audit, Effect, Finding, Sure, audit, audit_snapshots
-from nanscope.audit.denominators import denominators
-from nanscope.audit.weights import Scheme
+from nanscope.audit.denominators import denominators, emptied_under
+from nanscope.audit.weights import Emptied, Scheme
 from nanscope.cli import app
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_loss
-from nanscope.objective import LossInputs
+from nanscope.objective import Guard, LossInputs, LossSettings, Over, Reduction
 from nanscope.snapshot import Snapshot, load
 
 NAN = float("nan")
@@ -111,6 +111,23 @@ def test_row_means_of_unlike_many_rows_do_not_add_up() -> None:
     assert "row means" in finding.sentence
 
 
+ROWS_THAT_COUNT: list[tuple[str, dict[str, Any], float | None]] = [
+    ("trl.grpo", {}, None),  # two rows each: the empty one counts, and all weigh the same
+    ("verl.vanilla", {"loss_agg_mode": "seq-mean-token-mean"}, 2.0),  # one row against two
+]
+
+
+@pytest.mark.parametrize(("key", "options", "weight"), ROWS_THAT_COUNT, ids=["counted", "dropped"])
+def test_an_empty_row_is_a_row_where_it_counts(key: str, options: dict[str, Any], weight: float | None) -> None:
+    """A micro-batch with an empty row beside one without: their rows weigh alike if it counts, and 2 : 1 if it is dropped."""
+    result = audit([rows((4, 0.5), (0, 0.9)), rows((2, 0.3), (4, 0.1))], key, **options)
+    if weight is None:
+        assert "micro_batches_unequal" not in {finding.slug for finding in result.findings}
+        return
+    figures = found(result, "micro_batches_unequal").figures  # (0.5 + (0.3 + 0.1) / 2) / 2 where (0.5 + 0.3 + 0.1) / 3 is meant
+    assert figures == pytest.approx({"value": 0.35, "whole": 0.3, "weight": weight, "count": 3})
+
+
 def test_a_horizon_that_is_the_width_of_the_padding_differs_between_micro_batches() -> None:
     """The sums are divided by unlike widths: what is in the narrower batch weighs more."""
     finding = found(
@@ -135,6 +152,19 @@ def test_which_sums_add_up_is_computed(scheme: Scheme, adds_up: bool) -> None:
     assert reduced.adds_up is adds_up
     if adds_up and scheme is not Scheme.TOTAL:
         assert reduced.averaged == pytest.approx(reduced.whole)
+
+
+def test_ranks_with_unlike_many_micro_batches_are_averaged_one_after_the_other() -> None:
+    """A rank with one micro-batch weighs as much as one with two; with one each, row means add up."""
+    first, second, third = rows((3, 0.8), width=4), rows((3, 0.4), width=4), rows((1, 0.2), width=4)
+    uneven, even = audit([first, second, third], ranks=[0, 1, 1]), audit([first, third], ranks=[0, 1])
+    by_row = {
+        name: next(row for row in result.reductions if row.scheme is Scheme.ROW_MEAN)
+        for name, result in (("uneven", uneven), ("even", even))
+    }
+    assert by_row["uneven"].averaged == pytest.approx((0.8 + (0.4 + 0.2) / 2) / 2)
+    assert by_row["uneven"].whole == pytest.approx((0.8 + 0.4 + 0.2) / 3)
+    assert (by_row["uneven"].adds_up, by_row["even"].adds_up) == (False, True)
 
 
 lengths = st.lists(st.integers(0, 7), min_size=2, max_size=8).filter(any)
@@ -213,6 +243,13 @@ def test_the_frameworks_without_a_floor_are_the_known_two() -> None:
     assert {row.key.split(".")[0] for row in known if not row.empty_batch} == {"verl", "openrlhf"}
     assert all(row.empty_row for row in known)
     assert {row.guard.value for row in known if not row.empty_batch} == {"raw"}
+
+
+def test_a_row_count_without_a_floor_fails_for_one_row() -> None:
+    """No framework has it, but a loop by hand may."""
+    how = LossSettings(reduction=Reduction(Over.ROW_MEANS, row_guard=Guard.RAW))
+    assert emptied_under(how) == Emptied(row=False, batch=False)
+    assert emptied_under(LossSettings(reduction=Reduction(Over.TOKENS, guard=Guard.RAW))) == Emptied(row=True, batch=False)
 
 
 def test_a_batch_without_any_token_is_audited_as_well() -> None:
@@ -326,7 +363,8 @@ def test_what_the_mask_excludes_reaches_no_figure() -> None:
     dirty.logprobs[0, 4] = NAN
     assert dirty.old_logprobs is not None
     dirty.old_logprobs[0, 3] = -float("inf")
-    assert audit([dirty], "trl.grpo") == audit([clean], "trl.grpo")
+    for key in ("trl.grpo", "verl.gspo", "trl.rloo"):  # by token, and with one ratio for the row
+        assert audit([dirty], key) == audit([clean], key)
     dirty.logprobs[1, 0] = NAN
     hurt = audit([dirty], "trl.grpo")
     assert hurt.left_out == 1
