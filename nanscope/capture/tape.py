@@ -495,7 +495,8 @@ class Tape:
         whole = [v for v in [target, *live] if _covers(v, storage)]
         if not whole:
             return
-        root = whole[0]
+        # Of two that are the same memory, the one that has the gradient: a write without gradients leaves one that has none beside it.
+        root = target if whole[0] is target else next((value for value in whole if value.diff), whole[0])
         _, shape, stride, _, _ = target.key
         item = tensor.element_size()
         if root.id == target.id:
