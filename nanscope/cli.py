@@ -69,6 +69,9 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Run directory: history, snapshots, reports.")] = Path("nanscope-runs"),
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
+    save_step: Annotated[
+        list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is, to audit or replay it.")
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training script and watch it.
@@ -81,7 +84,9 @@ def run(
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
     from nanscope import launch
 
-    outcome = launch.run(target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite))
+    outcome = launch.run(
+        target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite), save_steps=save_step or ()
+    )
     verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         traceback.print_exception(outcome.error)

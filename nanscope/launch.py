@@ -27,14 +27,14 @@ class Outcome:
     error: BaseException | None
 
 
-def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfinite: OnNonFinite) -> Outcome:
+def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfinite: OnNonFinite, save_steps: Sequence[int] = ()) -> Outcome:
     """Run `target`, a script's path or, with module=True, a module's name, and watch it.
 
     Raises NanscopeError if there is no such script or module.
     """
     if not module and not Path(target).is_file():
         raise NanscopeError(f"there is no script {target!r}", slug="no-script")
-    scope = watch(out=out, on_nonfinite=on_nonfinite)
+    scope = watch(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps)
     exit_code = 0
     error: BaseException | None = None
     with _as_main(target, args, module):

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,7 @@ class Scope:
     """One watched run. Made by `watch`; use it as a context manager.
 
     out: the run directory. steps: optimizer steps seen. skipped: steps that were skipped to protect the weights.
+    saved: the files of healthy steps that were asked for.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Scope:
         budget: int = BUDGET,
         save_tokens: bool = False,
         limit: int = LIMIT,
+        save_steps: Iterable[int] = (),
     ) -> None:
         if on_nonfinite not in ("record", "skip", "stop"):
             raise NanscopeError(f'on_nonfinite must be "record", "skip" or "stop", not {on_nonfinite!r}', slug="bad-argument")
@@ -76,12 +78,14 @@ class Scope:
         self.skipped = 0
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
+        self.saved: list[Path] = []
         self.notes: list[diagnose.Note] = []
         self.bad_steps = 0
         self.ledger = Ledger()
         self._targets = targets
         self._save_tokens = save_tokens
         self._limit = limit
+        self._save_steps = frozenset(save_steps)
         self._rank = int(os.environ.get("RANK", "0") or 0)
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         self._tape = Tape(budget, wide=budget // 32)
@@ -257,6 +261,8 @@ class Scope:
                 self._swallowed(recording)
             elif self._pulse is not None and self._pulse.headroom is not None and self._pulse.headroom < 0:
                 self._absorbed(recording)
+        if self._save_steps and not recording.examined and self._step_number() in self._save_steps:
+            self._quietly("save-step", self._save_asked, recording)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
@@ -424,7 +430,7 @@ class Scope:
         """An incident: locate it, save the step. look: where it was located already. seen: what was observed instead."""
         if not self._count_hit():
             return
-        snapshot = replace(self._blank(recording.loss, None), reached=reached, observed=dict(seen or {}))
+        snapshot = replace(self._blank(recording.loss, None), reached=reached, observed=dict(seen or {}), part=self._part(recording))
         try:
             if look is None:
                 look = hit.look_closely(recording, lambda: self._second_look(recording, backward=not loss_bad))
@@ -476,11 +482,25 @@ class Scope:
             snapshot = replace(snapshot, program=look.program, tensors=look.tensors, observed=seen)
             self._keep(hit.to_save(snapshot, look, self._save_tokens))
 
+    def _part(self, recording: Recording) -> int:
+        """Which backward pass of this step a recording is, from 1."""
+        return next((number for number, known in enumerate(self._recordings, start=1) if known is recording), 1)
+
+    def _save_asked(self, recording: Recording) -> None:
+        """Save a step that nothing is wrong with."""
+        if recording.program is None:
+            return
+        look = hit.Look(recording.program, recording.tensors, None, None)
+        blank = replace(self._blank(recording.loss, None), reached=Reached(recording.value), part=self._part(recording), asked=True)
+        self.saved.append(save(self._described(blank, look, recording, False, {}), self.out))
+
     def _count_hit(self) -> bool:
-        """Count a bad step; should it be saved, too?"""
+        """Count a bad step; should it be saved, too? Of one step as many backward passes as of a run steps."""
+        self.bad_steps += not self._hit
         self._hit = True
-        self.bad_steps += 1
-        return len(self.snapshots) < self._limit
+        saved = [snapshot.step for snapshot in self.snapshots]
+        known = {*saved, self._step_number()}
+        return len(known) <= self._limit and saved.count(self._step_number()) < self._limit
 
     def _blank(self, loss: Tensor | None, package: str | None) -> Snapshot:
         return Snapshot(
@@ -670,6 +690,7 @@ def watch(
     budget: int = BUDGET,
     save_tokens: bool = False,
     limit: int = LIMIT,
+    save_steps: Iterable[int] = (),
 ) -> Scope:
     """Return a scope that watches a training run.
 
@@ -680,9 +701,10 @@ def watch(
     budget:       bytes of tensors that may be held by reference until a step is over.
     save_tokens:  put integer tensors that look like token ids into snapshots.
     limit:        bad steps saved per run; later ones are counted.
+    save_steps:   numbers of steps to save although nothing is wrong with them, one file a backward pass, to be audited or replayed.
     Raises NanscopeError for an argument that is not one of these.
     """
-    return Scope(targets, out=out, on_nonfinite=on_nonfinite, budget=budget, save_tokens=save_tokens, limit=limit)
+    return Scope(targets, out=out, on_nonfinite=on_nonfinite, budget=budget, save_tokens=save_tokens, limit=limit, save_steps=save_steps)
 
 
 def _modules_of(target: Any) -> Iterator[nn.Module]:

@@ -19,6 +19,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     objective     the framework's loss: key, settings as they were read while it ran, site (since schema 2)
     history       the last steps                         environment      versions, device, dtype of the run
     opaque        operators that could not be recorded; their results are leaves
+    part          which backward pass of the step, from 1    asked      saved on request, nothing was wrong
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -71,6 +72,7 @@ class Snapshot:
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
     observed: JSON of a location found in the process, for origins that the program does not reach. objective: the framework's loss as
     `framework_loss` knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
+    part: which backward pass of the step, from 1. asked: saved on request; nothing was wrong.
     """
 
     step: int
@@ -87,11 +89,14 @@ class Snapshot:
     environment: dict[str, Any] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+    part: int = 1
+    asked: bool = False
 
     @property
     def file_name(self) -> str:
-        """The name that the file of this step has."""
-        return f"step-{self.step:06d}.rank{self.rank}.safetensors"
+        """The name that the file of this step has: `step-…`, or `batch-…` if it was asked for."""
+        part = f".part{self.part}" if self.part > 1 else ""
+        return f"{'batch' if self.asked else 'step'}-{self.step:06d}.rank{self.rank}{part}.safetensors"
 
 
 def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
@@ -174,6 +179,8 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "environment": snapshot.environment,
         "opaque": list(snapshot.opaque),
         "notes": [list(note) for note in snapshot.notes],
+        "part": snapshot.part,
+        "asked": snapshot.asked,
     }
     found: dict[str, Any] = show(described)
     return found
@@ -236,6 +243,8 @@ def load(path: Path | str) -> Snapshot:
             environment=dict(about.get("environment") or {}),
             opaque=tuple(str(name) for name in about.get("opaque", [])),
             notes=tuple((str(slug), str(text)) for slug, text in about.get("notes", [])),
+            part=int(about.get("part", 1)),
+            asked=bool(about.get("asked", False)),
         )
     except SnapshotError:
         raise

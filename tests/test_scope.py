@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nanscope import scope as scope_module
 from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
+from nanscope.replay import replay
 from nanscope.scope import Scope
 
 
@@ -538,6 +540,69 @@ def test_gradient_accumulation_names_the_micro_batch_that_did_it(tmp_path: Path)
         optimizer.step()
     assert scope.steps == 1
     assert scope.verdict.incidents[0].origin.index == (1, 2)
+
+
+def accumulated(steps: int, bad: set[tuple[int, int]]) -> None:
+    """A few steps of two micro-batches each; in those of `bad`, (step, micro-batch), one old log-prob is far off."""
+    model = policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1, steps + 1):
+        for micro in (1, 2):
+            ids = torch.randint(0, 20, (2, 5))
+            logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
+            old = logps.detach().clone()
+            if (step, micro) in bad:
+                old[1, micro] = -200.0
+            (clipped_loss(logps, old, torch.tensor([1.0, 0.5]), torch.ones(2, 4)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_every_bad_micro_batch_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Two bad backward passes of one step are two files, two incidents and one bad step."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
+        accumulated(2, {(2, 1), (2, 2)})
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == ["step-000002.rank0.part2.safetensors", "step-000002.rank0.safetensors"]
+    assert [nanscope.load(tmp_path / name).part for name in names] == [2, 1]
+    assert [incident.origin.index for incident in scope.verdict.incidents] == [(1, 1), (1, 2)]
+    assert scope.verdict.bad_steps == 1
+
+
+def test_of_one_step_not_every_micro_batch_is_saved(tmp_path: Path) -> None:
+    """A run of long accumulation does not spend its files on one step."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip", limit=1) as scope:
+        accumulated(3, {(2, 1), (2, 2), (3, 1)})
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert scope.verdict.bad_steps == 2
+
+
+def test_healthy_steps_are_saved_on_request(tmp_path: Path) -> None:
+    """Each backward pass of the step, replayable bit for bit, no incident, and the run goes as it would have gone."""
+
+    def weights(**options: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = policy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nanscope.watch(out=tmp_path / str(len(options)), **options) as scope:
+            for _ in range(3):
+                ids = torch.randint(0, 20, (2, 5))
+                logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
+                clipped_loss(logps, logps.detach().clone(), torch.tensor([1.0, -0.5]), torch.ones(2, 4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert scope.verdict.healthy
+        saved.append(scope.saved)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    saved: list[list[Path]] = []
+    plain, asked = weights(), weights(save_steps=(2, 9))
+    assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
+    assert saved[0] == [] and [path.name for path in saved[1]] == ["batch-000002.rank0.safetensors"]
+    snapshot = nanscope.load(saved[1][0])
+    assert snapshot.asked and snapshot.step == 2
+    replayed = replay(snapshot)
+    assert replayed.reproduces is True and replayed.location is None
 
 
 def test_the_story_of_the_exclamation_marks(tmp_path: Path) -> None:

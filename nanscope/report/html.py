@@ -230,7 +230,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     listed = verdict.incidents[: limits.incidents + limits.listed]
     told = {(note.slug, note.text) for incident in shown for note in incident.notes}
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
-    bad = max(verdict.bad_steps, len(verdict.incidents))
+    bad = max(verdict.bad_steps, len({incident.step for incident in verdict.incidents}))
     watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
     counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
     if verdict.skipped:

@@ -68,8 +68,9 @@ def _verdict(verdict: Verdict) -> RenderableType:
     parts = []
     for incident in verdict.incidents:
         parts += [Text(""), _incident(incident)]
-    more = verdict.bad_steps - len(verdict.incidents)
-    counts = f"{verdict.steps} step{'' if verdict.steps == 1 else 's'} watched" + (f", {more} more bad steps not saved" if more > 0 else "")
+    more = verdict.bad_steps - len({incident.step for incident in verdict.incidents})
+    counts = f"{verdict.steps} step{'' if verdict.steps == 1 else 's'} watched"
+    counts += f", {more} more bad step{'' if more == 1 else 's'} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
     return Group(*parts)
