@@ -17,11 +17,11 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.options import Setting
-from nanscope.native import liger, openrlhf, skyrl, trl, verl
+from nanscope.native import liger, nemo_rl, openrlhf, skyrl, trl, verl
 from nanscope.native.adapter import Adapter
 from nanscope.objective import LossInputs
 
-ADAPTERS: tuple[Adapter, ...] = (trl.ADAPTER, liger.ADAPTER, verl.ADAPTER, skyrl.ADAPTER, openrlhf.ADAPTER)
+ADAPTERS: tuple[Adapter, ...] = (trl.ADAPTER, liger.ADAPTER, verl.ADAPTER, skyrl.ADAPTER, openrlhf.ADAPTER, nemo_rl.ADAPTER)
 
 
 def native_loss(key: str, inputs: LossInputs, **settings: Setting) -> Tensor:
