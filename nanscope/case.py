@@ -17,7 +17,7 @@ from nanscope.indices import show_index, unravel
 from nanscope.ledger import show
 from nanscope.locate import Location, Origin, Phase, Step
 from nanscope.names import Namer
-from nanscope.ops import Flow, base_name, flow_of
+from nanscope.ops import Flow, base_name, carries, flow_of
 from nanscope.program import Call, Program, Run, Site
 from nanscope.roles import Role, last_word
 from nanscope.snapshot import Snapshot
@@ -252,7 +252,7 @@ def _came_in(program: Program, value: int) -> bool:
         if index is None:
             return True
         call = program.calls[index]
-        if flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "clone", "detach", "alias", "lift_fresh"):
+        if not carries(call.op):
             return False
         value = next(iter(call.inputs()), value)
     return False

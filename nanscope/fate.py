@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.elements import at, spread
 from nanscope.indices import unravel
 from nanscope.names import Namer
-from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.ops import PAYLOAD, SELECTORS, Flow, base_name, carries, flow_of
 from nanscope.program import Call, Program, Ref, Run, refs
 from nanscope.roles import Role
 
@@ -198,7 +198,7 @@ class Fate:
         if name in SELECTORS:
             return True
         inputs = list(call.inputs())
-        if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "clone", "detach", "lift_fresh", "alias", "rsub", "neg", "sub", "add"):
+        if carries(call.op) or name in ("rsub", "neg", "sub", "add"):
             carried = PAYLOAD.get(name)
             tensors = [v for v in inputs if self.run.values[v].dim() > 0]
             if carried is not None and len(carried) > 1:  # a where or a write: a mask only if all that it is made of are masks
@@ -301,7 +301,7 @@ class Fate:
             if index is None or self.names.name(value) is not None:
                 return value
             call = self.program.calls[index]
-            if flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "clone", "alias"):
+            if not carries(call.op):
                 return value
             value = next(iter(call.inputs()), value)
         return value

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from nanscope.frameworks import site_in
-from nanscope.ops import Flow, base_name, flow_of
+from nanscope.ops import base_name, carries
 from nanscope.program import Call, Program, Ref, Site
 from nanscope.roles import Role, last_word, role_of
 
@@ -133,7 +133,7 @@ class Namer:
                         role = role_of(site.args[position])
                         if role is not None:
                             return role
-                if flow_of(call.op) is Flow.MOVE or base_name(call.op) in ("_to_copy", "detach", "clone", "alias"):
+                if carries(call.op):
                     stack += [out for out in call.outs if out is not None]
         return None
 
@@ -147,7 +147,7 @@ class Namer:
                 return False
             call = self.program.calls[index]
             inputs = list(call.inputs())
-            if len(inputs) != 1 or (flow_of(call.op) is not Flow.MOVE and base_name(call.op) not in ("_to_copy", "bitwise_not", "clone")):
+            if len(inputs) != 1 or not (carries(call.op) or base_name(call.op) == "bitwise_not"):
                 return False
             value = inputs[0]
         return False
@@ -205,7 +205,7 @@ class Namer:
             return None
         call = self.program.calls[index]
         name, inputs = base_name(call.op), list(call.inputs())
-        if flow_of(call.op) is Flow.MOVE or name in ("_to_copy", "detach", "clone", "alias", "lift_fresh", "neg"):
+        if carries(call.op) or name == "neg":
             return self._own(inputs[0], depth) if inputs else None
         if name == "sub" and len(inputs) == 2 and (top := self.producers.get(inputs[1])) is not None:
             reduced = self.program.calls[top]

@@ -109,9 +109,19 @@ SELECTORS = frozenset(
 )
 
 
+COPIES = frozenset(
+    ("_to_copy", "alias", "clone", "contiguous", "detach", "lift", "lift_fresh")
+)  # the same elements, at most in another dtype
+
+
 def base_name(op: str) -> str:
     """Return the bare operator name: `aten.exp.default` is `exp`."""
     return op.split(".")[1] if "." in op else op
+
+
+def carries(op: str) -> bool:
+    """Are the elements of the result those of an argument, at most in another place or dtype?"""
+    return base_name(op) in COPIES or flow_of(op) is Flow.MOVE
 
 
 def flow_of(op: str) -> Flow | None:
