@@ -109,9 +109,8 @@ SELECTORS = frozenset(
 )
 
 
-COPIES = frozenset(
-    ("_to_copy", "alias", "clone", "contiguous", "detach", "lift", "lift_fresh")
-)  # the same elements, at most in another dtype
+# The same elements, at most in another dtype.
+COPIES = frozenset(("_to_copy", "alias", "clone", "contiguous", "detach", "lift", "lift_fresh"))
 
 
 def base_name(op: str) -> str:

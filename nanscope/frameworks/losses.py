@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from nanscope.errors import NanscopeError
 from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
 from nanscope.frameworks.clamps import NAMES, clamped
-from nanscope.frameworks.clamps import NAMES, clamped
 from nanscope.frameworks.options import Loss, Setting
 from nanscope.objective import LossInputs, LossSettings, LossTrace, objective
 
