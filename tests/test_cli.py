@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import nanscope
 from nanscope import cli
+from nanscope.header import SCHEMA_VERSION
 
 HEALTHY = """
 import sys, torch
@@ -176,7 +177,7 @@ def damaged(kind: str, source: Path, target: Path) -> None:
     elif kind == "oversized header":
         data = (1 << 62).to_bytes(8, "little") + data[8:]
     elif kind == "newer":
-        data = data.replace(b'\\"schema\\": 1,', b'\\"schema\\": 7,')
+        data = data.replace(b'\\"schema\\": %d,' % SCHEMA_VERSION, b'\\"schema\\": 7,')
     elif kind == "unknown operator":
         data = data.replace(b"aten.exp.default", b"aten.abc.default")
     elif kind == "foreign":
