@@ -327,7 +327,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
 
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
-    program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens)
+    program, tensors, grads = autopsy.narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, look.run)
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
         program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
     observed: dict[str, Any] = dict(snapshot.observed)

@@ -23,7 +23,7 @@ from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, 
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.capture.trail import Made, MadeBackward, Trail, kinds_of, made_backward, part_of
 from nanscope.names import LOG_PROBS, Namer
-from nanscope.program import Arg, Computes, Leaf, Program, join, refs, same_bits, substitute
+from nanscope.program import Arg, Computes, Leaf, Program, Run, join, refs, same_bits, substitute
 from nanscope.roles import Role, role_of
 
 WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss is one over the vocabulary
@@ -263,15 +263,15 @@ def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:
 
 
 def narrow(
-    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], save_tokens: bool
+    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], save_tokens: bool, run: Run | None = None
 ) -> tuple[Program, dict[int, Tensor], dict[int, Tensor]]:
     """Return what of a program goes into a file: nothing over the vocabulary, no weights of a real model, no token ids unasked.
 
-    Where a leaf is too large, the program is cut at the first values behind it that are not.
+    Where a leaf is too large, the program is cut at the first values behind it that are not. run: of the program, if it is at hand.
     """
     if not program.calls:
         return program, tensors, grads
-    run = program.execute(tensors)
+    run = run or program.execute(tensors)
     tokens = _token_count(program, run.values)
 
     def wide(tensor: Tensor) -> bool:
