@@ -237,11 +237,11 @@ def _objective(
 
 
 def _pair(batch: RecordedBatch, key: str, settings: LossSettings, clamp: str, bound: float) -> tuple[Trial, Trial]:
-    free = _as_objective(key, clamped(key, settings, {clamp: None}))
+    free = _as_objective(key, clamped(settings, {clamp: None}))
     healthy, calm = _healthy(batch.inputs, clamp)
     trials = []
     for late in (False, True):
-        asked = _as_objective(key, clamped(key, settings, {clamp: bound, AFTER: late}))
+        asked = _as_objective(key, clamped(settings, {clamp: bound, AFTER: late}))
         outcome = evaluate(asked, batch.inputs)
         change = distortion(own_gradient(asked, batch.inputs), free, calm, at=healthy) if outcome.works else None
         trials.append(Trial(outcome.loss, outcome.bad_counted + outcome.bad_masked, change, outcome.works))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -136,14 +137,18 @@ class Args:
         raise AttributeError(name)
 
 
+def compiled(source: str, folder: Path) -> Any:
+    path = folder / "site-packages" / "trl" / "trainer" / "grpo_trainer.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, encoding="utf-8")
+    space: dict[str, Any] = {"__name__": "grpo_trainer"}
+    exec(compile(source, str(path), "exec"), space)
+    return space["GRPOTrainer"]
+
+
 @pytest.fixture
 def trainer_class(tmp_path: Path) -> Any:
-    path = tmp_path / "site-packages" / "trl" / "trainer" / "grpo_trainer.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(TRAINER, encoding="utf-8")
-    space: dict[str, Any] = {"__name__": "grpo_trainer"}
-    exec(compile(TRAINER, str(path), "exec"), space)
-    return space["GRPOTrainer"]
+    return compiled(TRAINER, tmp_path)
 
 
 def batch(bad: bool = False) -> dict[str, Any]:
@@ -184,6 +189,20 @@ def test_watching_a_loss_function_keeps_nothing_alive(tmp_path: Path, trainer_cl
         trainer._compute_loss(model, batch())
         trainer._compute_loss(model, batch())
         assert len(scope._tape.glimpses) == 1
+
+
+def test_a_function_that_reads_its_own_variables_is_left_alone(tmp_path: Path) -> None:
+    """`locals()` is one mapping for the function and for whoever looks at its frame: what the trainer took from it stays as it was."""
+    source = TRAINER.replace("        start =", "        taken = locals()\n        start =").replace(
+        "self.alive = alive", "self.taken = dict(taken)"
+    )
+    trainers = []
+    for watched in (False, True):
+        trainer = compiled(source, tmp_path)(Args())
+        with nanscope.watch(nn.Linear(4, 1), out=tmp_path / "run") if watched else contextlib.nullcontext():
+            trainer._compute_loss(nn.Linear(4, 1), batch()).backward()
+        trainers.append(trainer)
+    assert set(trainers[0].taken) == set(trainers[1].taken) >= {"self", "model", "inputs"}
 
 
 def test_a_config_that_fails_costs_a_warning(tmp_path: Path, trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,7 @@ _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
 _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
+_OWN_LOCALS = frozenset(("locals", "vars", "exec", "eval", "dir"))  # whoever calls these may hold the very mapping that we would read
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 _EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
 _NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
@@ -578,7 +579,7 @@ class Tape:
             user = users.get(code)
             if user is None:
                 user = users[code] = is_user(code.co_filename)
-                if user and (site := site_in(code.co_filename, code.co_qualname)) is not None and site.key is not None:
+                if user and (site := _loss_site(code)) is not None:
                     self._sites[code] = site
             if user:
                 if code in self._sites and code not in self.glimpses:
@@ -792,6 +793,12 @@ class Tape:
                 if not relatives:
                     del self.by_storage[value.storage]
             self._release(value)
+
+
+def _loss_site(code: CodeType) -> LossSite | None:
+    """Return the row of a function in which a framework computes its loss, None if it is not one or its variables are not ours to read."""
+    site = site_in(code.co_filename, code.co_qualname)
+    return site if site is not None and site.key is not None and _OWN_LOCALS.isdisjoint(code.co_names) else None
 
 
 def is_user(file: str) -> bool:

@@ -64,20 +64,17 @@ def around(value: float | None) -> Bounds:
     return OPEN if value is None else Bounds(-value, value)
 
 
-def clamped(key: str, settings: LossSettings, given: Mapping[str, Setting]) -> LossSettings:
-    """Return the objective with the clamps that are given by name.
+def clamped(settings: LossSettings, given: Mapping[str, Setting]) -> LossSettings:
+    """Return the objective with the clamps that are given by name; one of a term that the loss does not have clamps nothing.
 
-    Raises NanscopeError for a value that is no positive number, and for a clamp of a term that the loss does not have.
+    Raises NanscopeError for a value that is no positive number.
     """
     for name, value in given.items():
         if name == AFTER:
             settings = _after(value, settings)
             continue
-        clamp = CLAMPS[name]
-        if clamp.bounds(settings) is None:
-            message = f"{key} has no {clamp.term} under these settings, so {name} has nothing to clamp"
-            raise NanscopeError(message, slug="idle-setting")
-        settings = clamp.put(settings, around(_positive(name, value)))
+        clamp, bounds = CLAMPS[name], around(_positive(name, value))
+        settings = settings if clamp.bounds(settings) is None else clamp.put(settings, bounds)
     return settings
 
 

@@ -40,7 +40,7 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
             raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join((*known, *NAMES))}", slug="unknown-setting")
     own = {name: value for name, value in settings.items() if name in known}
     added = {name: value for name, value in settings.items() if name not in known}
-    return clamped(key, row.options(**dict(row.fixed), **own).settings(), added)
+    return clamped(row.options(**dict(row.fixed), **own).settings(), added)
 
 
 def live_settings(key: str, *configs: object) -> LossSettings:
