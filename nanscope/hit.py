@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nanscope import diagnose
 from nanscope.capture import autopsy, kernels
 from nanscope.capture.modules import ModuleCall, ModuleWatch
+from nanscope.capture.source import variables
 from nanscope.capture.tape import Taken, Tape
 from nanscope.case import gradient_observation, made_observation, observation, weight_observation
 from nanscope.elements import at, first_nonfinite
@@ -455,7 +456,7 @@ def find_trainer(targets: Iterable[Any]) -> Any:
             return target
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
+        found = variables(frame).get("self")
         if hasattr(getattr(found, "args", None), "logging_nan_inf_filter"):
             return found
         frame = frame.f_back
@@ -490,7 +491,7 @@ def sampled(framework: Framework | None) -> tuple[Tensor, Tensor | None] | None:
     local, ids, mask = framework.batch
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        held = frame.f_locals.get(local)
+        held = variables(frame).get(local)
         if isinstance(held, Mapping) and isinstance(held.get(ids), Tensor):
             return held[ids], held.get(mask) if isinstance(held.get(mask), Tensor) else None
         frame = frame.f_back

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nanscope.capture.quiet import Quiet
+from nanscope.capture.source import variables
 
 
 class Observer(Protocol):
@@ -97,7 +98,7 @@ class Guard:
         """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
         frame = sys._getframe(1) if self._stepping is not None else None
         while frame is not None:
-            if frame.f_locals.get("self") is self._stepping:
+            if variables(frame).get("self") is self._stepping:
                 return True
             frame = frame.f_back
         return False

@@ -7,14 +7,34 @@ is named.
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+from collections.abc import Mapping
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any
 
 from nanscope.program import Site
 
 CONTEXT = 4  # lines of source kept above and below the statement
 LONGEST = 400  # characters of one expression
+
+
+_ASKING = frozenset(("locals", "vars", "exec", "eval", "dir"))
+
+
+def is_open(code: CodeType) -> bool:
+    """May the variables of a running function be looked at?
+
+    Before Python 3.13 `locals()` is one mapping for the function and for whoever looks at its frame, and looking brings it up to date: what
+    a trainer took from it at its first line would change.
+    """
+    return not code.co_flags & inspect.CO_OPTIMIZED or _ASKING.isdisjoint(code.co_names)
+
+
+def variables(frame: FrameType) -> Mapping[str, Any]:
+    """Return the variables of a frame, none if it is not open."""
+    return frame.f_locals if is_open(frame.f_code) else {}
 
 
 @lru_cache(maxsize=64)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nanscope.capture.modules import Address, address
-from nanscope.capture.source import site_of
+from nanscope.capture.source import is_open, site_of
 from nanscope.frameworks import LossSite, site_in
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.ops import FLOW
@@ -44,7 +44,6 @@ _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
 _DETACHING = frozenset(("detach", "detach_"))
 _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
-_OWN_LOCALS = frozenset(("locals", "vars", "exec", "eval", "dir"))  # whoever calls these may hold the very mapping that we would read
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 _EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
 _NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
@@ -798,7 +797,7 @@ class Tape:
 def _loss_site(code: CodeType) -> LossSite | None:
     """Return the row of a function in which a framework computes its loss, None if it is not one or its variables are not ours to read."""
     site = site_in(code.co_filename, code.co_qualname)
-    return site if site is not None and site.key is not None and _OWN_LOCALS.isdisjoint(code.co_names) else None
+    return site if site is not None and site.key is not None and is_open(code) else None
 
 
 def is_user(file: str) -> bool:
