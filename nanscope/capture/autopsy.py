@@ -77,27 +77,29 @@ def second_look(
     return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
 
 
+SMALL_GROUP = 64 << 20  # bytes of the weights of a group that are copied to make their update once more
+
+
 def update_again(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int
 ) -> tuple[Program, dict[int, Tensor]] | None:
     """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
 
     The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
-    the best that is still known of what was there before.
+    the best that is still known of what was there before. The whole group is copied if it is small: an optimizer may stack its weights.
     """
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    twin = nn.Parameter(_finite(parameter), requires_grad=False)
-    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
-    left = optimizer.state[parameter]
-    state = {key: _finite(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in left.items()}
+    members = group["params"] if sum(p.numel() * p.element_size() for p in group["params"]) <= SMALL_GROUP else [parameter]
+    twins = {id(member): _twin(member) for member in members}
+    twin = twins[id(parameter)]
     plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
-    copied.param_groups = [{**group, **plain, "params": [twin]}]
-    copied.state = defaultdict(dict, {twin: state})
+    copied.param_groups = [{**group, **plain, "params": list(twins.values())}]
+    copied.state = defaultdict(dict, {twins[id(member)]: _copied(optimizer.state.get(member, {})) for member in members})
     tape = Tape(budget)
     tape.is_parameter = lambda tensor: name if tensor is twin else None
-    for key, value in (("gradient", twin.grad), *state.items()):
+    for key, value in (("gradient", twin.grad), *copied.state[twin].items()):
         if isinstance(value, Tensor):
             tape.tag(key, value)
     step = type(optimizer).step
@@ -108,6 +110,16 @@ def update_again(
         return None
     program, tensors = tape.program(value)
     return replace(program, computes=Computes.UPDATE), tensors
+
+
+def _twin(parameter: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(_finite(parameter), requires_grad=False)
+    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+    return twin
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: _finite(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()}
 
 
 def _finite(tensor: Tensor) -> Tensor:
