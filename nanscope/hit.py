@@ -245,13 +245,13 @@ def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
     return _seen(made_observation(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
 
 
-def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int) -> Look | None:
-    """Make the update of one parameter once more and walk through it; None if it cannot be made again.
+def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look | None:
+    """Make the update of one parameter once more and walk through it; None if it cannot be made again. first: the optimizer's first step.
 
     An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
     """
     try:
-        again = autopsy.update_again(optimizer, parameter, name, budget)
+        again = autopsy.update_again(optimizer, parameter, name, budget, first)
         if again is None:
             return None
         look = _walked(*again)

@@ -145,6 +145,9 @@ def spike(program: Program, run: Run) -> Location | None:
     return _Walker(program, run).spike()
 
 
+_REPORTED = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Root:
     """Where a backward walk over values ended: born, fed or intended, and the path that led there (harm first)."""
@@ -402,7 +405,7 @@ class _Walker:
     def _root_of_leaf(self, value: int, flat: int, path: list[tuple[int, int]]) -> _Root:
         """A literal that was written into a tensor is not where the data went bad: the tensor is."""
         kind = self._fed(value, flat)
-        if kind == "fed" and self.run.values[value].dim() == 0 and len(path) > 1 and self._is_write(path[-2][0]):
+        if self.run.values[value].dim() == 0 and len(path) > 1 and self._is_write(path[-2][0]):
             for depth in range(len(path) - 1, -1, -1):
                 inner, position = path[depth]
                 if self.run.values[inner].dim() > 0:
@@ -410,8 +413,15 @@ class _Walker:
                     while depth > 0 and self._is_write(path[depth - 1][0]):
                         depth -= 1
                         inner, position = path[depth]
-                    return _Root(kind, None, inner, position, tuple(path[: depth + 1]))
+                    if kind == "fed" or self._is_record(inner, path[depth:]):
+                        return _Root("fed", None, inner, position, tuple(path[: depth + 1]))
+                    break
         return _Root(kind, None, value, flat, tuple(path))
+
+    def _is_record(self, value: int, written: list[tuple[int, int]]) -> bool:
+        """Is a single −inf among log-probs that somebody reported? Masks are filled; whoever sets an element notes down what came in."""
+        made = {base_name(self.program.calls[index].op) for v, _ in written if (index := self.producers.get(v)) is not None}
+        return self.names.role(value) in _REPORTED and "scatter" in made and not made & {"masked_fill", "fill"}
 
     def _is_write(self, value: int) -> bool:
         index = self.producers.get(value)

@@ -106,6 +106,7 @@ class Scope:
         self._hit = False  # this step is known to be bad
         self._foreign = False  # weights were already spoilt by gradients that were not made here
         self._norm: float | None = None
+        self._first = False  # the optimizer that steps has no state yet
         self._usual_loss, self._usual_norm = hit.Usual(), hit.Usual()
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._quiet_sites: set[tuple[str, int]] = set()
@@ -266,6 +267,7 @@ class Scope:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
+        self._first = not optimizer.state
         waiting = [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
         if waiting:
             flags = [torch.stack(r.flags).all() for r in waiting]
@@ -472,7 +474,7 @@ class Scope:
         named = {key: name for key, (name, _) in self._modules.parameters().items()}
         snapshot = replace(self._blank(recording.loss if recording else None, None), reached=reached)
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p.detach())))
-        look = hit.update_look(optimizer, parameter, named.get(id(parameter), "weight"), self._tape.budget)
+        look = hit.update_look(optimizer, parameter, named.get(id(parameter), "weight"), self._tape.budget, self._first)
         if look is None:
             self._keep(replace(snapshot, observed=hit.update_seen(optimizer, named)))
         elif look.seen is not None:

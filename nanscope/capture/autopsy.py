@@ -81,12 +81,13 @@ SMALL_GROUP = 64 << 20  # bytes of the weights of a group that are copied to mak
 
 
 def update_again(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool
 ) -> tuple[Program, dict[int, Tensor]] | None:
     """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
 
     The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
-    the best that is still known of what was there before. The whole group is copied if it is small: an optimizer may stack its weights.
+    the best that is still known of what was there before. first: it was the optimizer's first step, before which there was no state. The
+    whole group is copied if it is small: an optimizer may stack its weights.
     """
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     members = group["params"] if sum(p.numel() * p.element_size() for p in group["params"]) <= SMALL_GROUP else [parameter]
@@ -96,7 +97,7 @@ def update_again(
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.param_groups = [{**group, **plain, "params": list(twins.values())}]
-    copied.state = defaultdict(dict, {twins[id(member)]: _copied(optimizer.state.get(member, {})) for member in members})
+    copied.state = defaultdict(dict, {} if first else {twins[id(member)]: _copied(optimizer.state.get(member, {})) for member in members})
     tape = Tape(budget)
     tape.is_parameter = lambda tensor: name if tensor is twin else None
     for key, value in (("gradient", twin.grad), *copied.state[twin].items()):
