@@ -18,7 +18,7 @@ from nanscope.ledger import show
 from nanscope.locate import Location, Origin, Phase, Step
 from nanscope.names import Namer
 from nanscope.ops import Flow, base_name, carries, flow_of
-from nanscope.program import Call, Program, Run, Site
+from nanscope.program import Call, Computes, Program, Run, Site
 from nanscope.roles import Role, last_word
 from nanscope.snapshot import Snapshot
 from nanscope.summary import exponent_limit, headroom_bits
@@ -119,12 +119,13 @@ class Facts:
         origin = location.origin
         call = program.calls[origin.call] if origin.call is not None else None
         literal = call is not None and base_name(call.op) == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
+        own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
         return Facts(
             coefficient=origin.coefficient is not None,
             ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
             mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
             literal_denominator=literal,
-            setting=literal or (len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
+            setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
             dropped=bool(origin.drops),
             zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
             extent=_extent(run.values[origin.value_id], origin.index) if origin.call is None else "",
@@ -175,6 +176,8 @@ class Case:
         flags = {key: bool(seen.get(key)) for key in ("suspect", "allreduce")}
         facts = replace(self.facts, story=story, **flags, **known)  # type: ignore[arg-type]
         place = replace(self.place, role=str(Role.GRAD)) if facts.clip == "inf" else self.place
+        if seen.get("masked") is not None:
+            place = replace(place, masked=bool(seen["masked"]))
         return replace(self, facts=facts, place=place)
 
     def number(self, position: int) -> float:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nanscope import diagnose
-from nanscope.capture import autopsy, kernels
+from nanscope.capture import autopsy, functions, kernels
+from nanscope.capture.functions import Backward
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.source import variables
 from nanscope.capture.tape import Taken, Tape
@@ -27,7 +28,7 @@ from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.frameworks import Framework
 from nanscope.frameworks.live import Glimpse
-from nanscope.locate import Location, Phase, locate, spike, spotted
+from nanscope.locate import Location, Phase, is_masked, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
@@ -55,7 +56,8 @@ class Recording:
 
     program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
     the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
-    frameworks' loss functions. taken: arguments of a kernel among them, by name. given: as `flags`, of a batch that a kernel was given
+    frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
+    among the functions, by name. given: as `flags`, of a batch that a kernel was given
     which drops NaN.
     """
 
@@ -70,6 +72,7 @@ class Recording:
     given: list[Tensor] = field(default_factory=list)
     glimpses: tuple[Glimpse, ...] = ()
     taken: dict[str, Taken] = field(default_factory=dict)
+    backwards: list[Backward] = field(default_factory=list)
 
     def hidden(self) -> Tensor | None:
         """What a kernel was given of the model, None if there was no kernel or it was not held."""
@@ -196,6 +199,9 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
     opened = kernel_look(recording, budget, watch)
     if opened is not None and opened.location is not None and is_settled(opened.location):
         return opened
+    own = function_look(recording, budget) if backward else None
+    if own is not None:
+        return own
     look = second_look(recording, budget, watch) or opened
     if look is not None and look.location is not None and is_settled(look.location):
         return look
@@ -206,6 +212,33 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
     except Exception as error:  # noqa: BLE001 - the model is anybody's code, and may not like to be run again
         log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
         return look
+
+
+def function_look(recording: Recording, budget: int) -> Look | None:
+    """Run the backward of a custom autograd function once more that made NaN out of finite gradients; None if none did."""
+    for found in recording.backwards:
+        if not found.spoilt():
+            continue
+        try:
+            again = functions.run_again(found, budget)
+            look = _walked(*again) if again is not None else None
+            if look is not None and look.location is not None and found.explains(look.location.origin, look.tensors):
+                return replace(look, seen=_counted(recording, found.leaf, look.location))
+        except Exception as error:  # noqa: BLE001 - the function is anybody's code
+            log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
+        name = found.node._forward_cls.__name__
+        return _seen(made_observation(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
+    return None
+
+
+def _counted(recording: Recording, leaf: int, location: Location) -> dict[str, Any]:
+    """Return, as a snapshot keeps it, whether the loss counts the element of a function's result whose gradient went bad."""
+    assert recording.program is not None
+    if recording.tensors[leaf].numel() != math.prod(location.origin.shape):
+        return {}
+    run = recording.program.execute(recording.tensors, backward=False)
+    return {"masked": is_masked(recording.program, run, leaf, location.origin.flat)}
 
 
 def is_settled(location: Location) -> bool:

@@ -134,6 +134,11 @@ def spotted(program: Program, run: Run) -> Location | None:
     return None
 
 
+def is_masked(program: Program, run: Run, value: int, flat: int) -> bool | None:
+    """Is an element outside the loss? None where nothing selects."""
+    return _Walker(program, run).fate.of(value, flat)[0]
+
+
 JUMP = 1e3  # a call whose result is this much larger than anything it reads makes a spike
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope import diagnose, hit, words
+from nanscope.capture import functions
 from nanscope.capture.guard import Guard
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.pulse import Plan, Pulse, read_pulse
@@ -221,6 +222,9 @@ class Scope:
                 tensor = tensors[leaf.id]
                 if leaf.diff and tensor.requires_grad:
                     self._hooks.append(tensor.register_hook(self._watch(recording, leaf.id)))  # type: ignore[no-untyped-call]
+                    node = tensor.grad_fn
+                    if node is not None and functions.is_custom(node):
+                        self._hooks.append(node.register_hook(self._watch_function(recording, leaf.id, node)))
 
     def _watch_kernel(self, recording: Recording) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
@@ -240,6 +244,25 @@ class Scope:
         def hook(grad: Tensor) -> None:
             if self._current is recording:
                 self._quietly("gradient-hook", look, grad)
+
+        return hook
+
+    def _watch_function(self, recording: Recording, leaf: int, node: Any) -> Any:
+        limit = self._tape.budget // 64
+
+        def look(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+            flags = [is_finite(grad) for grad in returned if grad is not None]
+            recording.flags += flags
+            on_cpu = all(flag.is_cpu for flag in flags)
+            if on_cpu and all(bool(flag) for flag in flags):
+                return
+            found = functions.seen(node, leaf, returned, received)
+            if on_cpu or found.bytes() <= limit:
+                recording.backwards.append(found)
+
+        def hook(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+            if self._current is recording:
+                self._quietly("function-hook", look, returned, received)
 
         return hook
 
