@@ -514,10 +514,15 @@ def encode(arg: Arg) -> Any:
     return {kind: str(arg).removeprefix("torch.")}
 
 
-def decode(data: Any) -> Arg:
-    """Return the argument that `encode` wrote."""
+DEEPEST = 8  # lists within lists of one argument; aten takes lists of tensors, and no deeper ones
+
+
+def decode(data: Any, depth: int = 0) -> Arg:
+    """Return the argument that `encode` wrote. depth: of the lists that it stands in."""
+    if depth > DEEPEST:
+        raise ValueError("an argument is nested too deeply")
     if isinstance(data, list):
-        return tuple(decode(item) for item in data)
+        return tuple(decode(item, depth + 1) for item in data)
     if not isinstance(data, dict):
         if data is None or isinstance(data, (bool, int, float, str)):
             return data

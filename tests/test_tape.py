@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -1375,6 +1375,13 @@ def _quietly(act: Callable[[], Tensor]) -> Tensor:
         return act()
 
 
+# A value that a call reads was pushed out of a spent budget by itself.
+PUSHED = [("add", 0, 0, -1.0, 0)] * 6 + [
+    (name, i, 0, -1.0, 0) for name, i in (("diagonal", 1), ("dropout", 0), ("half", 0), ("no_grad", 0))
+]
+
+
+@example(PUSHED, 0, 600)
 @settings(max_examples=250)
 @given(
     st.lists(

@@ -147,6 +147,7 @@ class Tape:
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self.scaled = False  # a GradScaler multiplied something since the last `forget`
         self._next = 0
+        self._read: list[int] = []  # ids of the arguments of the call that is being noted
         self._users: dict[CodeType, bool] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
         self.glimpses: dict[CodeType, Glimpse] = {}  # what was seen of them since the last `forget`
@@ -174,6 +175,7 @@ class Tape:
         target: Value | None = None
         try:
             arg = self._arg
+            self._read.clear()
             noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
             if mutable:
                 target = self._before_write(args[0] if args else None)
@@ -210,7 +212,9 @@ class Tape:
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
-            return Ref(self.value_of(arg).id)
+            value = self.value_of(arg).id
+            self._read.append(value)
+            return Ref(value)
         if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)):
             return arg
         if isinstance(arg, (list, tuple)):
@@ -255,7 +259,7 @@ class Tape:
             size = tensor.untyped_storage().nbytes()
             if size > (self.wide if tensor.dim() > 2 else self.largest):
                 return False
-            while self.held + size > self.budget and self._lasting:
+            while self.held + size > self.budget and self._lasting and not self._makes(self._lasting[0], value.id):
                 self._drop(self._lasting.popleft())
             if self.held + size > self.budget and value.id not in self.made_by:
                 self._make_room(size)
@@ -266,6 +270,11 @@ class Tape:
         known[0] += 1
         value.tensor = tensor
         return True
+
+    def _makes(self, index: int, held: int) -> bool:
+        """Did a call make or introduce the value that is to be held, or one that the call being noted reads?"""
+        entry = self.entries.get(index)
+        return entry is not None and any(value in entry.outs or value in self._owned.get(index, ()) for value in (held, *self._read))
 
     def _make_room(self, size: int) -> None:
         """Let go of results until a leaf fits: they can be made again from their leaves, a leaf cannot."""
@@ -903,8 +912,8 @@ class _StorageHandle:
         return bool(torch.UntypedStorage._expired(self._pointer))
 
     def __del__(self) -> None:
-        free = getattr(torch.UntypedStorage, "_free_weak_ref", None)
-        if free is not None:
+        free = getattr(getattr(torch, "UntypedStorage", None), "_free_weak_ref", None)
+        if free is not None:  # None while the interpreter shuts down
             free(self._pointer)
 
 
