@@ -3,13 +3,14 @@
     python tests/benchmarks/verdict.py [ROWSxTOKENS ...]      # by default 64x1024 and 512x8192
 
          batch   backward      hit   verdict     snapshot    memory
-       64x1024      0.00s    0.07s     0.17s        1 MiB     18.2×
-      512x8192      0.30s    1.05s     3.83s       64 MiB     13.2×
+       64x1024      0.00s    0.05s     0.11s        1 MiB     17.2×
+      512x8192      0.24s    3.37s     7.60s       64 MiB      1.4×
 
 Each size runs in a process of its own: a GRPO loss with KL over [B, T] log-probabilities, one masked token whose ratio overflows, one
 backward pass. "backward" is what the same backward pass takes without nanscope; "hit" is what it takes with the look at the bad step and
 its snapshot; "verdict" is diagnosing it with every fix executed. Memory is how far the process went beyond what it held when the loss was
-there, over the size of the snapshot; the snapshot itself is part of it. Linux only.
+there, over the size of the snapshot; the snapshot itself is part of it, and so is the graph of the loss, which backward frees before the
+diagnosis needs most (about 1.5 × here). Of a small snapshot it is what is loaded and used for the first time. Linux only.
 """
 
 from __future__ import annotations
