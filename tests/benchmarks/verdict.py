@@ -9,8 +9,8 @@
 Each size runs in a process of its own: a GRPO loss with KL over [B, T] log-probabilities, one masked token whose ratio overflows, one
 backward pass. "backward" is what the same backward pass takes without nanscope; "hit" is what it takes with the look at the bad step and
 its snapshot; "verdict" is diagnosing it with every fix executed. Memory is how far the process went beyond what it held when the loss was
-there, over the size of the snapshot; the snapshot itself is part of it, and so is the graph of the loss, which backward frees before the
-diagnosis needs most (about 1.5 × here). Of a small snapshot it is what is loaded and used for the first time. Linux only.
+there, over the size of the snapshot. The snapshot itself is in it; against it counts the graph of the loss, some 1.5 ×, which backward
+frees before the diagnosis needs most. With a small snapshot it is what is loaded and used for the first time. Linux only.
 """
 
 from __future__ import annotations
