@@ -117,8 +117,9 @@ def print_catalogue(found: Catalogue, detailed: bool, *, file: IO[str]) -> None:
     """Print the losses, one line each or with all their settings, and the edits."""
     console = console_for(file)
     if detailed:
+        first: dict[object, str] = {}  # what was shown already, and with which loss
         for loss in found.losses:
-            console.print(_loss(loss))
+            console.print(_loss(loss, first))
     else:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET)
         for head in ("loss", "version", "where, and what is wrong there"):
@@ -142,18 +143,22 @@ def print_catalogue(found: Catalogue, detailed: bool, *, file: IO[str]) -> None:
         console.print(Text("\nnanscope replay FILE --edit clamp:10 tries one at the origin", QUIET))
 
 
-def _loss(loss: KnownLoss) -> Padding:
+def _loss(loss: KnownLoss, first: dict[object, str]) -> Padding:
+    """A loss with its settings and clamps; those that another one has alike are not repeated."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
-    own = [f"{knob.name}={knob.default!r}" for knob in loss.settings if not knob.by_key]
+    own = tuple(f"{knob.name}={knob.default!r}" for knob in loss.settings if not knob.by_key)
     fixed = [f"{knob.name}={knob.default!r}" for knob in loss.settings if knob.by_key]
     table.add_row("where", f"{loss.site}, in {loss.version}")
-    table.add_row("settings", ", ".join(own))
+    like = first.setdefault(own, loss.key)
+    table.add_row("settings", ", ".join(own) if like == loss.key else f"as {like}")
     if fixed:
         table.add_row("by its key", ", ".join(fixed))
-    for index, clamp in enumerate(loss.clamps):
-        table.add_row("clamps" if index == 0 else "", f"{clamp.name}   {clamp.own}; {clamp.unit}")
+    like = first.setdefault(loss.clamps, loss.key)
+    shown = [f"{clamp.name}   {clamp.own}; {clamp.unit}" for clamp in loss.clamps] if like == loss.key else [f"as {like}"]
+    for index, words in enumerate(shown):
+        table.add_row("clamps" if index == 0 else "", words)
     for flaw in loss.flaws:
         table.add_row(Text("flaw", HARM), flaw)
     body = Table.grid()
