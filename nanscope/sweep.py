@@ -39,6 +39,8 @@ USUAL = (5.0, 10.0, 20.0)  # nat: what frameworks clamp to
 COUNT = 9  # further bounds, evenly spaced in the logarithm
 EXPONENTIALS = ("exp", "expm1", "exp2")
 
+UNNAMED = "the exponent"  # what is clamped, where the training code has no name for it
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -133,7 +135,7 @@ def sweep_clamp(snapshot: Snapshot, key: str | None = None) -> Sweep:
         pair = asked(bound) if asked is not None else (None, None)
         points.append(Point(bound, _trial(early), _trial(late), *pair))
     return Sweep(
-        operand=(operand.name if operand else None) or "the exponent",
+        operand=(operand.name if operand else None) or UNNAMED,
         place=f"{origin.site.file.rsplit('/', 1)[-1]}:{origin.site.line}" if origin.site else "",
         op=base_name(origin.op),
         value=operand.value if operand else math.nan,

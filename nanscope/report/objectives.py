@@ -45,10 +45,13 @@ def print_alternatives(found: Alternatives, *, file: IO[str]) -> None:
 
 def print_sweep(sweep: Sweep, *, file: IO[str]) -> None:
     """Print a sweep as a table of bounds, and what to take from it."""
+    from nanscope.sweep import UNNAMED
+
     console = console_for(file)
     where = f" ({safe(sweep.place)})" if sweep.place else ""
     overflow = f"{sweep.op}({number(sweep.value)}) overflowed{where}; {sweep.dtype} ends at {sweep.op}({sweep.limit:.4g})"
-    console.print(Text.assemble(("● ", STRONG), f"{overflow}. The largest healthy |{safe(sweep.operand)}| is {number(sweep.largest)} nat."))
+    healthy = "exponent" if sweep.operand == UNNAMED else f"|{safe(sweep.operand)}|"
+    console.print(Text.assemble(("● ", STRONG), f"{overflow}. The largest healthy {healthy} is {number(sweep.largest)} nat."))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET)
     both = sweep.key is not None
     heads = ["clamp, nat", f"before {sweep.op}", f"after {sweep.op}"]
