@@ -196,7 +196,7 @@ def own_objective(spec: str) -> Objective:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # a module may raise anything when it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
         raise NanscopeError(f"{module} cannot be imported from {here}: {_told(error)}", slug="bad-loss") from error
     if not callable(function):
         raise NanscopeError(f"{module} has no function {name!r}", slug="bad-loss")
@@ -234,7 +234,7 @@ def _call(function: Callable[..., object], wanted: Mapping[str, bool] | None, sp
             loss = function(**{name: part for name, part in parts.items() if part is not None})
     except NanscopeError:
         raise
-    except Exception as error:  # and a function anything when it is called
+    except (Exception, SystemExit) as error:  # and a function anything when it is called
         raise NanscopeError(f"{spec} failed: {_told(error)}", slug="bad-loss") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -244,11 +244,11 @@ def _call(function: Callable[..., object], wanted: Mapping[str, bool] | None, sp
     return loss.reshape(())
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename != __file__ and "importlib" not in f.filename), None)
     where = f" ({Path(last.filename).name}:{last.lineno})" if last is not None else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,8 @@ def replay(
     from nanscope.snapshot import load
     from nanscope.variants import parse_edit
 
+    if (sweep is not None or png is not None) and (edit or loss):
+        raise typer.BadParameter("tries clamps only: leave --edit and --loss out", param_hint="--sweep")
     if sweep is not None or png is not None:
         _sweep(file, sweep or "clamp", under or [], png, json_file)
         return

@@ -28,7 +28,7 @@ from nanscope.elements import at, first_nonfinite
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.frameworks import Framework
 from nanscope.frameworks.live import Glimpse
-from nanscope.locate import Location, Phase, is_masked, locate, spike, spotted
+from nanscope.locate import Location, Phase, came_in, is_masked, locate, spike, spotted
 from nanscope.ops import base_name
 from nanscope.program import Computes, Program, Ref, Run, Site
 from nanscope.replay import replay
@@ -219,10 +219,12 @@ def function_look(recording: Recording, budget: int) -> Look | None:
     for found in recording.backwards:
         if not found.spoilt():
             continue
+        if not bool(is_finite(recording.tensors[found.leaf])):
+            return _of_forward(recording, found)
         try:
             again = functions.run_again(found, budget)
             look = _walked(*again) if again is not None else None
-            if look is not None and look.location is not None and found.explains(look.location.origin, look.tensors):
+            if look is not None and look.location is not None and look.location.origin.born:
                 return replace(look, seen=_counted(recording, found.leaf, look.location))
         except Exception as error:  # noqa: BLE001 - the function is anybody's code
             log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
@@ -230,6 +232,19 @@ def function_look(recording: Recording, budget: int) -> Look | None:
         name = found.node._forward_cls.__name__
         return _seen(made_observation(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
     return None
+
+
+def _of_forward(recording: Recording, found: Backward) -> Look:
+    """The result of a function overflowed, the loss dropped it, and the function's own backward multiplied it by a zero gradient."""
+    assert recording.program is not None
+    result = recording.tensors[found.leaf].detach()
+    bad = ~torch.isfinite(result)
+    alike = [~torch.isfinite(grad) for grad in found.returned if grad is not None and grad.shape == result.shape]
+    both = next((bad & other for other in alike if bool((bad & other).any())), bad)
+    run = recording.program.execute(recording.tensors, backward=False)
+    location = came_in(recording.program, run, found.leaf, int(both.flatten().int().argmax()))
+    location = replace(location, origin=replace(location.origin, op=found.node._forward_cls.__name__))
+    return _seen({"outside": True, "location": observation(location, recording.program, run)})
 
 
 def _counted(recording: Recording, leaf: int, location: Location) -> dict[str, Any]:

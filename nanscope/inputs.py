@@ -472,10 +472,12 @@ def _cat(tensors: list[Tensor]) -> Tensor:
 
 
 def on_leaf(inputs: LossInputs, dtype: torch.dtype | None = None) -> LossInputs:
-    """Return the batch with log-probs of its own that collect a gradient, in another dtype if one is given."""
+    """Return a copy of the batch, with log-probs that collect a gradient, in another dtype if one is given."""
 
     def cast(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        if tensor is None:
+            return None
+        return (tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)).detach().clone()
 
     logprobs = inputs.logprobs.detach().to(dtype or inputs.logprobs.dtype).clone().requires_grad_()
     advantages, mask = cast(inputs.advantages), cast(inputs.mask)

@@ -139,6 +139,12 @@ def is_masked(program: Program, run: Run, value: int, flat: int) -> bool | None:
     return _Walker(program, run).fate.of(value, flat)[0]
 
 
+def came_in(program: Program, run: Run, value: int, flat: int) -> Location:
+    """Return the location of an element that came into the program bad, and did its harm in the backward of what made it."""
+    walker = _Walker(program, run)
+    return Location(Phase.BACKWARD, walker.origin(None, value, flat), (walker.step(value, flat),), (), True)
+
+
 JUMP = 1e3  # a call whose result is this much larger than anything it reads makes a spike
 
 

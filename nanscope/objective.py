@@ -717,6 +717,11 @@ class _Batch:
 
 
 def _check(inputs: LossInputs) -> None:
+    for name in ("logprobs", "advantages", "mask"):
+        if not isinstance(getattr(inputs, name), Tensor):
+            raise NanscopeError(f"{name} is {type(getattr(inputs, name)).__name__}: a batch needs it as a tensor", slug="missing-input")
+    if not inputs.logprobs.is_floating_point():
+        raise NanscopeError(f"logprobs are {inputs.logprobs.dtype}: they are floating-point numbers", slug="bad-argument")
     shape = inputs.logprobs.shape
     if len(shape) != 2:
         raise NanscopeError(f"logprobs is {tuple(shape)}: a batch is [B, T], rows by response tokens", slug="shape-mismatch")

@@ -573,6 +573,8 @@ def parse_edit(text: str) -> Callable[[Patch], Variant | None]:
         number = float(bound)
     except ValueError:
         raise NanscopeError(f"{text!r}: {bound!r} is not a number", slug="bad-edit") from None
+    if not 0 < number < math.inf:
+        raise NanscopeError(f"{text!r}: a bound is a positive number", slug="bad-edit")
     if name == "clamp_exponent":
         return lambda patch: clamp_exponent(patch, number)
     return lambda patch: clamp_denominator(patch, number)

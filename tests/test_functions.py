@@ -86,6 +86,39 @@ def test_a_masked_element_of_a_backward_is_told_as_masked(tmp_path: Path) -> Non
     assert (place.op, place.index, place.masked) == ("div", (3, 4), True)
 
 
+class Raise(torch.autograd.Function):
+    """exp, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad_output * y
+
+
+def test_an_overflow_inside_a_function_that_the_loss_drops_is_named(tmp_path: Path) -> None:
+    """min picks the clipped side of an infinite ratio: the function's own backward makes NaN of it, at a token that the loss counts."""
+    old = torch.zeros(3, 4)
+    old[1, 2] = -200.0
+    model = nn.Linear(2, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        log_probs = nn.functional.logsigmoid(model(torch.ones(3, 2)))
+        ratio = Raise.apply(log_probs - old)
+        loss = -torch.min(ratio * 2.0, ratio.clamp(0.8, 1.2) * 2.0).mean()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    place = incident.origin
+    assert (incident.phase, str(incident.cause)) == ("backward", "where_grad_trap")
+    assert (place.op, place.index, place.value, place.variable) == ("Raise", (1, 2), float("inf"), "ratio")
+    again = nanscope.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].origin == place
+
+
 def test_a_backward_that_cannot_be_recorded_is_named_by_its_function(tmp_path: Path) -> None:
     """Where the second run shows no ops, the function and the element of its gradient are said."""
     scope, _ = train(Opaque, (2, 3), tmp_path)

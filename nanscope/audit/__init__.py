@@ -77,6 +77,13 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
     """
     if not snapshots:
         raise NanscopeError("an audit needs at least one snapshot", slug="empty-audit")
+    if group_size is not None and group_size < 1:
+        raise NanscopeError(f"a group has at least one completion, not {group_size}", slug="bad-argument")
+    parts = [(snapshot.step, snapshot.rank, snapshot.part) for snapshot in snapshots]
+    if len(set(parts)) < len(parts):
+        twice = next(known for known in parts if parts.count(known) > 1)
+        message = "two files are of step {}, rank {}, backward pass {}: the same one twice, or of two runs".format(*twice)
+        raise NanscopeError(message, slug="same-part")
     if len(steps := sorted({snapshot.step for snapshot in snapshots})) > 1:
         message = (
             f"these files are of the steps {', '.join(map(str, steps))}: an audit is of one step, with all its micro-batches and ranks"

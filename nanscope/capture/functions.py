@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.locate import Origin
 from nanscope.program import Computes, Program
 from nanscope.summary import is_finite
 
@@ -41,11 +40,6 @@ class Backward:
     def spoilt(self) -> bool:
         """Did a non-finite gradient come out although only finite ones went in? Waits for the device."""
         return _all_finite(self.received) and not _all_finite(self.returned)
-
-    def explains(self, origin: Origin, tensors: dict[int, Tensor]) -> bool:
-        """Is an origin a call inside the backward, or something that forward saved, and not what came out of somewhere unseen?"""
-        saved = {tensor.data_ptr() for tensor in self.saved if tensor is not None}
-        return origin.born or (origin.leaf is not None and tensors[origin.leaf.id].data_ptr() in saved)
 
 
 def is_custom(node: Any) -> bool:

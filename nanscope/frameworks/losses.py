@@ -8,12 +8,15 @@ A row says which settings a loss has and what they mean as an objective; the row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import get_args, get_origin, get_type_hints
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
 from nanscope.frameworks.clamps import NAMES, clamped
-from nanscope.frameworks.options import Loss, Setting
+from nanscope.frameworks.options import Loss, Options, Setting
 from nanscope.objective import LossInputs, LossSettings, LossTrace, objective
 
 _ROWS = (*loss_trl.ROWS, *loss_verl.ROWS, *loss_nemo_rl.ROWS, *loss_skyrl.ROWS, *loss_openrlhf.ROWS, *loss_others.ROWS)
@@ -40,7 +43,24 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
             raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join((*known, *NAMES))}", slug="unknown-setting")
     own = {name: value for name, value in settings.items() if name in known}
     added = {name: value for name, value in settings.items() if name not in known}
-    return clamped(row.options(**dict(row.fixed), **own).settings(), added)
+    for name, value in own.items():
+        _check(key, name, value, row.options)
+    try:
+        meant = row.options(**dict(row.fixed), **own).settings()
+    except (ArithmeticError, TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in own.items())
+        raise NanscopeError(f"{key} cannot be computed with {given}: {error}", slug="unknown-setting-value") from None
+    return clamped(meant, added)
+
+
+def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:
+    """Raise NanscopeError if a setting has not the type that its row declares, or is NaN."""
+    declared = get_type_hints(options)[name]
+    kinds = tuple(get_origin(kind) or kind for kind in (get_args(declared) if isinstance(declared, UnionType) else (declared,)))
+    fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds) or (isinstance(value, list) and tuple in kinds)
+    if not fits or (isinstance(value, float) and math.isnan(value)):
+        words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+        raise NanscopeError(f"{key}: {name}={value!r} is not known: it is {words}", slug="unknown-setting-value")
 
 
 def live_settings(key: str, *configs: object) -> LossSettings:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,14 @@ def safe(text: object) -> str:
 def console_for(file: IO[str]) -> Console:
     """Return a console that writes to a file as this package's reports look."""
     terminal = file.isatty()
-    return Console(file=file, width=None if terminal else WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    return Console(
+        file=file,
+        width=None if terminal or os.environ.get("COLUMNS", "").isdigit() else WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=False,
+    )
 
 
 def render_text(verdict: Verdict) -> str:
