@@ -151,6 +151,8 @@ def per_token(log_probs): return log_probs
 def a_number(log_probs): return 1.0
 def detached(log_probs): return log_probs.detach().sum()
 def raises(log_probs): return log_probs @ log_probs
+def leaves(log_probs): raise SystemExit(0)
+def spoils(log_probs, mask): return log_probs.sum() + mask.zero_().sum()
 nothing = 3
 """
 
@@ -177,6 +179,13 @@ def test_a_function_of_ones_own_runs_beside_the_others(mine: str, snapshot: Snap
     assert not whole.works and (whole.bad_counted, whole.bad_masked) == (0, 1) and math.isnan(whole.loss)
 
 
+def test_a_function_that_writes_to_its_batch_spoils_it_for_nobody(mine: str, snapshot: Snapshot) -> None:
+    """Each function has a copy."""
+    alone = replay_under(snapshot, [], [f"{mine}:guarded"]).outcomes[0]
+    _, after = replay_under(snapshot, [], [f"{mine}:spoils", f"{mine}:guarded"]).outcomes
+    assert after == alone
+
+
 def test_a_reference_that_is_not_there_is_an_outcome(mine: str, snapshot: Snapshot) -> None:
     """The function is sound, the batch lacks what it reads."""
     (outcome,) = replay_under(snapshot, [], [f"{mine}:needs_reference"]).outcomes
@@ -187,7 +196,7 @@ def test_a_reference_that_is_not_there_is_an_outcome(mine: str, snapshot: Snapsh
     ("name", "word"),
     [
         ("asks_for_more", "'temperature'"), ("asks_for_nothing", "takes none"), ("per_token", "shape [2, 3]"), ("a_number", "float"),
-        ("detached", "does not depend"), ("raises", "RuntimeError"), ("absent", "no function"), ("nothing", "no function"),
+        ("detached", "does not depend"), ("raises", "RuntimeError"), ("leaves", "SystemExit"), ("absent", "no function"), ("nothing", "no function"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_ones_own_function_is_one_clear_error(name: str, word: str, mine: str, snapshot: Snapshot) -> None:

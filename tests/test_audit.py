@@ -22,7 +22,8 @@ from nanscope.cli import app
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_loss
 from nanscope.objective import Guard, LossInputs, LossSettings, Over, Reduction
-from nanscope.snapshot import Snapshot, load
+from nanscope.program import Program
+from nanscope.snapshot import Reached, Snapshot, load
 
 NAN = float("nan")
 FIGURES = Path(__file__).parents[2] / "shared" / "parity" / "base.json"
@@ -371,9 +372,14 @@ def test_what_the_mask_excludes_reaches_no_figure() -> None:
     assert found(hurt, "rows_unequal").figures["weight"] == pytest.approx(5 / 3)
 
 
+BLANK = Snapshot(7, 0, Program((), (), -1), {}, None, {}, Reached())
+
+
 ERRORS = [
     (lambda: audit([]), "empty-audit"),
     (lambda: audit_snapshots([]), "empty-audit"),
+    (lambda: audit_snapshots([BLANK, BLANK]), "same-part"),
+    (lambda: audit_snapshots([BLANK], group_size=0), "bad-argument"),
     (lambda: audit([SHORT], ranks=[0, 1]), "shape-mismatch"),
     (lambda: audit([SHORT], "trl.nothing"), "unknown-loss"),
     (lambda: audit([SHORT], "trl.grpo", loss_agg_mode="x"), "unknown-setting"),

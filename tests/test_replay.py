@@ -93,7 +93,7 @@ def test_edits_by_name() -> None:
     """What a command line can ask for, and what it cannot."""
     for name in (*EDITS, *CONTROLS, "clamp", "mask", "clamp:20", "clamp_denominator:1e-8"):
         assert callable(parse_edit(name))
-    for name in ("", "explode", "clamp:", "clamp:x", "clamp:-3", "mask:2", "clamp:1e", "clamp:."):
+    for name in ("", "explode", "clamp:", "clamp:x", "clamp:-3", "mask:2", "clamp:1e", "clamp:.", "clamp:0", "clamp:1e400"):
         if name == "clamp:":
             continue
         with pytest.raises(NanscopeError):
