@@ -150,8 +150,10 @@ def _framework(key: str, settings: Mapping[str, Setting], text: str) -> Objectiv
         return objective(inputs, replace(how, kl=None) if _lacks_reference(how, inputs) else how).loss
 
     def without(inputs: LossInputs) -> str:
-        left_out = _lacks_reference(framework_settings(key, **settings), inputs)
-        return "without its KL term, since the batch has no reference log-probs" if left_out else ""
+        how = framework_settings(key, **settings)
+        if _lacks_reference(how, inputs):
+            return "without its KL term, since the batch has no reference log-probs"
+        return "which has no KL term under these settings" if how.kl is None and inputs.ref_logprobs is not None else ""
 
     framework = key.split(".")[0]
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
