@@ -407,6 +407,9 @@ REDUCTIONS = {
     "token mean": lambda x, m: (x * m).sum() / m.sum(),
     "row mean": lambda x, m: ((x * m).sum(-1) / m.sum(-1)).mean(),
     "sum": lambda x, m: (x * m).sum(),
+    "half of the sum": lambda x, m: (x * m).sum() / 2,
+    "mean over padding": lambda x, m: (x * m).mean(),
+    "constant": lambda x, m: (x * m).sum() / 2048,
 }
 
 
@@ -459,6 +462,21 @@ def test_the_reduction_of_a_watched_loop_is_recognised(tmp_path: Path, reduced: 
     assert [f.slug for f in result.findings if f.effect is Effect.CHANGES] == ([slug] if slug else [])
     floor = {"token mean": "batch_without_floor", "row mean": "row_without_floor", "sum": None}[reduced]
     assert [f.slug for f in result.findings if f.effect is Effect.RISK] == ([floor] if floor else [])
+
+
+@pytest.mark.parametrize(
+    ("reduced", "slug", "effect", "divisor"),
+    [
+        ("half of the sum", "sum_not_mean", Effect.CHANGES, 2.0),
+        ("mean over padding", "padding_in_denominator", Effect.RISK, 18.0),
+        ("constant", "fixed_divisor", Effect.NOTE, 2048.0),
+    ],
+)
+def test_a_divisor_that_is_not_the_count_is_named(tmp_path: Path, reduced: str, slug: str, effect: Effect, divisor: float) -> None:
+    """12 tokens in 3 rows of 6: what the sum over them was divided by, and what that makes of the mean."""
+    finding = found(audit_snapshots([train(tmp_path, reduced)]), slug)
+    assert finding.effect is effect
+    assert finding.figures["divisor"] == pytest.approx(divisor, rel=1e-4) and finding.figures["tokens"] == 12
 
 
 def test_ranks_are_told_by_their_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nanscope.audit.first import first_step
 from nanscope.audit.model import Effect, Finding, Sure
 from nanscope.audit.normalisation import Normalised, Twice, normalised
 from nanscope.audit.step import Part, Step, empty_rows, masked
-from nanscope.audit.weights import SCHEMES, Pattern, Scheme, is_constant
+from nanscope.audit.weights import MOST_STEPS, SAME, SCHEMES, Pattern, Scheme, is_constant
 from nanscope.audit.words import count, listed
 from nanscope.words import number
 
@@ -227,6 +227,37 @@ def _sums(step: Step) -> Iterator[Finding]:
     yield Finding("sum_not_mean", Effect.CHANGES, sentence, figures=figures)
 
 
+def _by_a_constant(step: Step) -> Iterator[Finding]:
+    """Every token weighs the same, and not one over their number: a sum, a fixed horizon, or a mean over padding as well."""
+    part = step.parts[0]
+    over = part.recognised.divisors.get(Pattern.EQUAL) if part.recognised is not None and part.tokens else None
+    if over is None or step.pattern is not Pattern.EQUAL or {Scheme.TOKEN_MEAN, Scheme.TOTAL} & set(step.used) or step.token_mean is None:
+        return
+    rows, width = part.mask_BT.shape
+    times, tokens = number(part.tokens / over), count(part.tokens, "token")
+    figures = {"divisor": over, "tokens": float(part.tokens), "token_mean": step.token_mean}
+    if abs(over - rows * width) <= SAME * over:
+        sentence = (
+            f"The sum over {tokens} is divided by {rows} rows × {width} columns, masked ones included: {times} times the token mean. If "
+            f"{width} is a constant of the run, that is Dr. GRPO's fixed horizon; if it is how far this batch was padded, the longest "
+            "answer decides how much every token weighs."
+        )
+        yield Finding("padding_in_denominator", Effect.RISK, sentence, figures=figures)
+    elif over < min(part.tokens, MOST_STEPS) and abs(over - round(over)) <= SAME * over:
+        sentence = (
+            f"The loss is a sum over {tokens}, divided by {number(over)} and not by their number: {times} times the token mean, "
+            f"{number(step.token_mean)}. A learning rate or a clip of the gradient norm that was tuned for a mean is off by that factor, "
+            "which changes with the length of the answers."
+        )
+        yield Finding("sum_not_mean", Effect.CHANGES, sentence, figures=figures)
+    elif abs(over - step.mask_BT.sum().item()) > step.same * over:
+        sentence = (
+            f"Every token weighs 1/{number(over)}, and there are {part.tokens} of them: that is a fixed horizon, under which the loss "
+            "grows with the length of the answers, or the count of a whole step that this batch is a part of."
+        )
+        yield Finding("fixed_divisor", Effect.NOTE, sentence, figures=figures)
+
+
 def _padding(step: Step) -> Iterator[Finding]:
     """A reduction that counts masked tokens."""
     outside = [part.weights_BT[part.mask_BT == 0].abs().sum().item() for part in step.parts if part.weights_BT is not None]
@@ -352,6 +383,6 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
 
 Rule = Callable[[Step], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (  # within one effect, in this order
-    _no_tokens, _floors, _micro_batches, _ranks, _rows, _sums, _empty_rows, _padding, _own_weights, _normalised_twice, _one_of_many,
-    first_step, _other_terms, _unrecognised, _left_out,
+    _no_tokens, _floors, _micro_batches, _ranks, _rows, _sums, _by_a_constant, _empty_rows, _padding, _own_weights, _normalised_twice,
+    _one_of_many, first_step, _other_terms, _unrecognised, _left_out,
 )  # fmt: skip
