@@ -383,7 +383,7 @@ WRONG = (
     ("verl.vanilla", {"loss_agg_mode": "token_mean"}, "unknown-setting-value", "token-mean"),
     ("verl.dro", {}, "unknown-setting-value", "dro_beta"),
     ("trl.grpo", {"beta": "x"}, "unknown-setting-value", "float"),
-    ("trl.grpo", {"epsilon": None}, "unknown-setting-value", "float"),
+    ("trl.grpo", {"epsilon": None}, "unknown-setting-value", "epsilon=None"),
     ("trl.grpo", {"gradient_accumulation_steps": 0}, "unknown-setting-value", "division by zero"),
     ("verl.vanilla", {"clip_ratio_high": math.nan}, "unknown-setting-value", "nan"),
     ("verl.vanilla", {"dp_size": "all"}, "unknown-setting-value", "int"),

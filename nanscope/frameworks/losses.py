@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
@@ -54,12 +54,11 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
 
 
 def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:
-    """Raise NanscopeError if a setting has not the type that its row declares, or is NaN."""
+    """Raise NanscopeError for a text where the row declares a number, and for NaN. None is what a live config says of what is not set."""
     declared = get_type_hints(options)[name]
-    kinds = tuple(get_origin(kind) or kind for kind in (get_args(declared) if isinstance(declared, UnionType) else (declared,)))
-    fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds) or (isinstance(value, list) and tuple in kinds)
-    if not fits or (isinstance(value, float) and math.isnan(value)):
-        words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+    kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
+    if (isinstance(value, str) and str not in kinds) or (isinstance(value, float) and math.isnan(value)):
+        words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
         raise NanscopeError(f"{key}: {name}={value!r} is not known: it is {words}", slug="unknown-setting-value")
 
 
