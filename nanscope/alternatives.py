@@ -26,7 +26,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.options import Setting
-from nanscope.inputs import RecordedBatch, on_leaf, recorded_batch
+from nanscope.inputs import RecordedBatch, on_leaf, recorded_batch, with_token_values
 from nanscope.ledger import show
 from nanscope.objective import Anchor, LossInputs, LossSettings, objective
 from nanscope.replay import Row
@@ -320,17 +320,4 @@ def distortion(grad: Tensor, reference: Objective, inputs: LossInputs, at: Tenso
 def masked_first(inputs: LossInputs) -> LossInputs:
     """Return the batch with 0 for every log-prob and entropy of a masked token: nothing can overflow where nothing counts."""
     counts = inputs.mask > 0
-
-    def fill(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.where(counts, tensor.detach(), torch.zeros_like(tensor))
-
-    logprobs = fill(inputs.logprobs)
-    assert logprobs is not None
-    return replace(
-        inputs,
-        logprobs=logprobs,
-        old_logprobs=fill(inputs.old_logprobs),
-        ref_logprobs=fill(inputs.ref_logprobs),
-        rollout_logprobs=fill(inputs.rollout_logprobs),
-        entropy=fill(inputs.entropy),
-    )
+    return with_token_values(inputs, lambda tensor: torch.where(counts, tensor.detach(), torch.zeros_like(tensor)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from nanscope.errors import NanscopeError
@@ -64,7 +64,7 @@ class Catalogue:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        return {"losses": [_plain(loss) for loss in self.losses], "edits": [_plain(edit) for edit in self.edits]}
+        return {"losses": [asdict(loss) for loss in self.losses], "edits": [asdict(edit) for edit in self.edits]}
 
 
 def catalogue(prefix: str = "") -> Catalogue:
@@ -107,11 +107,3 @@ def _shown(bounds: Bounds) -> str:
 def _edits(table: Mapping[str, Callable[[Patch], Variant | None]], control: bool) -> list[KnownEdit]:
     short = {name: other for other, name in SHORT.items()}
     return [KnownEdit(name, (edit.__doc__ or "").strip().splitlines()[0], control, short.get(name)) for name, edit in table.items()]
-
-
-def _plain(thing: Any) -> Any:
-    if isinstance(thing, tuple | list):
-        return [_plain(item) for item in thing]
-    if hasattr(thing, "__dataclass_fields__"):
-        return {field.name: _plain(getattr(thing, field.name)) for field in fields(thing)}
-    return thing

@@ -471,24 +471,18 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.expand(-1, wide) if tensor.shape[1] == 1 else tensor for tensor in tensors])
 
 
+def with_token_values(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
+    """Return the batch with every log-prob and the entropy changed; what is not there stays away."""
+    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy")
+    given = {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
+    return replace(inputs, **{name: change(tensor) for name, tensor in given.items()})
+
+
 def on_leaf(inputs: LossInputs, dtype: torch.dtype | None = None) -> LossInputs:
     """Return a copy of the batch, with log-probs that collect a gradient, in another dtype if one is given."""
 
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+    def cast(tensor: Tensor) -> Tensor:
         return (tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)).detach().clone()
 
-    logprobs = inputs.logprobs.detach().to(dtype or inputs.logprobs.dtype).clone().requires_grad_()
-    advantages, mask = cast(inputs.advantages), cast(inputs.mask)
-    assert advantages is not None and mask is not None
-    return replace(
-        inputs,
-        logprobs=logprobs,
-        old_logprobs=cast(inputs.old_logprobs),
-        ref_logprobs=cast(inputs.ref_logprobs),
-        rollout_logprobs=cast(inputs.rollout_logprobs),
-        advantages=advantages,
-        mask=mask,
-        entropy=cast(inputs.entropy),
-    )
+    copied = with_token_values(inputs, cast)
+    return replace(copied, logprobs=copied.logprobs.requires_grad_(), advantages=cast(inputs.advantages), mask=cast(inputs.mask))

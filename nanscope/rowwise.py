@@ -152,6 +152,13 @@ class _Execution:
                 self.grads[leaf.id] = grad
         return Run({**self.leaves, program.output: output.detach()}, self.grads)
 
+    def grad_of(self, leaf: int, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of a leaf, for all rows, that parts are added to."""
+        if leaf not in self.grads:
+            whole = self.leaves[leaf]
+            self.grads[leaf] = torch.zeros(whole.shape, dtype=dtype, device=whole.device)
+        return self.grads[leaf]
+
     def _leaf(self, tensor: Tensor, diff: bool) -> Tensor:
         tensor = tensor.detach()
         if self.dtype is not None and tensor.is_floating_point():
@@ -256,9 +263,7 @@ class _Met(torch.autograd.Function):
             torch.autograd.backward([part], [received[0].to(part.dtype) * ctx.share])
             for leaf, tensor in own.items():
                 if tensor.grad is not None:
-                    whole = sums.execution.leaves[leaf]
-                    grads = sums.execution.grads.setdefault(leaf, torch.zeros(whole.shape, dtype=tensor.dtype, device=whole.device))
-                    grads[rows] += tensor.grad
+                    sums.execution.grad_of(leaf, tensor.dtype)[rows] += tensor.grad
             for position, tensor in enumerate(small):
                 if tensor.grad is not None:
                     before = found[position]

@@ -28,7 +28,7 @@ from nanscope.audit.weights import (
 )
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
-from nanscope.inputs import loss_inputs
+from nanscope.inputs import loss_inputs, with_token_values
 from nanscope.objective import LossInputs, LossSettings, Over, Reduction, objective, reduce
 from nanscope.snapshot import Snapshot
 
@@ -147,14 +147,7 @@ def _clean(inputs: LossInputs) -> LossInputs:
         return masked(x_BT.detach().to(torch.float64), valid_BT)
 
     return replace(
-        inputs,
-        logprobs=kept(inputs.logprobs),
-        old_logprobs=None if inputs.old_logprobs is None else kept(inputs.old_logprobs),
-        ref_logprobs=None if inputs.ref_logprobs is None else kept(inputs.ref_logprobs),
-        rollout_logprobs=None if inputs.rollout_logprobs is None else kept(inputs.rollout_logprobs),
-        advantages=inputs.advantages.detach().to(torch.float64),
-        mask=valid_BT.to(torch.float64),
-        entropy=None if inputs.entropy is None else kept(inputs.entropy),
+        with_token_values(inputs, kept), advantages=inputs.advantages.detach().to(torch.float64), mask=valid_BT.to(torch.float64)
     )
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanscope.frameworks import LossSite
-from nanscope.frameworks.losses import LOSSES, live_options
+from nanscope.frameworks.losses import LOSSES, NOWHERE, live_options, option
 from nanscope.frameworks.options import Setting
 
-_NOWHERE = object()
 LONGEST = 60  # characters of a name or value that a file may have us show
 
 
@@ -36,7 +35,7 @@ class Glimpse:
         path = dict(self.site.settings).get(name)
         if path is not None and path in self.held:
             return self.held[path]
-        return next((held for config in self.configs() if (held := _step(config, name)) is not _NOWHERE), None)
+        return next((held for config in self.configs() if (held := option(config, name)) is not NOWHERE), None)
 
 
 def glimpse(site: LossSite, variables: Mapping[str, object]) -> Glimpse:
@@ -44,7 +43,7 @@ def glimpse(site: LossSite, variables: Mapping[str, object]) -> Glimpse:
     held: dict[str, object] = {}
     for path in (*site.configs, *(path for _, path in site.settings), *(site.kernel.paths() if site.kernel is not None else ())):
         found = follow(path, variables)
-        if found is not _NOWHERE and not _is_large(found):
+        if found is not NOWHERE and not _is_large(found):
             held[path] = found
     return Glimpse(site, held)
 
@@ -55,22 +54,16 @@ def follow(path: str, variables: Mapping[str, object]) -> object:
     `path==text` is whether it says so. `given?path` is None where there is nothing at `given`.
     """
     given, _, path = path.rpartition("?")
-    if given and follow(given, variables) in (None, _NOWHERE):
+    if given and follow(given, variables) in (None, NOWHERE):
         return None
     where, _, text = path.partition("==")
     first, *rest = where.split(".")
-    found: object = variables.get(first, _NOWHERE)
+    found: object = variables.get(first, NOWHERE)
     for name in rest:
-        if found is _NOWHERE:
+        if found is NOWHERE:
             break
-        found = _step(found, name)
-    return str(found) == text if text and found is not _NOWHERE else found
-
-
-def _step(holder: object, name: str) -> object:
-    if isinstance(holder, Mapping):
-        return holder.get(name, _NOWHERE)
-    return getattr(holder, name, _NOWHERE)
+        found = option(found, name)
+    return str(found) == text if text and found is not NOWHERE else found
 
 
 def _is_large(value: object) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import get_args, get_type_hints
 
@@ -55,11 +56,16 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
 
 def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:
     """Raise NanscopeError for a text where the row declares a number, and for NaN. None is what a live config says of what is not set."""
-    declared = get_type_hints(options)[name]
+    declared = _declared(options)[name]
     kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
     if (isinstance(value, str) and str not in kinds) or (isinstance(value, float) and math.isnan(value)):
         words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
         raise NanscopeError(f"{key}: {name}={value!r} is not known: it is {words}", slug="unknown-setting-value")
+
+
+@cache
+def _declared(options: type[Options]) -> dict[str, object]:
+    return get_type_hints(options)
 
 
 def live_settings(key: str, *configs: object) -> LossSettings:
@@ -75,24 +81,27 @@ def live_options(key: str, *configs: object) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for name in _row(key).names():
         for config in configs:
-            held = next((value for value in _held(config, name) if isinstance(value, Setting)), _NOWHERE)
+            held = next((value for value in _held(config, name) if isinstance(value, Setting)), NOWHERE)
             if isinstance(held, Setting):
                 found[name] = held
                 break
     return found
 
 
-_NOWHERE = object()
+NOWHERE = object()  # what no holder has
+
+
+def option(holder: object, name: str) -> object:
+    """Return what a mapping or an object holds under a name, `NOWHERE` if nothing."""
+    return holder.get(name, NOWHERE) if isinstance(holder, Mapping) else getattr(holder, name, NOWHERE)
 
 
 def _held(config: object, name: str) -> Iterator[object]:
     """Yield what a config holds under a name: itself first, then the parts inside it."""
     parts = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for holder in (config, *parts.values()):
-        if isinstance(holder, Mapping):
-            yield holder.get(name, _NOWHERE)
-        elif not isinstance(holder, Setting):
-            yield getattr(holder, name, _NOWHERE)
+        if not isinstance(holder, Setting):
+            yield option(holder, name)
 
 
 def _row(key: str) -> Loss:
