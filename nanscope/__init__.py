@@ -9,38 +9,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanscope.errors import NanscopeError, NonFiniteError, ProgramError, SnapshotError
+from nanscope.errors import NanscopeError, ProgramError, SnapshotError
+from nanscope.version import __version__
 
 if TYPE_CHECKING:
-    from nanscope.alternatives import replay_under
-    from nanscope.diagnose import Verdict
     from nanscope.frameworks.losses import framework_loss
-    from nanscope.inputs import loss_inputs
-    from nanscope.objective import LossInputs, LossSettings
-    from nanscope.replay import Replay
-    from nanscope.scope import Scope, watch
-    from nanscope.snapshot import Snapshot, load
-
-__version__ = "0.1.0"
+    from nanscope.objective.settings import LossInputs, LossSettings
+    from nanscope.replay.batch import loss_inputs
+    from nanscope.replay.tries import Replay
+    from nanscope.replay.under import replay_under
+    from nanscope.snapshot.file import load
+    from nanscope.snapshot.step import Snapshot
+    from nanscope.verdict.incident import NonFiniteError, Verdict
+    from nanscope.watching.scope import Scope, watch
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
+    "Verdict", "__version__", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
 _WHERE = {
-    "Scope": "nanscope.scope",
-    "watch": "nanscope.scope",
-    "Verdict": "nanscope.diagnose",
-    "Snapshot": "nanscope.snapshot",
-    "load": "nanscope.snapshot",
-    "Replay": "nanscope.replay",
-    "LossInputs": "nanscope.objective",
-    "LossSettings": "nanscope.objective",
+    "Scope": "nanscope.watching.scope",
+    "watch": "nanscope.watching.scope",
+    "Verdict": "nanscope.verdict.incident",
+    "NonFiniteError": "nanscope.verdict.incident",
+    "Snapshot": "nanscope.snapshot.step",
+    "load": "nanscope.snapshot.file",
+    "Replay": "nanscope.replay.tries",
+    "LossInputs": "nanscope.objective.settings",
+    "LossSettings": "nanscope.objective.settings",
     "framework_loss": "nanscope.frameworks.losses",
-    "loss_inputs": "nanscope.inputs",
-    "replay_under": "nanscope.alternatives",
+    "loss_inputs": "nanscope.replay.batch",
+    "replay_under": "nanscope.replay.under",
 }
 
 

@@ -1,6 +1,411 @@
-"""`python -m nanscope` is `nanscope`."""
+"""The command line: parse, call one function, choose a renderer, set the exit status.
 
-from nanscope.cli import main
+Exit status: 0 healthy, 3 something non-finite was found, 1 an error that is explained in one line, 2 wrong usage. A watched script that
+fails by itself keeps its own status.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from nanscope.errors import NanscopeError
+
+if TYPE_CHECKING:
+    from nanscope.verdict.incident import Verdict
+    from nanscope.watching.scope import OnNonFinite
+
+
+HEALTHY, FAILED, USAGE, FOUND = 0, 1, 2, 3
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the first harmful NaN of a training run, replay its step, prove the fix.\n\n"
+    "Start with `nanscope demo`, then put `nanscope run` before your own script.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app(prog_name="nanscope")
+    except NanscopeError as error:
+        print(f"nanscope: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(FAILED)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from nanscope.version import __version__
+
+        print(f"nanscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    out: Annotated[Path, typer.Option("--out", help="Run directory: history, snapshots, reports.")] = Path("nanscope-runs"),
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
+    on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
+    save_step: Annotated[
+        list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is, to audit or replay it.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+) -> None:
+    """Run a training script and watch it.
+
+    The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found.
+
+    Example: nanscope run train.py --lr 1e-6
+    """
+    if on_nonfinite not in ("record", "skip", "stop"):
+        raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
+    from nanscope.watching import launch
+
+    outcome = launch.run(
+        target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite), save_steps=save_step or ()
+    )
+    verdict = outcome.scope.verdict
+    if outcome.error is not None and not isinstance(outcome.error, SystemExit):
+        traceback.print_exception(outcome.error)
+    elif outcome.error is not None:
+        print(outcome.error, file=sys.stderr)
+    _finish(verdict, out, json_file)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+
+
+def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
+    """Show a verdict, and leave the page and the picture beside the snapshots."""
+    from nanscope.report.render import render
+    from nanscope.report.terminal import print_verdict
+
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
+    written = []
+    if not verdict.healthy:
+        with _writing(out):
+            for name in ("report.html", "report.png"):
+                render(verdict, out / name)
+                written.append(str(out / name))
+    print_verdict(verdict, written, file=sys.stderr)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NanscopeError(f"{path} cannot be written ({error.strerror or error})", slug="not-writable") from None
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    edit: Annotated[
+        list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, …")
+    ] = None,
+    under: Annotated[
+        list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, …")
+    ] = None,
+    loss: Annotated[list[str] | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="Also under your own loss.")] = None,
+    sweep: Annotated[str | None, typer.Option("--sweep", metavar="clamp", help="Try one clamp after another instead.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+) -> None:
+    """Run a saved step again, and see what would have prevented it.
+
+    As recorded, in float64, and with edits at the origin, each forward and backward. The tempting wrong fixes are shown failing.
+
+    Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10 --as verl.vanilla
+    """
+    from dataclasses import replace
+
+    from nanscope.replay.edits import parse_edit
+    from nanscope.replay.tries import replay as execute
+    from nanscope.replay.under import replay_under
+    from nanscope.report.console import progress
+    from nanscope.report.replay import print_alternatives, print_replay
+    from nanscope.snapshot.file import load
+    from nanscope.verdict.diagnose import diagnose
+    from nanscope.verdict.incident import Verdict
+
+    if (sweep is not None or png is not None) and (edit or loss):
+        raise typer.BadParameter("tries clamps only: leave --edit and --loss out", param_hint="--sweep")
+    if sweep is not None or png is not None:
+        _sweep(file, sweep or "clamp", under or [], png, json_file)
+        return
+    edits = [(text, parse_edit(text)) for text in edit or []]
+    snapshot = load(file)
+    with progress(f"replaying {file.name}", file=sys.stderr):
+        others = replay_under(snapshot, under or [], loss or []) if under or loss else None
+        replayed = execute(snapshot, edits)
+        incident = diagnose(snapshot, str(file), replayed)
+    if others is not None:
+        incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
+    if json_file is not None:
+        with _writing(json_file):
+            found = Verdict((incident,), steps=1, bad_steps=1)
+            data = {"rows": [_row_json(row) for row in incident.rows], **found.to_json()}
+            data |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]} if others is not None else {}
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    failing = replayed.location is not None or bool(snapshot.observed.get("outside"))  # or it was seen where the file does not reach
+    print_replay(incident, failing, file=sys.stdout)
+    if others is not None:
+        print_alternatives(others, file=sys.stdout)
+    raise typer.Exit(FOUND if failing or not replayed.rows else HEALTHY)
+
+
+def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file: Path | None) -> None:
+    """Sweep a clamp, show it, and leave with the status of a step that failed."""
+    from nanscope.replay.sweep import sweep_clamp
+    from nanscope.report import replay as objectives
+    from nanscope.report.console import progress
+    from nanscope.snapshot.file import load
+
+    if what != "clamp" or len(under) > 1:
+        raise typer.BadParameter("takes clamp, with at most one --as", param_hint="--sweep")
+    if png is not None and png.suffix not in objectives.SUFFIXES:
+        raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
+    with progress(f"sweeping {file.name}", file=sys.stderr):
+        found = sweep_clamp(load(file), *under)
+    objectives.print_sweep(found, file=sys.stdout)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if png is not None:
+        with _writing(png):
+            objectives.draw_sweep(found, png)
+        print(png)
+    raise typer.Exit(FOUND)
+
+
+@app.command()
+def variants(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="verl, trl.gr, …; without one, everything.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON, with all settings.")] = None,
+) -> None:
+    """List what a saved step can be replayed under: the losses of the frameworks, with settings and flaws, and the edits.
+
+    Example: nanscope variants verl.vanilla
+    """
+    from nanscope.replay.variants import catalogue
+    from nanscope.report.variants import print_catalogue
+
+    found = catalogue(prefix)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    print_catalogue(found, bool(prefix), file=sys.stdout)
+
+
+def _row_json(row: Any) -> dict[str, Any]:
+    from nanscope.plain import show
+
+    return {name: show(getattr(row, name)) for name in row.__slots__}
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, or one snapshot.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
+) -> None:
+    """Draw the report of a run; the suffix of the output chooses its form.
+
+    Example: nanscope report nanscope-runs -o report.html
+    """
+    from nanscope.report.console import progress
+    from nanscope.report.render import render, suffixes
+
+    if output.suffix not in suffixes():
+        raise NanscopeError(f"no renderer for {output.suffix or output.name!r}; known are {', '.join(suffixes())}", slug="unknown-format")
+    verdict = _read(path)
+    with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
+        render(verdict, output)
+    print(output)
+    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+
+
+def _read(path: Path) -> Verdict:
+    """Return the verdict on a run directory or a snapshot."""
+    from nanscope.report.console import track
+    from nanscope.snapshot.file import load
+    from nanscope.snapshot.history import read
+    from nanscope.verdict.diagnose import verdict
+
+    if path.is_file():
+        return verdict([load(path)], [str(path)])
+    if not path.is_dir():
+        raise NanscopeError(f"there is no run directory or snapshot {str(path)!r}", slug="no-run")
+    files = sorted(path.glob("step-*.rank*.safetensors"))
+    histories = sorted(path.glob("history.rank*.jsonl"))
+    if not files and not histories and not (path / "run.json").exists():
+        raise NanscopeError(f"{path} is not a run directory: no run.json, history or snapshot in it", slug="no-run")
+    entries = [entry for history in histories for entry in read(history)]
+    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
+    return verdict(
+        snapshots,
+        [str(file) for file in files],
+        steps=len({entry.step for entry in entries}),
+        bad_steps=sum(entry.nonfinite for entry in entries),
+    )
+
+
+@app.command()
+def explain(
+    slug: Annotated[str | None, typer.Argument(metavar="CAUSE", help="A cause as a verdict names it; without one, all of them.")] = None,
+) -> None:
+    """Explain a cause: the mechanism, the smallest example, the right fix, the wrong ones, and where it was met.
+
+    Example: nanscope explain where_grad_trap
+    """
+    from nanscope.causes import Cause
+    from nanscope.report.explain import print_causes, print_explanation
+
+    if slug is None:
+        print_causes(file=sys.stdout)
+    elif slug in set(Cause) - {Cause.UNKNOWN}:
+        print_explanation(Cause(slug), file=sys.stdout)
+    else:
+        raise NanscopeError(f"no cause is called {slug!r}; `nanscope explain` lists them", slug="unknown-cause")
+
+
+@app.command()
+def atlas(
+    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX", help="verl, trl.grpo, …; without one, everything.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: atlas.html, .json or .txt.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with the functions of the installed frameworks.")] = False,
+) -> None:
+    """Show which fault reaches the loss or the gradient, for every loss of every framework.
+
+    Computed while you wait: −inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the status is 3 if an
+    installed framework's own function answers otherwise.
+
+    Example: nanscope atlas trl.grpo verl.vanilla
+    """
+    from nanscope.atlas import atlas as computed
+    from nanscope.report import atlas as shown
+    from nanscope.report.console import progress
+
+    if output is not None:
+        shown.check_suffix(output)
+    with progress("running every loss on every fault", file=sys.stderr):
+        found = computed.atlas(prefixes)
+        verification = computed.verify(found) if verify else None
+    if output is None:
+        shown.print_atlas(found, verification, file=sys.stdout)
+    else:
+        with _writing(output):
+            shown.render_atlas(found, output, verification)
+        print(output)
+        if verification is not None:
+            shown.print_verification(verification, file=sys.stdout)
+    raise typer.Exit(FOUND if verification is not None and verification.disagreements else HEALTHY)
+
+
+@app.command()
+def audit(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Snapshots of one step: its ranks, or its micro-batches.")],
+    group_size: Annotated[int | None, typer.Option("--group-size", metavar="N", help="Completions of one prompt, if known.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+) -> None:
+    """Audit what the loss of a step is a mean of, and which tokens weigh more than others.
+
+    Means of means over rows, micro-batches and ranks, denominators without a floor, empty rows, advantages normalised twice. Status 3 if a
+    finding changes the loss.
+
+    Example: nanscope audit step-000412.rank0.safetensors step-000412.rank1.safetensors
+    """
+    from nanscope.audit import audit_snapshots
+    from nanscope.report.audit import print_audit
+    from nanscope.report.console import track
+    from nanscope.snapshot.file import load
+
+    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
+    found = audit_snapshots(snapshots, [str(file) for file in files], group_size=group_size)
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    print_audit(found, file=sys.stdout)
+    raise typer.Exit(FOUND if found.changes_loss else HEALTHY)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,
+    program: Annotated[bool, typer.Option("--program", help="Also list the recorded calls.")] = False,
+) -> None:
+    """Show what is in a snapshot, before you attach it to a public issue.
+
+    Reads the file's head only; neither torch nor the training code is needed.
+
+    Example: nanscope inspect step-000412.rank0.safetensors
+    """
+    from nanscope.report.inspect import print_header
+    from nanscope.snapshot.header import read_header
+
+    header = read_header(file)
+    if json_file is not None:
+        with _writing(json_file):
+            data = {"tensors": [[t.name, t.dtype, list(t.shape), t.bytes] for t in header.tensors], "nanscope": header.about}
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print_header(header, str(file), program, file=sys.stdout)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where to put the snapshot and the reports.")] = Path("nanscope-demo"),
+    seed: Annotated[int | None, typer.Option("--seed", help="Another run.")] = None,
+) -> None:
+    """Watch a tiny policy learn with GRPO until it dies of NaN by itself.
+
+    Nothing is staged: log-ratios at padding positions, which the loss does not count, drift until exp overflows. Takes seconds.
+
+    Example: nanscope demo --out nanscope-demo
+    """
+    from nanscope import demo as training
+    from nanscope.report.console import steps_bar
+    from nanscope.report.terminal import print_demo_end
+    from nanscope.watching.scope import watch
+
+    settings = training.DemoSettings() if seed is None else training.DemoSettings(seed=seed)
+    with watch(out=out) as scope, steps_bar("training a tiny policy with GRPO", settings.steps, file=sys.stderr) as advance:
+        for record in training.train(settings):
+            advance(f"reward {record.mean_reward:.2f}  loss {record.loss:+.4f}")
+            if scope.snapshots:
+                break
+    verdict = scope.verdict
+    _finish(verdict, out, None)
+    print_demo_end(verdict, out, file=sys.stderr)
+    raise typer.Exit(HEALTHY)
+
 
 if __name__ == "__main__":
     main()

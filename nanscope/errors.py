@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanscope.diagnose import Verdict
+    pass
 
 
 class NanscopeError(Exception):
@@ -23,17 +23,9 @@ class SnapshotError(NanscopeError):
     """A snapshot file that cannot be read: damaged, not a snapshot, or written by a newer release."""
 
 
+class Deliberate(NanscopeError):
+    """Raised into the training loop because it was asked for; everything else of ours is caught there."""
+
+
 class ProgramError(NanscopeError):
     """A recorded program that cannot be executed: an operator outside the whitelist, a missing value, a wrong shape."""
-
-
-class NonFiniteError(NanscopeError):
-    """Raised into the training loop by `on_nonfinite="stop"`, after the snapshot is on disk.
-
-    verdict: what was found (`Verdict`), snapshot: where the step was saved, None if it could not be written.
-    """
-
-    def __init__(self, message: str, *, verdict: Verdict, snapshot: str | None) -> None:
-        super().__init__(message, slug="nonfinite-step")
-        self.verdict = verdict
-        self.snapshot = snapshot

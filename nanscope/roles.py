@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+def role_words(role: str | None) -> str:
+    """Return what a role means, in one line."""
+    return ROLES[Role(role)].meaning if role in set(Role) else ""
+
+
 class Role(StrEnum):
     """The meaning of a tensor in a training step."""
 
@@ -67,7 +72,9 @@ ROLES: dict[Role, RoleInfo] = {
     Role.RESPONSE_IDS: RoleInfo("y", "[B, T]", "token id", "the sampled tokens"),
 }
 
+
 _LOGP = r"(log_?p(rob)?s?|logps|logprobs?|(?<![a-z])lps?(?![a-z]))"
+
 # Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
 _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
@@ -100,6 +107,7 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"loss(es)?", Role.LOSS),
     (r"(^|_)grad", Role.GRAD),
 )
+
 _COMPILED = tuple((re.compile(pattern), role) for pattern, role in _PATTERNS)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.ledger import Entry
-from nanscope.locate import Location, locate
-from nanscope.program import Program, Run
-from nanscope.replay import Replay, replay
-from nanscope.snapshot import Reached, Snapshot
+from nanscope.locate.location import Location, locate
+from nanscope.program.program import Program
+from nanscope.program.run import Run
+from nanscope.replay.tries import Replay, replay
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.step import Reached, Snapshot
 
 
 @dataclass(frozen=True)

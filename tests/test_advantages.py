@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope.advantages import RELATIVE, Baseline, Relative, Spread, gae, relative, returns_to_go, whiten
 from nanscope.errors import NanscopeError
+from nanscope.objective.advantages import RELATIVE, Baseline, Relative, Spread, gae, relative, returns_to_go, whiten
 
 
 def by_loop(rewards: list[float], groups: list[int], how: Relative) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,100 +13,75 @@ import pytest
 ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "roles", "ops", "indices", "causes", "files", "shelf"),
-    ("program", "ledger", "header", "advantages", "objective", "frameworks", "summary", "explanations"),
-    ("elements", "snapshot", "names", "native"),
-    ("fate", "rowwise", "atlas"),
-    ("locate",),
-    ("variants", "capture", "inputs"),
-    ("replay", "case"),
-    ("rules", "alternatives", "catalogue"),
-    ("words",),
-    ("diagnose", "audit", "sweep"),
-    ("report",),
-    ("hit",),
-    ("scope", "demo"),
-    ("launch", "cli", "__main__"),
-)  # lowest first; a folder stands for all files in it
+    ("errors", "roles", "causes", "text", "plain", "version", "demo"),
+    ("program", "objective"),
+    ("snapshot", "frameworks"),
+    ("locate", "native"),
+    ("capture", "replay", "atlas"),
+    ("verdict", "audit"),
+    ("watching", "report"),
+    ("__init__", "__main__"),
+)  # lowest first; a folder imports from lower floors only
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
-FOLDERS = ("capture", "report", "frameworks", "native", "audit")  # files of one folder may import each other
-SAME_FLOOR = {
-    ("cli", "launch"), ("__main__", "cli"),  # the entrance: `python -m nanscope` is the command line, which starts `run`
-    ("frameworks", "objective"),  # the rows say what a framework's settings mean; the objective knows no framework
-}  # fmt: skip
-NEVER = {("capture", "replay"), ("capture", "diagnose"), ("replay", "capture")}  # the two wings meet in the file only
 
 
-def room(path: Path) -> str:
-    """`nanscope/capture/tape.py` is in the room `capture`, `nanscope/program.py` in `program`."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    """`nanscope/capture/tape.py` is the module `nanscope.capture.tape`."""
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> list[tuple[str, int]]:
-    """Return (dotted module of nanscope, line) of every import in a file, also inside functions, but not for the type checker."""
-    found: list[tuple[str, int]] = []
-    stack: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            stack.extend(node.orelse)
-            continue
+FILES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    """`nanscope.capture.tape` is in the room `capture`, `nanscope.errors` in `errors`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(source: str) -> set[str]:
+    """Return the modules of nanscope that a source imports anywhere in it, for the type checker, too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(name if node.module == "nanscope" or is_file(name) else str(node.module), node.lineno) for name in names]
-        stack.extend(ast.iter_child_nodes(node))
-    return [(name, line) for name, line in found if name.split(".")[0] == "nanscope"]
+            assert node.level == 0, "imports are absolute here"
+            found |= {name if (name := f"{node.module}.{alias.name}") in FILES else str(node.module) for alias in node.names}
+    return found & set(FILES)
 
 
-def is_file(dotted: str) -> bool:
-    path = ROOT.parent.joinpath(*dotted.split("."))
-    return path.is_dir() or path.with_suffix(".py").exists()
+ARROWS = {module: imports(path.read_text(encoding="utf-8")) - {module} for module, path in FILES.items()}
 
 
-FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+@pytest.mark.parametrize("module", ARROWS)
+def test_a_file_imports_from_lower_floors_only(module: str) -> None:
+    """A file may use what stands below its folder, and its own folder; what stands beside or above does not exist for it."""
+    up = {other for other in ARROWS[module] if room(other) != room(module) and FLOOR[room(other)] >= FLOOR[room(module)]}
+    assert up == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_from_lower_floors_only(path: Path) -> None:
-    """A file may use what stands below it; what stands beside or above it does not exist for it."""
-    own = room(path)
-    assert own in FLOOR, f"{own} has no floor: put it into the table"
-    for name, line in imports(path):
-        parts = name.split(".")
-        if len(parts) == 1 or not is_file(".".join(parts[:2])):
-            continue  # `from nanscope import __version__`
-        other = parts[1]
-        where = f"{path.relative_to(ROOT.parent)}:{line} imports {name}"
-        assert other in FLOOR, f"{where}, which has no floor"
-        assert (own, other) not in NEVER, f"{where}: these two wings never import each other"
-        if other == own and own in FOLDERS:
-            continue
-        assert FLOOR[other] < FLOOR[own] or (own, other) in SAME_FLOOR, f"{where}: floor {FLOOR[own]} must not look at floor {FLOOR[other]}"
+def test_files_are_layered_inside_a_folder_too() -> None:
+    """There is no circle, not even one that only the type checker sees."""
+    try:
+        TopologicalSorter(ARROWS).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_every_room_of_the_table_is_built() -> None:
     """A row of the table that names no file guards nothing."""
-    rooms = {room(path) for path in FILES}
-    assert rooms == set(FLOOR), f"built and without a floor: {rooms - set(FLOOR)}; a floor and not built: {set(FLOOR) - rooms}"
+    assert {room(module) for module in FILES} == set(FLOOR)
 
 
-def test_the_reader_of_imports_sees_them_all(tmp_path: Path) -> None:
-    """A forbidden import is found wherever it hides, and what only the type checker reads does not count."""
-    file = tmp_path / "planted.py"
-    file.write_text(
-        "from typing import TYPE_CHECKING\nimport torch\nfrom nanscope import diagnose\n"
-        "if TYPE_CHECKING:\n    from nanscope.scope import Scope\nelse:\n    import nanscope.cli\n"
+def test_the_reader_of_imports_sees_them_all() -> None:
+    """An import is found wherever it hides."""
+    source = (
+        "from typing import TYPE_CHECKING\nimport torch\nfrom nanscope import errors\n"
+        "if TYPE_CHECKING:\n    from nanscope.watching.scope import Scope\nelse:\n    import nanscope.__main__\n"
         "def f():\n    from nanscope.capture import tape\n    class A:\n        import nanscope.report.terminal as t\n"
     )
-    assert sorted(imports(file)) == [
-        ("nanscope.capture.tape", 9),
-        ("nanscope.cli", 7),
-        ("nanscope.diagnose", 3),
-        ("nanscope.report.terminal", 11),
-    ]
+    found = {"nanscope.errors", "nanscope.watching.scope", "nanscope.__main__", "nanscope.capture.tape", "nanscope.report.terminal"}
+    assert imports(source) == found
 
 
 def loaded_by(code: str) -> set[str]:
@@ -115,20 +91,32 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["cli", "header", "ledger", "errors", "roles", "ops", "indices", "causes", "files", "__init__"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "nanscope",
+        "nanscope.__main__",
+        "nanscope.snapshot.header",
+        "nanscope.snapshot.history",
+        "nanscope.snapshot.files",
+        "nanscope.program.ops",
+        "nanscope.plain",
+        "nanscope.text",
+        "nanscope.roles",
+        "nanscope.causes",
+        "nanscope.errors",
+    ],
+)
 def test_help_and_inspect_do_not_load_torch(module: str) -> None:
     """`nanscope --help` and `nanscope inspect` answer at once: the files they need do not import torch."""
-    if not (ROOT / f"{module}.py").exists():
-        pytest.skip(f"{module}.py is not there")
-    name = "nanscope" if module == "__init__" else f"nanscope.{module}"
-    loaded = loaded_by(f"import {name}")
+    loaded = loaded_by(f"import {module}")
     assert "nanscope" in loaded
     assert not loaded & {"torch", "numpy", "safetensors", "pandas", "matplotlib", "transformers"}
 
 
 def test_a_training_process_loads_no_renderer() -> None:
     """Watching a run costs torch and safetensors; everything that draws or parses a command line is loaded where it is used."""
-    loaded = loaded_by("import nanscope, nanscope.scope\nassert nanscope.watch is nanscope.scope.watch")
+    loaded = loaded_by("import nanscope, nanscope.watching.scope\nassert nanscope.watch is nanscope.watching.scope.watch")
     assert "torch" in loaded
     assert not loaded & {"typer", "rich", "pandas", "matplotlib", "transformers", "trl"}
 

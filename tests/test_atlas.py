@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope import atlas as room
-from nanscope.atlas import FAULTS, LETTERS, Atlas, Fault, Harm, Kind, Where, atlas, faulty, healthy, verify
+from nanscope.atlas import atlas as room
+from nanscope.atlas.atlas import FAULTS, LETTERS, Atlas, Fault, Harm, Kind, Where, atlas, faulty, healthy, verify
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.paths import PATHS, LossPath
 

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import nanscope
-from nanscope.advantages import whiten
+from nanscope.__main__ import app
 from nanscope.audit import Audit, Effect, Finding, Sure, audit, audit_snapshots
 from nanscope.audit.denominators import denominators, emptied_under
 from nanscope.audit.weights import Emptied, Scheme
-from nanscope.cli import app
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_loss
-from nanscope.objective import Guard, LossInputs, LossSettings, Over, Reduction
-from nanscope.program import Program
-from nanscope.snapshot import Reached, Snapshot, load
+from nanscope.objective.advantages import whiten
+from nanscope.objective.reduction import Guard, Over, Reduction
+from nanscope.objective.settings import LossInputs, LossSettings
+from nanscope.program.program import Program
+from nanscope.snapshot.file import load
+from nanscope.snapshot.step import Reached, Snapshot
 
 NAN = float("nan")
 FIGURES = Path(__file__).parents[2] / "shared" / "parity" / "base.json"
@@ -516,7 +518,7 @@ def test_a_file_without_a_batch_is_named(tmp_path: Path) -> None:
 
 
 def _empty() -> Snapshot:
-    from nanscope.program import Program
-    from nanscope.snapshot import Reached
+    from nanscope.program.program import Program
+    from nanscope.snapshot.step import Reached
 
     return Snapshot(7, 0, Program((), (), -1), {}, torch.tensor(NAN), {}, Reached())

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope.advantages import RELATIVE, relative, whiten
 from nanscope.audit.normalisation import Twice, normalised
+from nanscope.objective.advantages import RELATIVE, relative, whiten
 
 GROUPS, SIZE, T = 5, 4, 9
 

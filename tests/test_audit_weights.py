@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nanscope.audit.weights import SCHEMES, Pattern, Scheme, emptied, is_constant, recognise, recorded_weights, token_weights
 from nanscope.frameworks.losses import framework_loss
-from nanscope.inputs import loss_inputs
-from nanscope.objective import LossInputs, reduce
+from nanscope.objective.reduction import reduce
+from nanscope.objective.settings import LossInputs
+from nanscope.replay.batch import loss_inputs
 
 MASK = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])  # rows of 4 tokens and of 1; N = 5, B = 2, T = 4
 BY_HAND = [  # scheme, weight of a token of the long row, of the short row

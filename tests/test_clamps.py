@@ -11,7 +11,8 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.clamps import AFTER, CLAMPS, NAMES, own_clamps
 from nanscope.frameworks.losses import LOSSES, framework_loss, framework_settings
-from nanscope.objective import Bounds, LossInputs, LossSettings
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.settings import LossInputs, LossSettings
 
 # What a loss needs before it has a KL at all.
 WITH_KL = {

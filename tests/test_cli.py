@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import nanscope
-from nanscope import cli
-from nanscope.header import SCHEMA_VERSION
+from nanscope import __main__ as cli
+from nanscope.snapshot.header import SCHEMA_VERSION
 
 HEALTHY = """
 import sys, torch
@@ -67,7 +67,7 @@ def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
         assert result.exit_code == 0
         assert len(result.output.splitlines()) <= 30
         assert "Example: nanscope " + command in result.output
-    code = "import sys; sys.argv = ['nanscope', '--help']\ntry:\n    from nanscope.cli import main; main()\nexcept SystemExit:\n    pass\n"
+    code = "import sys; sys.argv = ['nanscope', '--help']\ntry:\n    from nanscope.__main__ import main; main()\nexcept SystemExit:\n    pass\n"
     check = subprocess.run([sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, timeout=60)
     assert check.stdout.strip().endswith("False")
 
@@ -155,9 +155,7 @@ def test_inspect_lists_what_is_in_a_snapshot_without_torch(run_dir: Path) -> Non
     assert done.returncode == 0, done.stderr
     for words in ("old_logps", "mask", "F32", "fails.py", "aten.exp.default", "torch"):
         assert words in done.stdout
-    code = (
-        f"import sys; sys.argv = ['nanscope', 'inspect', {str(snapshot_of(run_dir))!r}]\ntry:\n    from nanscope.cli import main; main()\n"
-    )
+    code = f"import sys; sys.argv = ['nanscope', 'inspect', {str(snapshot_of(run_dir))!r}]\ntry:\n    from nanscope.__main__ import main; main()\n"
     code += "except SystemExit:\n    pass\nprint('torch' in sys.modules)"
     check = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert check.stdout.strip().endswith("False"), check.stderr
@@ -257,7 +255,7 @@ def test_a_wrong_atlas_is_one_line_and_1(wrong: list[str], tmp_path: Path) -> No
 
 def test_an_atlas_that_a_framework_contradicts_is_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a row of nanscope's table wrong, --verify would name the cells and both answers."""
-    from nanscope import atlas
+    from nanscope.atlas import atlas
 
     own = atlas.evaluate
     monkeypatch.setattr(atlas, "evaluate", lambda path, inputs: own(replace(path, key="liger.cispo"), inputs))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanscope.files import write_whole
+from nanscope.snapshot.files import write_whole
 
 
 def test_what_is_written_is_there(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from torch import Tensor
 import nanscope
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_loss, framework_settings, live_settings
-from nanscope.objective import Bounds, LossInputs, LossSettings, LossTrace, Masking, Over, objective
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.evaluate import LossTrace, objective
+from nanscope.objective.reduction import Masking, Over
+from nanscope.objective.settings import LossInputs, LossSettings
 
 HERE = Path(__file__).parent
 PATHS: dict[str, dict[str, Any]] = json.loads((HERE / "parity" / "paths.json").read_text(encoding="utf-8"))

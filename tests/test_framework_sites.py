@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from nanscope.causes import CAUSES
-from nanscope.frameworks import Framework, LossSite, known, recognise, roles, site_in
 from nanscope.frameworks.losses import LOSSES
+from nanscope.frameworks.rows import Framework, LossSite, roles
+from nanscope.frameworks.table import known, recognise, site_in
 from nanscope.roles import Role
 
 NEEDED = {Role.LOG_PROBS, Role.ADVANTAGES, Role.MASK}  # every loss has these, whatever else its family calls by name

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanscope.errors import SnapshotError
-from nanscope.header import KEY, LARGEST_HEADER, SCHEMA_VERSION, Header, TensorHead, read_header
+from nanscope.snapshot.header import KEY, LARGEST_HEADER, SCHEMA_VERSION, Header, TensorHead, read_header
 
 ABOUT = {"schema": SCHEMA_VERSION, "step": 4, "rank": 0}
 TENSORS = {

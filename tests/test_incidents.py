@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import nanscope
-from nanscope import hit
-from nanscope.case import Case, Story
 from nanscope.causes import Cause
-from nanscope.diagnose import examine
-from nanscope.program import Program
-from nanscope.rules import RULES, Rule, cause_of
-from nanscope.snapshot import Reached, Snapshot, load
+from nanscope.locate.observe import Case, Story
+from nanscope.program.program import Program
+from nanscope.snapshot.file import load
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.verdict.diagnose import examine
+from nanscope.verdict.rules import RULES, Rule, cause_of
+from nanscope.watching.logbook import arrived
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of
 
@@ -109,8 +110,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
         found.append((module.EXPECTED, examine(first)[0]))
         if later and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
             found.append(({"cause": ("poisoned_weights",)}, examine(later[0], story=Story(first.step))[0]))
-    arrived = Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached(0.5, 1, 1), observed=hit.arrived("w", torch.tensor([math.nan])))
-    found.append(({"cause": ("allreduce_nan",)}, examine(arrived)[0]))  # what real ranks say is shown in test_ranks.py
+    came = Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached(0.5, 1, 1), observed=arrived("w", torch.tensor([math.nan])))
+    found.append(({"cause": ("allreduce_nan",)}, examine(came)[0]))  # what real ranks say is shown in test_ranks.py
     return found
 
 

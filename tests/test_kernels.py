@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import nanscope
 from nanscope.capture.kernels import kernel_of, reopen, selected_log_probs, swallowed
-from nanscope.frameworks import Kernel, LossSite, known
 from nanscope.frameworks.live import Glimpse
-from nanscope.inputs import loss_inputs
+from nanscope.frameworks.rows import Kernel, LossSite
+from nanscope.frameworks.table import known
+from nanscope.replay.batch import loss_inputs
 from nanscope.roles import Role
 
 KERNELS = {site.function: site for framework in known() for site in framework.sites if site.kernel is not None}

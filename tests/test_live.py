@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import nanscope
-from nanscope.frameworks import known, roles, site_in
 from nanscope.frameworks.live import Glimpse, follow, glimpse, objective_of, objective_words
-from nanscope.header import read_header
+from nanscope.frameworks.rows import roles
+from nanscope.frameworks.table import known, site_in
+from nanscope.snapshot.header import read_header
 
 VARIABLES: dict[str, object] = {
     "self": SimpleNamespace(args=SimpleNamespace(beta=0.1), kind=SimpleNamespace(value="token_level")),

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import nanscope
 from nanscope import native
 from nanscope.frameworks.losses import framework_loss
-from nanscope.inputs import loss_inputs
-from nanscope.names import Namer
+from nanscope.locate.names import Namer
 from nanscope.native import openrlhf as openrlhf_adapter
 from nanscope.native import skyrl as skyrl_adapter
-from nanscope.objective import LossInputs
-from nanscope.snapshot import Snapshot
+from nanscope.objective.settings import LossInputs
+from nanscope.replay.batch import loss_inputs
+from nanscope.snapshot.step import Snapshot
 
 ROWS, TOKENS, WORDS = 3, 6, 11
 MASKED, VALID = (0, 5), (2, 2)  # a token after the end of a row of positive advantage, and one that counts

@@ -14,7 +14,7 @@ from recorded import leaf, record
 from torch import Tensor
 from torch.nn import functional
 
-from nanscope.locate import Phase, spotted
+from nanscope.locate.location import Phase, spotted
 from nanscope.roles import Role
 
 INF, NAN = math.inf, math.nan

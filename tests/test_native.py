@@ -20,7 +20,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_loss
 from nanscope.native import ADAPTERS, import_failure, installed, native_keys, native_loss
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 NAN, INF = math.nan, math.inf
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-6, torch.bfloat16: 2**-6}  # SkyRL and OpenRLHF compute in float32 in between

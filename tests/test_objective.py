@@ -12,38 +12,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.objective import (
+from nanscope.objective.bounds import SAFE, Bounds
+from nanscope.objective.evaluate import objective
+from nanscope.objective.reduction import Guard, Masking, Over, Reduction, reduce
+from nanscope.objective.settings import (
     PER_SEQUENCE,
-    SAFE,
     Anchor,
-    Bounds,
-    Cispo,
     Correction,
     Divergence,
-    Dro,
     Entropy,
     Estimator,
     Gate,
-    Guard,
-    ImportanceSampling,
     Kl,
-    KlCov,
     KlWeight,
     Level,
     LossInputs,
     LossSettings,
-    Masking,
-    Over,
-    Ppo,
     Ratio,
-    Reduction,
-    Reinforce,
-    Sapo,
     TrustRegion,
-    Vespo,
-    objective,
-    reduce,
 )
+from nanscope.objective.surrogates import Cispo, Dro, ImportanceSampling, KlCov, Ppo, Reinforce, Sapo, Vespo
 from nanscope.roles import Role
 
 NAN, INF = float("nan"), float("inf")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanscope.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
-from nanscope.program import overload
+from nanscope.program.calls import overload
+from nanscope.program.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
 
 RANDOM = (
     "bernoulli", "rand", "normal", "multinomial", "dropout", "poisson", "binomial", "uniform", "exponential", "geometric", "cauchy", "gumbel",
@@ -72,7 +72,7 @@ def test_no_operator_is_in_place_by_name() -> None:
 
 def test_each_operator_has_one_row() -> None:
     """An operator that stands in two rows would flow as the later one says."""
-    from nanscope.ops import _TABLE
+    from nanscope.program.ops import _TABLE
 
     names = [name for row in _TABLE.values() for name in row.split()]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

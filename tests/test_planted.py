@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nanscope
-from nanscope import diagnose
-from nanscope.replay import replay
+from nanscope.replay.tries import replay
+from nanscope.verdict.diagnose import diagnose
 
 RECORDED, WATCHED = 700, 64  # programs under a bare tape, and in a whole training step
 ANY: frozenset[bool | None] = frozenset((True, False, None))
@@ -939,7 +939,7 @@ def check_watched(planted: Planted, out: Path, *, called: bool) -> list[str]:
     if incident.snapshot is None:
         return [*wrong, "nothing was saved"]
     saved = nanscope.load(incident.snapshot)
-    again = diagnose.diagnose(saved, incident.snapshot)
+    again = diagnose(saved, incident.snapshot)
     if repr((again.phase, again.cause, again.origin)) != repr((incident.phase, incident.cause, origin)):
         wrong.append(f"the file says {again.phase} {again.cause} {again.origin}, the run said {incident.phase} {incident.cause} {origin}")
     if not saved.observed.get("outside"):

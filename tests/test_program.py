@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import nanscope.program as module
+import nanscope.program.run as module
 from nanscope.errors import ProgramError
-from nanscope.program import Call, Leaf, Program, Ref, Site, decode, encode, join, overload, refs, substitute
+from nanscope.program.calls import Call, Leaf, Ref, Site, overload, refs, substitute
+from nanscope.program.program import Program, join
+from nanscope.program.written import decode, encode
 
 Args = tuple[Any, ...]
 

@@ -10,11 +10,11 @@ from recorded import leaf, record
 from test_locate import CASES, Case, clipped, hole, logps_with, multiplied, selected
 from torch import Tensor
 
-from nanscope.diagnose import diagnose
 from nanscope.errors import NanscopeError
-from nanscope.program import Program
-from nanscope.replay import replay
-from nanscope.variants import CONTROLS, EDITS, parse_edit
+from nanscope.program.program import Program
+from nanscope.replay.edits import CONTROLS, EDITS, parse_edit
+from nanscope.replay.tries import replay
+from nanscope.verdict.diagnose import diagnose
 
 BEST = {
     "mask multiplies": "mask_before_op", "integer mask": "mask_before_op", "boolean mask": "mask_before_op", "counted token": "clamp_exponent",

@@ -23,12 +23,14 @@ import pytest
 import torch
 
 import nanscope
-from nanscope import diagnose, report
-from nanscope.diagnose import Note, Verdict
 from nanscope.errors import NanscopeError
-from nanscope.program import Program
-from nanscope.report import render, suffixes
-from nanscope.snapshot import Reached, Snapshot
+from nanscope.program.program import Program
+from nanscope.report import render as report
+from nanscope.report.render import render, suffixes
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.verdict import incident
+from nanscope.verdict.diagnose import verdict as diagnosed
+from nanscope.verdict.incident import Note, Verdict
 
 # -- small training steps that go wrong ------------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ def verdict_of(kind: str) -> Verdict:
             step=7, rank=3, program=Program((), (), -1), tensors={}, loss=torch.tensor(math.nan), grads={},
             reached=Reached(loss=math.nan, gradients=4, bad_gradients=4), observed={"location": {"phase": "forward", "origin": origin}},
         )  # fmt: skip
-        return diagnose.verdict([snapshot], steps=7, bad_steps=1)
+        return diagnosed([snapshot], steps=7, bad_steps=1)
     with tempfile.TemporaryDirectory() as folder:
         with nanscope.watch(out=folder) as scope:
             RUNS[kind]()
@@ -143,7 +145,7 @@ def hostile(kind: Any = Verdict, text: str = NASTY, count: int = 2) -> Any:
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind, vars(diagnose) | {"Any": Any})
+        hints = typing.get_type_hints(kind, vars(incident) | {"Any": Any})
         return kind(**{field.name: _field(kind.__name__, field.name, hints[field.name], text, count) for field in dataclasses.fields(kind)})
     if origin in (typing.Union, types.UnionType):
         return hostile(next(arg for arg in args if arg is not type(None)), text, count)
@@ -274,6 +276,6 @@ def _imports(path: Path) -> Iterator[str]:
 
 def test_reports_know_only_what_lies_below() -> None:
     """No report imports the session, the launcher, the command line or the instruments."""
-    above = ("nanscope.scope", "nanscope.cli", "nanscope.launch", "nanscope.capture", "nanscope.demo")
+    above = ("nanscope.watching", "nanscope.__main__", "nanscope.capture", "nanscope.demo")
     for path in Path(report.__file__).parent.glob("*.py"):
         assert not [name for name in _imports(path) if name.startswith(above)], path.name

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nanscope.atlas import FAULTS, GRADIENT, LEGEND, Atlas, Compared, Disagreement, Harm, Kind, Verification, Where, atlas
+from nanscope.atlas.atlas import FAULTS, GRADIENT, LEGEND, Atlas, Compared, Disagreement, Harm, Kind, Verification, Where, atlas
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.paths import PATHS
 from nanscope.report.atlas import render_atlas, render_html, render_json, render_text, sheets, takeaways, verification_words
-from nanscope.report.terminal import WIDTH
+from nanscope.report.console import WIDTH
 
 NARROW = 80  # the cells fit a terminal of this width
 MOST_BYTES = 250_000

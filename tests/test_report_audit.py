@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanscope.audit import audit
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 from nanscope.report.audit import print_audit, render_audit
 
 HEALTHY = "● 6 tokens in 2 rows   the loss is the token mean: 0.4; nothing changes it, and every token weighs the same\n"

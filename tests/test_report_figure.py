@@ -17,10 +17,10 @@ import pytest
 from matplotlib.text import Text
 from test_report import KINDS, NASTY, hostile, verdict_of
 
-from nanscope.diagnose import Fix, Picture, Verdict
 from nanscope.report import figure
 from nanscope.report.figure import COLOURS, TALLEST, WIDTH, Sheet, render_figure
-from nanscope.report.view import LEVELS, grid_of
+from nanscope.report.map import LEVELS, grid_of
+from nanscope.verdict.incident import Fix, Picture, Verdict
 
 
 def drawn(verdict: Verdict) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def test_matplotlib_is_left_as_it_was() -> None:
 def test_pyplot_is_not_needed(tmp_path: Path) -> None:
     """A picture can be drawn inside a training process without its global figures, and without a display."""
     code = (
-        "import sys; from nanscope.diagnose import Verdict; from nanscope.report import render; "
+        "import sys; from nanscope.verdict.incident import Verdict; from nanscope.report import render; "
         f"render(Verdict((), steps=3), {str(tmp_path / 'a.png')!r}); assert 'matplotlib.pyplot' not in sys.modules"
     )
     environment = {"PATH": "", "MPLCONFIGDIR": str(tmp_path), "HOME": str(tmp_path)}

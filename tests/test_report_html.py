@@ -14,14 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_report import KINDS, NASTY, hostile, verdict_of
 
-from nanscope.case import Link
 from nanscope.causes import Cause
-from nanscope.diagnose import Fix, Incident, Note, Picture, Verdict
-from nanscope.ledger import Entry
-from nanscope.replay import Row
-from nanscope.report import html
-from nanscope.report.html import MOST_BYTES, build, render_html
-from nanscope.report.view import LIMITS, Panel, Scale, Series, clean, grid_of, groups_of, panels_of, thin
+from nanscope.locate.observe import Link
+from nanscope.replay.tries import Row
+from nanscope.report import page as html
+from nanscope.report.clean import LIMITS, clean
+from nanscope.report.history import Panel, Scale, Series, panels_of, thin
+from nanscope.report.html import MOST_BYTES, render_html
+from nanscope.report.map import grid_of
+from nanscope.report.page import build
+from nanscope.report.tried import groups_of
+from nanscope.snapshot.history import Entry
+from nanscope.verdict.incident import Fix, Incident, Note, Picture, Verdict
 
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "article", "section", "figure", "figcaption", "div", "p",

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope import scope as scope_module
-from nanscope.capture import autopsy
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.replay import replay
-from nanscope.scope import Scope
+from nanscope.replay.tries import replay
+from nanscope.watching import narrow
+from nanscope.watching import scope as scope_module
+from nanscope.watching.scope import Scope
 
 
 def policy(vocabulary: int = 20) -> nn.Module:
@@ -390,7 +390,7 @@ PLANTS = [
     (Scope, "_close_step"),
     (Scope, "_open_run"),
     (Scope, "_finish"),
-    (autopsy, "narrow"),
+    (narrow, "narrow"),
     (ModuleWatch, "_begin"),
     (ModuleWatch, "_remember"),
     (ModuleWatch, "output_of"),
@@ -410,7 +410,7 @@ def test_our_own_failure_never_stops_training(
     caplog: pytest.LogCaptureFixture,
     owner: object,
     name: str,
-    mode: nanscope.scope.OnNonFinite,
+    mode: nanscope.watching.scope.OnNonFinite,
 ) -> None:
     """Whatever of ours is broken, the run ends as if it had not been watched, with a warning that names the failure."""
 
@@ -669,7 +669,7 @@ def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["look_closely", "find_trainer", "settings", "to_save", "logged_loss", "environment"])
 def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever fails while a bad step is described: the step is reported, with what it reached, and the file is there."""
-    from nanscope import hit
+    from nanscope.watching import scope as hit
 
     def broken(*args: object, **kwargs: object) -> None:
         if name != "environment" or args != (None, None):

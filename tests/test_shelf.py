@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope.shelf import Put, Shelf, Shelved, took
+from nanscope.program.shelf import Put, Shelf, Shelved, took
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.complex64]
 
@@ -107,7 +107,7 @@ def test_a_full_disk_keeps_tensors_in_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_shelf_takes_a_part_of_the_disk_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit tensors stay in memory."""
-    monkeypatch.setattr("nanscope.shelf.LIMIT", 1 << 16)
+    monkeypatch.setattr("nanscope.program.shelf.LIMIT", 1 << 16)
     shelf = Shelf(least=1)
     held = [shelf.put(torch.ones(4096)) for _ in range(8)]
     assert sum(isinstance(put, Put) for put in held) == 4

@@ -25,10 +25,13 @@ from safetensors.torch import save as encode
 from torch import Tensor
 
 from nanscope.errors import SnapshotError
-from nanscope.header import KEY, SCHEMA_VERSION, read_header
-from nanscope.ledger import Entry
-from nanscope.program import Call, Leaf, Program, Ref, Site
-from nanscope.snapshot import Reached, Snapshot, dtype_name, load, save, tensor_bytes
+from nanscope.program.calls import Call, Leaf, Ref, Site
+from nanscope.program.numbers import dtype_name, tensor_bytes
+from nanscope.program.program import Program
+from nanscope.snapshot.file import load, save
+from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.step import Reached, Snapshot
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -246,7 +249,7 @@ def test_two_saves_give_the_same_bytes(tmp_path: Path) -> None:
 def test_two_processes_give_the_same_bytes(tmp_path: Path) -> None:
     """No hash seed reaches the file."""
     path = save(small(), tmp_path / "a")
-    code = f"from nanscope.snapshot import load, save; save(load({str(path)!r}), {str(tmp_path)!r} + '/b')"
+    code = f"from nanscope.snapshot.file import load, save; save(load({str(path)!r}), {str(tmp_path)!r} + '/b')"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "412"}, timeout=120)
     assert (tmp_path / "b" / path.name).read_bytes() == path.read_bytes()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nanscope.capture.source import LONGEST, site_of
-from nanscope.program import Site
+from nanscope.program.calls import Site
 
 # What runs in the planted files: every call is an instruction of its own, and says where it was made.
 HEAD = """

@@ -9,8 +9,8 @@ import torch
 from recorded import record
 
 from nanscope.errors import NanscopeError
-from nanscope.snapshot import Snapshot
-from nanscope.sweep import Point, Sweep, sweep_clamp
+from nanscope.replay.sweep import Point, Sweep, sweep_clamp
+from nanscope.snapshot.step import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nanscope.capture import tape as module
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.ops import FLOW, base_name
-from nanscope.program import Program, Run
+from nanscope.program.ops import FLOW, base_name
+from nanscope.program.program import Program
+from nanscope.program.run import Run
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -806,7 +807,7 @@ def hidden_write_by_numpy(mode: TapeMode) -> Tensor:
 )
 def test_a_write_that_leaves_no_trace_is_noticed_in_the_end(loss: Callable[[TapeMode], Tensor]) -> None:
     """`.data` and numpy change memory without a word. The program then gives another loss: it is seen to be another, never taken for the same."""
-    from nanscope.replay import same_bits
+    from nanscope.replay.tries import same_bits
 
     tape = Tape()
     mode = TapeMode(tape)

@@ -7,8 +7,10 @@ from dataclasses import replace
 from recorded import record
 from test_locate import CASES
 
-from nanscope.diagnose import Incident, Note, Verdict, diagnose
-from nanscope.report.terminal import WIDTH, render_text, safe
+from nanscope.report.console import WIDTH, safe
+from nanscope.report.terminal import render_text
+from nanscope.verdict.diagnose import diagnose
+from nanscope.verdict.incident import Incident, Note, Verdict
 
 
 def incident(name: str = "mask multiplies") -> Incident:

@@ -15,8 +15,9 @@ from trl import GRPOTrainer  # noqa: E402
 from trl_runs import Fault, FaultyTrainer, make_trainer  # noqa: E402
 
 import nanscope  # noqa: E402
-from nanscope.program import Program, same_bits  # noqa: E402
-from nanscope.replay import replay  # noqa: E402
+from nanscope.program.numbers import same_bits  # noqa: E402
+from nanscope.program.program import Program  # noqa: E402
+from nanscope.replay.tries import replay  # noqa: E402
 
 
 def train(tmp_path: Path, trainer: GRPOTrainer, **options: Any) -> nanscope.Scope:
@@ -144,7 +145,7 @@ def test_the_recorded_program_of_trl_replays_bit_for_bit(
     """Loss and gradient of the recorded program are those of the run, also after a trip through JSON."""
     import json
 
-    from nanscope.scope import Recording, Scope
+    from nanscope.watching.scope import Recording, Scope
 
     seen: list[Recording] = []
     original = Scope.after_backward

@@ -45,7 +45,7 @@ from trl_runs import (  # noqa: E402
 )
 
 import nanscope  # noqa: E402
-from nanscope.diagnose import Incident  # noqa: E402
+from nanscope.verdict.incident import Incident  # noqa: E402
 
 INF, NAN = math.inf, math.nan
 HUGE = torch.finfo(torch.float32).max

@@ -25,9 +25,9 @@ from nanscope.audit.words import count, use
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.options import Setting
-from nanscope.objective import LossInputs, LossSettings
-from nanscope.snapshot import Snapshot
-from nanscope.words import number
+from nanscope.objective.settings import LossInputs, LossSettings
+from nanscope.snapshot.step import Snapshot
+from nanscope.text import number
 
 BARE = ("no_tokens", "row_without_floor", "batch_without_floor")  # findings of a denominator that becomes 0
 

@@ -12,7 +12,8 @@ from nanscope.audit.weights import Emptied
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.options import Setting
-from nanscope.objective import LossInputs, LossSettings, objective
+from nanscope.objective.evaluate import objective
+from nanscope.objective.settings import LossInputs, LossSettings
 
 ROWS, TOKENS = 3, 4  # enough to see a denominator become 0
 

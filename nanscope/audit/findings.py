@@ -17,7 +17,7 @@ from nanscope.audit.normalisation import Normalised, Twice, normalised
 from nanscope.audit.step import Part, Step, empty_rows, masked
 from nanscope.audit.weights import MOST_STEPS, SAME, SCHEMES, Pattern, Scheme, is_constant
 from nanscope.audit.words import count, listed
-from nanscope.words import number
+from nanscope.text import number
 
 COUNTS = {
     Pattern.EQUAL: "num_items_in_batch in TRL, batch_num_tokens in verl and OpenRLHF, global_valid_toks in NeMo-RL",
@@ -25,9 +25,6 @@ COUNTS = {
 }
 MEANS = {Scheme.TOKEN_MEAN, Scheme.ROW_MEAN, Scheme.FILLED_ROW_MEAN}
 UNIT = {Pattern.EQUAL: "token", Pattern.BY_ROW: "row"}
-
-
-# -- rows ------------------------------------------------------------------------------------------------------------------------------
 
 
 def _rows(step: Step) -> Iterator[Finding]:
@@ -84,9 +81,6 @@ def _own_way(step: Step) -> tuple[str, Effect]:
     if step.known and not by_row and (step.pattern is Pattern.EQUAL or Scheme.FILLED_ROW_MEAN in used):
         return ("They change nothing in this loss. ", Effect.NOTE)
     return ("This loss counts them as rows, so it is that much smaller. " if by_row else "", Effect.CHANGES)
-
-
-# -- micro-batches and ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _micro_batches(step: Step) -> Iterator[Finding]:
@@ -171,9 +165,6 @@ def _one_of_many(step: Step) -> Iterator[Finding]:
     yield Finding("one_of_many", Effect.RISK, sentence, figures={"micro_batches": float(steps), "tokens": float(first.tokens)})
 
 
-# -- denominators ----------------------------------------------------------------------------------------------------------------------
-
-
 def _no_tokens(step: Step) -> Iterator[Finding]:
     """Nothing valid in a micro-batch."""
     empty = sum(not part.tokens for part in step.parts)
@@ -204,9 +195,6 @@ def _floors(step: Step) -> Iterator[Finding]:
             )
             yield Finding(slug, Effect.CHANGES if here else Effect.RISK, sentence)
             return  # what fails with one row fails with all
-
-
-# -- sums, padding, and weights of their own -------------------------------------------------------------------------------------------
 
 
 def _sums(step: Step) -> Iterator[Finding]:
@@ -314,9 +302,6 @@ def _left_out(step: Step) -> Iterator[Finding]:
         have = "has" if left_out == 1 else "have"
         sentence = f"{count(left_out, 'valid token')} {have} no finite loss: counted as 0 in all values here. Weights do not depend on it."
         yield Finding("not_finite", Effect.NOTE, sentence, figures={"tokens": float(left_out)})
-
-
-# -- advantages ------------------------------------------------------------------------------------------------------------------------
 
 
 def _normalised_twice(step: Step) -> Iterator[Finding]:

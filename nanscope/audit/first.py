@@ -13,8 +13,8 @@ from nanscope.audit.weights import SCHEMES, Scheme, token_weights
 from nanscope.audit.words import use
 from nanscope.frameworks.losses import framework_loss
 from nanscope.frameworks.options import Setting
-from nanscope.objective import LossInputs
-from nanscope.words import number
+from nanscope.objective.settings import LossInputs
+from nanscope.text import number
 
 # Losses that are 0 there and losses that are not. None stands for the width of the batch.
 FIRST: tuple[tuple[str, tuple[tuple[str, Setting], ...]], ...] = (

@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from nanscope.audit.weights import Scheme
-from nanscope.ledger import show
-from nanscope.objective import Guard
+from nanscope.objective.reduction import Guard
+from nanscope.plain import show
 
 
 class Effect(StrEnum):

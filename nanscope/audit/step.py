@@ -28,9 +28,11 @@ from nanscope.audit.weights import (
 )
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
-from nanscope.inputs import loss_inputs, with_token_values
-from nanscope.objective import LossInputs, LossSettings, Over, Reduction, objective, reduce
-from nanscope.snapshot import Snapshot
+from nanscope.objective.evaluate import objective
+from nanscope.objective.reduction import Over, Reduction, reduce
+from nanscope.objective.settings import LossInputs, LossSettings, with_token_values
+from nanscope.replay.batch import loss_inputs
+from nanscope.snapshot.step import Snapshot
 
 NEARLY = 1e-6  # of the mean |loss| of a token: less is rounding
 

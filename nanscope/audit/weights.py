@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from nanscope.frameworks.options import Setting
-from nanscope.names import LOG_PROBS, Namer
-from nanscope.objective import Masking, Over, Reduction, reduce
-from nanscope.ops import base_name
-from nanscope.program import Leaf, Program, Run
+from nanscope.locate.names import LOG_PROBS, Namer
+from nanscope.objective.reduction import Masking, Over, Reduction, reduce
+from nanscope.program.calls import Leaf
+from nanscope.program.ops import base_name
+from nanscope.program.program import Program
+from nanscope.program.run import Run
 from nanscope.roles import Role
-from nanscope.snapshot import Snapshot
+from nanscope.snapshot.step import Snapshot
 
 SAME = 1e-4  # relative: two weights are one; float32 sums over long rows are off by less
 MOST_STEPS = 256  # micro-batches of a step that are thought of

@@ -1,1 +1,1 @@
-"""The wing that runs inside the trainer's process: it observes, and changes nothing."""
+"""Instruments in the trainer's process: they observe, and change nothing."""

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.frameworks import Kernel
 from nanscope.frameworks.live import Glimpse, objective_of, plain
 from nanscope.frameworks.losses import framework_settings
-from nanscope.objective import LossInputs, objective
-from nanscope.program import Program
+from nanscope.frameworks.rows import Kernel
+from nanscope.objective.evaluate import objective
+from nanscope.objective.settings import LossInputs
+from nanscope.program.program import Program
 from nanscope.roles import Role
 
 FIELDS = {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from nanscope.capture.quiet import Quiet
+from nanscope.capture.failsafe import Quiet
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from nanscope.program import Site
+from nanscope.program.calls import Site
 
 CONTEXT = 4  # lines of source kept above and below the statement
 LONGEST = 400  # characters of one expression

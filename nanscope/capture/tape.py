@@ -28,10 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from nanscope.capture.modules import Address, address
 from nanscope.capture.source import is_open, site_of
-from nanscope.frameworks import LossSite, site_in
 from nanscope.frameworks.live import Glimpse, glimpse
-from nanscope.ops import FLOW
-from nanscope.program import Arg, Call, Leaf, Program, Ref, Site
+from nanscope.frameworks.rows import LossSite
+from nanscope.frameworks.table import site_in
+from nanscope.program.calls import Arg, Call, Leaf, Ref, Site
+from nanscope.program.ops import FLOW
+from nanscope.program.program import Program
 
 log = logging.getLogger("nanscope")
 

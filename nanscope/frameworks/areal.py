@@ -3,7 +3,7 @@
 Notable: the mask is a `where` after exp. The loss is clean of a masked overflow, its gradient is not.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "where_grad_trap", "inf_times_zero_coef", "inf_times_zero_mask")
 _LOSS = "areal/utils/functional/functional.py"

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import Setting
-from nanscope.objective import OPEN, Bounds, CrossEntropy, Kl, LossSettings, Reinforce
+from nanscope.objective.bounds import OPEN, Bounds
+from nanscope.objective.settings import Kl, LossSettings
+from nanscope.objective.surrogates import CrossEntropy, Reinforce
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ compiled by default), the other one in Triton. What they are called with is take
 Python, which is run again on a hit, uncompiled.
 """
 
-from nanscope.frameworks import Framework, Kernel, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, Kernel, LossSite, Remedy, roles
 from nanscope.roles import Role
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanscope.frameworks import LossSite
 from nanscope.frameworks.losses import LOSSES, NOWHERE, live_options, option
 from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import LossSite
 
 LONGEST = 60  # characters of a name or value that a file may have us show
 

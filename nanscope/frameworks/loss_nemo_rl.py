@@ -10,29 +10,10 @@ from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import Loss, clip, pick
-from nanscope.objective import (
-    OPEN,
-    PER_SEQUENCE,
-    Anchor,
-    Bounds,
-    Cispo,
-    Correction,
-    Estimator,
-    Gate,
-    Guard,
-    ImportanceSampling,
-    Kl,
-    KlWeight,
-    Level,
-    LossSettings,
-    Masking,
-    Over,
-    Ppo,
-    Ratio,
-    Reduction,
-    Reinforce,
-    Surrogate,
-)
+from nanscope.objective.bounds import OPEN, Bounds
+from nanscope.objective.reduction import Guard, Masking, Over, Reduction
+from nanscope.objective.settings import PER_SEQUENCE, Anchor, Correction, Estimator, Gate, Kl, KlWeight, Level, LossSettings, Ratio
+from nanscope.objective.surrogates import Cispo, ImportanceSampling, Ppo, Reinforce, Surrogate
 
 _ESTIMATOR = {"k1": Estimator.K1, "k2": Estimator.K2, "k3": Estimator.K3}
 

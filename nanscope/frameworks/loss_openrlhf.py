@@ -11,25 +11,10 @@ from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import Loss, clip, pick
-from nanscope.objective import (
-    PER_SEQUENCE,
-    SAFE,
-    Anchor,
-    Bounds,
-    Correction,
-    Estimator,
-    Gate,
-    Guard,
-    Kl,
-    Level,
-    LossSettings,
-    Masking,
-    Over,
-    Ppo,
-    Ratio,
-    Reduction,
-    Statistic,
-)
+from nanscope.objective.bounds import SAFE, Bounds
+from nanscope.objective.reduction import Guard, Masking, Over, Reduction
+from nanscope.objective.settings import PER_SEQUENCE, Anchor, Correction, Estimator, Gate, Kl, Level, LossSettings, Ratio, Statistic
+from nanscope.objective.surrogates import Ppo
 
 _TOKENS = Reduction(Over.TOKENS, guard=Guard.RAW)
 _ROWS = Reduction(Over.ROW_MEANS, empty=Masking.MULTIPLY, guard=Guard.RAW, row_guard=Guard.EPSILON)

@@ -11,27 +11,10 @@ from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import TOKEN_MEAN, Loss, clip, pick
-from nanscope.objective import (
-    PER_SEQUENCE,
-    Anchor,
-    Bounds,
-    Cispo,
-    CrossEntropy,
-    Dro,
-    Entropy,
-    Estimator,
-    Guard,
-    ImportanceSampling,
-    Kl,
-    LossSettings,
-    Masking,
-    Over,
-    Ppo,
-    Ratio,
-    Reduction,
-    Sapo,
-    TrustRegion,
-)
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.reduction import Guard, Masking, Over, Reduction
+from nanscope.objective.settings import PER_SEQUENCE, Anchor, Entropy, Estimator, Kl, LossSettings, Ratio, TrustRegion
+from nanscope.objective.surrogates import Cispo, CrossEntropy, Dro, ImportanceSampling, Ppo, Sapo
 
 
 @dataclass(frozen=True, slots=True)

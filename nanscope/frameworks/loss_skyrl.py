@@ -10,32 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanscope.frameworks.options import ROW_MEANS, ROW_SUMS, TOKEN_MEAN, Loss, clip, pick
-from nanscope.objective import (
-    OPEN,
+from nanscope.objective.bounds import OPEN, SAFE, Bounds
+from nanscope.objective.reduction import Masking, Over, Reduction
+from nanscope.objective.settings import (
     PER_SEQUENCE,
-    SAFE,
     Anchor,
-    Bounds,
-    Cispo,
-    ClipCov,
     Correction,
-    CrossEntropy,
     Divergence,
     Estimator,
     Gate,
-    ImportanceSampling,
     Kl,
-    KlCov,
     Level,
     LossSettings,
-    Masking,
-    Over,
-    Ppo,
     Ratio,
-    Reduction,
-    Sapo,
     TrustRegion,
 )
+from nanscope.objective.surrogates import Cispo, ClipCov, CrossEntropy, ImportanceSampling, KlCov, Ppo, Sapo
 
 # ppo_utils.py:1095; the last two are token means of one micro-batch and of one prompt, which is what a batch is here
 _REDUCTION = {

@@ -10,27 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nanscope.frameworks.options import ROW_MEANS, ROW_SUMS, ROW_VALUES, TOKEN_MEAN, Loss, clip, pick
-from nanscope.objective import (
-    PER_SEQUENCE,
-    SAFE,
-    Bounds,
-    Cispo,
-    Correction,
-    Entropy,
-    ImportanceSampling,
-    Kl,
-    KlWeight,
-    Level,
-    LossSettings,
-    Masking,
-    Over,
-    Ppo,
-    Ratio,
-    Reduction,
-    Sapo,
-    Surrogate,
-    Vespo,
-)
+from nanscope.objective.bounds import SAFE, Bounds
+from nanscope.objective.reduction import Masking, Over, Reduction
+from nanscope.objective.settings import PER_SEQUENCE, Correction, Entropy, Kl, KlWeight, Level, LossSettings, Ratio
+from nanscope.objective.surrogates import Cispo, ImportanceSampling, Ppo, Sapo, Surrogate, Vespo
 
 _LEVEL = {"token": Ratio(), "sequence": PER_SEQUENCE}
 

@@ -11,32 +11,21 @@ from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import ROW_VALUES, Loss, clip, pick
-from nanscope.objective import (
+from nanscope.objective.bounds import SAFE, Bounds
+from nanscope.objective.reduction import Guard, Masking, Over, Reduction
+from nanscope.objective.settings import (
     PER_SEQUENCE,
-    SAFE,
-    Bounds,
-    Cispo,
-    ClipCov,
     Correction,
     Divergence,
-    Dro,
     Entropy,
     Estimator,
-    Guard,
-    ImportanceSampling,
     Kl,
-    KlCov,
     Level,
     LossSettings,
-    Masking,
-    Over,
-    Ppo,
     Ratio,
-    Reduction,
-    Reinforce,
-    Sapo,
     TrustRegion,
 )
+from nanscope.objective.surrogates import Cispo, ClipCov, Dro, ImportanceSampling, KlCov, Ppo, Reinforce, Sapo
 
 _ROWS = Reduction(Over.ROW_SUMS, empty=Masking.WHERE, guard=Guard.RAW, row_guard=Guard.EPSILON)
 

@@ -18,7 +18,8 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
 from nanscope.frameworks.clamps import NAMES, clamped
 from nanscope.frameworks.options import Loss, Options, Setting
-from nanscope.objective import LossInputs, LossSettings, LossTrace, objective
+from nanscope.objective.evaluate import LossTrace, objective
+from nanscope.objective.settings import LossInputs, LossSettings
 
 _ROWS = (*loss_trl.ROWS, *loss_verl.ROWS, *loss_nemo_rl.ROWS, *loss_skyrl.ROWS, *loss_openrlhf.ROWS, *loss_others.ROWS)
 LOSSES: dict[str, Loss] = {row.key: row for row in _ROWS}

@@ -3,7 +3,7 @@
 Notable: the policy ratio is not clamped, the KL is, before and after its exp. The batch still has its prompt columns, with token_mask 0.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap")
 _LOSS = "nemo_rl/algorithms/loss/loss_functions.py"

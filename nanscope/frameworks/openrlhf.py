@@ -3,7 +3,7 @@
 Notable: `PolicyLoss` holds its options itself; KL and entropy are added by the training step, a Ray actor under DeepSpeed.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap")
 _LOSS = "openrlhf/models/loss.py"

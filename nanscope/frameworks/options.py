@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
 from nanscope.errors import NanscopeError
-from nanscope.objective import Bounds, LossSettings, Over, Reduction
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.reduction import Over, Reduction
+from nanscope.objective.settings import LossSettings
 
 T = TypeVar("T")
 Setting = bool | int | float | str | tuple | list | None  # type: ignore[type-arg]  # parameters would break isinstance

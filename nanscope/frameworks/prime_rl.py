@@ -4,7 +4,7 @@ Notable: one flat sequence at a time; nothing is clamped, and a mask of bools mu
 `trainer_logprobs[0].sum() * 0.0`, makes a NaN anywhere in the first sequence one of the loss.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "nan_times_zero_mask")
 _LOSS = "prime_rl/trainer/rl/loss.py"

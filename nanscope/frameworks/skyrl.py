@@ -3,7 +3,7 @@
 Notable: the advantages come in scaled by the reduction, and the losses are sums. KL and entropy are added by the worker, a Ray actor.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
 _UTILS = "skyrl/backends/skyrl_train/utils/ppo_utils.py"

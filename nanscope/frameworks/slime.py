@@ -3,7 +3,7 @@
 Notable: the formulas are compiled and opaque; what goes in and what comes out is seen in `policy_loss_function`. Tokens lie in one line.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap")
 _UTILS = "slime/utils/ppo_utils.py"

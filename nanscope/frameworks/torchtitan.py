@@ -3,7 +3,7 @@
 Notable: masked log-ratios are selected away and the rest clamped to ±10, both before exp: of all losses the hardest to break.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _LOSS = "torchtitan/experiments/rl/losses/dapo.py"
 

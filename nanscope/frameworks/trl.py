@@ -3,7 +3,7 @@
 Notable: no ratio and no KL is clamped before exp, and the mask multiplies after it; the options below are what there is instead.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
 _GRPO = "trl/trainer/grpo_trainer.py"

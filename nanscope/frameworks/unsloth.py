@@ -3,7 +3,7 @@
 Notable: the function is copied into a generated trainer and compiled there; the names in it are as short as `new`, `old` and `ref`.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "where_grad_trap", "inf_times_zero_coef", "seq_ratio_overflow")
 _LOSS = "unsloth_zoo/rl_replacements.py"

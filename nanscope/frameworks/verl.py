@@ -3,7 +3,7 @@
 Notable: the losses are ordinary functions in a registry, called by `ppo_loss`, which adds entropy and KL. They run in a Ray worker.
 """
 
-from nanscope.frameworks import Framework, LossSite, Remedy, roles
+from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
 
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
 _ALGOS = "verl/trainer/ppo/core_algos.py"

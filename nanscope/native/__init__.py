@@ -19,7 +19,7 @@ from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.options import Setting
 from nanscope.native import liger, nemo_rl, openrlhf, skyrl, trl, verl
 from nanscope.native.adapter import Adapter
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 ADAPTERS: tuple[Adapter, ...] = (trl.ADAPTER, liger.ADAPTER, verl.ADAPTER, skyrl.ADAPTER, openrlhf.ADAPTER, nemo_rl.ADAPTER)
 

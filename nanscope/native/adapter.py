@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.options import Setting
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 Call = Callable[[str, LossInputs, Mapping[str, Setting]], Tensor]
 

@@ -17,7 +17,7 @@ from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
 from nanscope.native.adapter import Adapter, old_logprobs, only, out_of_reach, per_row, present
 from nanscope.native.trl import rollout_ratio
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 _RATIO = tuple(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_min", "clip_max"))
 _OTHERS = ("use_vllm", *_RATIO, "num_processes", "steps_per_generation")  # of whoever computes vllm_is_ratio, and of the trainer

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
 from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 _COUNTS = ("global_valid_seqs", "global_valid_toks")
 

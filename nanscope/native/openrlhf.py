@@ -20,7 +20,7 @@ from torch import Tensor
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
 from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 _PACKAGE = "openrlhf.models"
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")

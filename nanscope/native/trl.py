@@ -21,7 +21,7 @@ from torch import Tensor
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
 from nanscope.native.adapter import Adapter, old_logprobs, only, per_row, present
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 # where the loss type lives: module, trainer, config; every other type is one of GRPO's
 _GRPO = ("trl.trainer.grpo_trainer", "GRPOTrainer", "GRPOConfig")

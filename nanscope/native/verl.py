@@ -18,7 +18,7 @@ from torch import Tensor
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
 from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
-from nanscope.objective import LossInputs
+from nanscope.objective.settings import LossInputs
 
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 _CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")

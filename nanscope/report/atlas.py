@@ -26,14 +26,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nanscope.atlas import GRADIENT, LEGEND, SHORT, Atlas, Fault, Harm, Kind, Verification, Where
+from nanscope.atlas.atlas import GRADIENT, LEGEND, SHORT, Atlas, Fault, Harm, Kind, Verification, Where
 from nanscope.errors import NanscopeError
-from nanscope.files import write_whole
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.paths import LossPath
-from nanscope.report.terminal import HARM, QUIET, STRONG, WIDTH
-
-# -- as data -------------------------------------------------------------------------------------------------------------------------
+from nanscope.report.console import HARM, QUIET, STRONG, WIDTH
+from nanscope.snapshot.files import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +143,6 @@ def _look(harm: Harm) -> str:
     return "changed" if harm is Harm.CHANGED else "silent" if harm.silent else "loud"
 
 
-# -- what to take away ---------------------------------------------------------------------------------------------------------------
-
-
 def takeaways(atlas: Atlas) -> tuple[str, ...]:
     """Return in plain words, counted in this atlas, what a tired reader should know; fewer sentences where there is nothing to count."""
     real, supposed = _part(atlas, supposed=False), _part(atlas, supposed=True)
@@ -252,8 +247,6 @@ def _of_these(some: int, number: int) -> str:
 def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
-
-# -- in a terminal -------------------------------------------------------------------------------------------------------------------
 
 _MARGIN = "      "  # before the cells
 _SIGNS = ("  A>0 ", "  A<0 ")
@@ -404,9 +397,6 @@ def verification_words(verification: Verification) -> Iterator[str]:
         yield f"not installed here, or without an adapter: {', '.join(verification.absent)}"
 
 
-# -- as files ------------------------------------------------------------------------------------------------------------------------
-
-
 def render_atlas(atlas: Atlas, path: Path, verification: Verification | None = None) -> None:
     """Write the atlas; the suffix chooses the form, and a reader never sees half a file.
 
@@ -436,7 +426,7 @@ def render_html(atlas: Atlas, verification: Verification | None = None) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    from nanscope import __version__
+    from nanscope.version import __version__
 
     here = resources.files("nanscope.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

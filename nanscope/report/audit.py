@@ -17,8 +17,8 @@ from rich.text import Text
 from nanscope.audit import Audit, Effect, Finding, Reduced, Sure
 from nanscope.audit.weights import Scheme
 from nanscope.audit.words import count
-from nanscope.report.terminal import HARM, PROVEN, QUIET, STRONG, WIDTH, safe
-from nanscope.words import number
+from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, safe
+from nanscope.text import number
 
 USES = 3  # names beside a reduction
 STYLE = {Effect.CHANGES: HARM, Effect.RISK: STRONG, Effect.NOTE: QUIET}

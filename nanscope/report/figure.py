@@ -14,30 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from nanscope.diagnose import Incident, Verdict
-from nanscope.indices import show_index
-from nanscope.report.view import (
-    LEVELS,
-    LIMITS,
-    Fact,
-    Grid,
-    Group,
-    Panel,
-    Scale,
-    best_of,
-    calm,
-    clean,
-    distortion_words,
-    facts_of,
-    grid_of,
-    groups_of,
-    lead_and_rest,
-    numeral,
-    numeral_step,
-    panels_of,
-    subject,
-    where,
-)  # fmt: skip
+from nanscope.report.clean import LIMITS, clean, numeral, numeral_step, subject, where
+from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
+from nanscope.report.history import Panel, Scale, panels_of  # fmt: skip
+from nanscope.report.map import LEVELS, Grid, grid_of
+from nanscope.report.tried import Group, best_of, distortion_words, groups_of
+from nanscope.text import show_index
+from nanscope.verdict.incident import Incident, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,9 +160,6 @@ class _Font:
                 line = " ".join([line, *words])
             if line:
                 yield self.cut(line, size, width)
-
-
-# -- the sheet, from top to bottom -----------------------------------------------------------------------------------------------
 
 
 def _healthy(sheet: Sheet, verdict: Verdict) -> None:

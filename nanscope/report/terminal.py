@@ -5,49 +5,25 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nanscope.causes import CAUSES, Cause
-from nanscope.header import Header
+from nanscope.causes import Cause
 
 if TYPE_CHECKING:
-    from nanscope.diagnose import Incident, Verdict
-    from nanscope.replay import Row
+    from nanscope.replay.tries import Row
+    from nanscope.verdict.incident import Incident, Verdict
 
-T = TypeVar("T")
-WIDTH = 118
+from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, console_for, safe
+
 CHAIN = 12  # links shown
-HARM, PROVEN, QUIET, STRONG = "bold red", "green", "dim", "bold"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
-
-def safe(text: object) -> str:
-    """Return text from a file without what a terminal would obey or what would hide part of it."""
-    return _CONTROL.sub("·", str(text).replace("\t", "    "))
-
-
-def console_for(file: IO[str]) -> Console:
-    """Return a console that writes to a file as this package's reports look."""
-    terminal = file.isatty()
-    return Console(
-        file=file,
-        width=None if terminal or os.environ.get("COLUMNS", "").isdigit() else WIDTH,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=False,
-    )
 
 
 def render_text(verdict: Verdict) -> str:
@@ -107,8 +83,7 @@ def _incident(incident: Incident) -> RenderableType:
 
 
 def _facts(incident: Incident) -> RenderableType:
-    from nanscope.indices import show_index
-    from nanscope.words import number
+    from nanscope.text import number, show_index
 
     o = incident.origin
     table = Table.grid(padding=(0, 2))
@@ -144,7 +119,7 @@ def _facts(incident: Incident) -> RenderableType:
 
 
 def _chain(incident: Incident) -> Text:
-    from nanscope.words import number
+    from nanscope.text import number
 
     links = list(incident.chain)
     if len(links) > CHAIN:
@@ -165,7 +140,7 @@ def _chain(incident: Incident) -> Text:
 
 
 def _table(incident: Incident) -> RenderableType:
-    from nanscope.words import is_exact, number
+    from nanscope.text import is_exact, number
 
     best = next((fix.id for fix in incident.fixes if fix.executed), None)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET)
@@ -207,100 +182,6 @@ def _mark(row: Row, best: bool) -> Text:
     return Text("✗ tempting, and wrong" if row.kind == "control" else "✗", HARM)
 
 
-def print_replay(incident: Incident, failing: bool, *, file: IO[str]) -> None:
-    """Print what replaying a snapshot gave."""
-    console = console_for(file)
-    if failing or not incident.rows:
-        console.print(_incident(incident))
-        if not incident.rows:
-            console.print(Text("  nothing can be run again: the file holds no program of this step's loss", QUIET))
-        return
-    console.print(
-        Text.assemble(("● ", PROVEN), f"step {incident.step} · rank {incident.rank}: the replayed loss and its gradients are finite")
-    )
-    if incident.reproduces is False:
-        console.print(
-            Text("  The recorded loss does not come out again: the fault was transient (hardware, a race), or lies outside the program.")
-        )
-    elif incident.origin.op not in ("unknown", ""):
-        console.print(Padding(Text(safe(incident.sentence)), (0, 2)))
-    console.print(_table(incident))
-
-
-def print_causes(*, file: IO[str]) -> None:
-    """Print every cause that is told apart, with a line about it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    for cause, info in CAUSES.items():
-        if cause is not Cause.UNKNOWN:
-            table.add_row(Text(cause, STRONG), info.title)
-    console = console_for(file)
-    console.print(table)
-    console.print(Text("\nnanscope explain CAUSE tells more", QUIET))
-
-
-def print_explanation(cause: Cause, *, file: IO[str]) -> None:
-    """Print the long form of a cause."""
-    from nanscope.explanations import EXPLANATIONS
-
-    explanation = EXPLANATIONS[cause]
-    console = console_for(file)
-    console.print(Text.assemble((cause, STRONG), f"   {CAUSES[cause].title}"))
-    for title, text in (("", explanation.mechanism), ("what helps", explanation.right), ("what does not", explanation.wrong)):
-        if title:
-            console.print(Text(f"\n{title}", QUIET))
-        console.print(Padding(Text(text), (0, 2)))
-        if not title:
-            for name, snippet in (("it fails like this", explanation.broken), ("and is mended like this", explanation.mended)):
-                console.print(Text(f"\n{name}", QUIET))
-                console.print(Padding(Text(snippet.rstrip(), no_wrap=True, overflow="ignore"), (0, 4)))
-    if explanation.links:
-        console.print(Text("\nseen in", QUIET))
-        for link in explanation.links:
-            console.print(Padding(Text(link, no_wrap=True, overflow="ignore"), (0, 2)))
-
-
-def print_header(header: Header, path: str, program: bool, *, file: IO[str]) -> None:
-    """Print everything that is in a snapshot file."""
-    console = console_for(file)
-    about = header.about
-    console.print(
-        Text.assemble((safe(path), STRONG), f"   step {safe(about.get('step'))} · rank {safe(about.get('rank'))} · {header.size:,} bytes")
-    )
-    tensors = Table(box=None, padding=(0, 3, 0, 0), header_style=QUIET, title=None)
-    for name in ("tensor", "dtype", "shape", "bytes"):
-        tensors.add_column(name, justify="right" if name == "bytes" else "left")
-    for tensor in header.tensors:
-        tensors.add_row(safe(tensor.name), safe(tensor.dtype), str(list(tensor.shape)), f"{tensor.bytes:,}")
-    console.print(Padding(tensors, (0, 2)))
-    recorded = about.get("program") if isinstance(about.get("program"), dict) else {}
-    calls, sites = _items(recorded, "calls"), _items(recorded, "sites")
-    files = sorted({str(site[0]) for site in sites if isinstance(site, list) and site})
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=QUIET, no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(
-        "program", f"{len(calls)} calls from {len(_items(recorded, 'leaves'))} tensors, {len(sites)} source positions with their lines"
-    )
-    for name in files[:20]:
-        table.add_row("source of", safe(name))
-    for key in ("reached", "environment", "settings", "objective", "observed"):
-        if about.get(key):
-            table.add_row(key, safe(_flat(about[key])))
-    table.add_row("history", f"{len(_items(about, 'history'))} steps")
-    if about.get("opaque"):
-        table.add_row("opaque", safe(", ".join(str(name) for name in about["opaque"])))
-    console.print(Padding(table, (1, 2)))
-    if program:
-        for call in calls:
-            site = (
-                sites[call[4]]
-                if isinstance(call, list) and len(call) > 4 and isinstance(call[4], int) and 0 <= call[4] < len(sites)
-                else None
-            )
-            place = f"{Path(str(site[0])).name}:{site[1]}" if isinstance(site, list) and len(site) > 1 else ""
-            console.print(Text(f"  {safe(call[0] if isinstance(call, list) and call else call):40} {safe(place)}"))
-
-
 def _items(data: Any, key: str) -> list[Any]:
     found = data.get(key) if isinstance(data, dict) else None
     return found if isinstance(found, list) else []
@@ -324,42 +205,3 @@ def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     console.print(Text("\n  The picture and the page are in the folder above. Try next:", ""))
     console.print(Text(f"    nanscope replay {safe(snapshot)} --edit clamp:5", STRONG))
     console.print(Text("    nanscope run your_training_script.py", STRONG))
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(what: str, *, file: IO[str]) -> Iterator[None]:
-    """Show that something is running, on a terminal only."""
-    console = console_for(file)
-    if not file.isatty():
-        yield
-        return
-    with console.status(what):
-        yield
-
-
-@contextmanager
-def steps_bar(what: str, total: int, *, file: IO[str]) -> Iterator[Callable[[str], None]]:
-    """Yield a function that advances a progress bar by one step and sets the words beside it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = console_for(file)
-    if not file.isatty():
-        console.print(Text(f"{what} …", QUIET))
-        yield lambda words: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total, words="")
-        yield lambda words: bar.update(task, advance=1, words=words)
-
-
-def track(items: Sequence[T], what: str, *, file: IO[str]) -> Iterable[T]:
-    """Yield items, with a progress bar on a terminal."""
-    if not file.isatty() or len(items) < 2:
-        return items
-    from rich.progress import track as bar
-
-    return bar(items, what, console=console_for(file), transient=True)

@@ -1,0 +1,1 @@
+"""Which fault reaches the loss, or the gradient, on which loss of which framework."""

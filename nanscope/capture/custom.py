@@ -1,0 +1,87 @@
+"""Custom autograd functions between model and loss: what their backward was given, so that it can be run once more, op by op.
+
+A fused log-prob or entropy is called outside the model and brings a backward of its own. The tape sees what it returns, and nobody sees
+what its backward does: gradients go in finite and come out NaN. So its node is watched, and where that happens (on a CPU; elsewhere
+always, while it is small) what forward saved for it is held until the step is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.tape import Tape, TapeMode
+from nanscope.program.calls import Computes
+from nanscope.program.numbers import is_finite
+from nanscope.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """One call of a custom function's backward.
+
+    node: its context. saved: what forward saved. received, returned: gradients, of its results and of its arguments. leaf: id of the
+    result in the program of the loss.
+    """
+
+    node: Any
+    saved: tuple[Tensor | None, ...]
+    received: tuple[Tensor | None, ...]
+    returned: tuple[Tensor | None, ...]
+    leaf: int
+
+    def bytes(self) -> int:
+        """Return how much memory is held by it."""
+        tensors = (*self.saved, *self.received, *self.returned)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+    def spoilt(self) -> bool:
+        """Did a non-finite gradient come out although only finite ones went in? Waits for the device."""
+        return _all_finite(self.received) and not _all_finite(self.returned)
+
+
+def is_custom(node: Any) -> bool:
+    """Is an autograd node that of a function in Python, and not one of torch's own?"""
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and not str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def seen(node: Any, leaf: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Backward:
+    """Return what a post-hook of the node sees; what forward saved is still there."""
+    return Backward(node, tuple(node.saved_tensors), received, returned, leaf)
+
+
+def run_again(found: Backward, budget: int) -> tuple[Program, dict[int, Tensor]] | None:
+    """Return the program of the first non-finite gradient that a backward makes, and its leaves; None if a second run makes none.
+
+    Raises whatever the function raises.
+    """
+    tape = Tape(budget)
+    for tensor in found.received:
+        if tensor is not None:
+            tape.tag("grad", tensor)
+    with torch.no_grad(), TapeMode(tape):
+        results = found.node._forward_cls.backward(_Context(found), *found.received)
+    for result in results if isinstance(results, tuple) else (results,):
+        if isinstance(result, Tensor) and not bool(is_finite(result)) and (value := tape.find(result)) is not None:
+            program, tensors = tape.program(value)
+            return replace(program, computes=Computes.GRADIENT), tensors
+    return None
+
+
+class _Context:
+    """What a backward takes for its context: the saved tensors, which torch has let go of by now, and the attributes that forward set."""
+
+    def __init__(self, found: Backward) -> None:
+        self.saved_tensors = found.saved
+        self._node = found.node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def _all_finite(tensors: tuple[Tensor | None, ...]) -> bool:
+    return all(bool(is_finite(tensor)) for tensor in tensors if tensor is not None)

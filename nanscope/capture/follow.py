@@ -1,0 +1,354 @@
+"""The trail: a second look at models that are too large or too opaque to be recorded as a program.
+
+The module runs once more on the inputs it had. After every call it is noted of which kind of non-finite values the result has any; from
+the bad output one walks back, call by call, to the one that made them out of finite operands. Custom autograd functions, fused kernels
+and out= buffers are no obstacle, since nothing has to be replayed: who wrote a piece of memory last is who made what is in it. For a
+gradient the same is done with a hook on every node of the graph: gradient in finite, gradient out not.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanscope.capture.modules import tensors_in
+from nanscope.capture.source import site_of
+from nanscope.capture.tape import is_user
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
+from nanscope.program.ops import FLOW, Flow, base_name
+from nanscope.program.program import Program
+
+KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
+
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which non-finite values a tensor holds any of."""
+
+    nan: bool = False
+    posinf: bool = False
+    neginf: bool = False
+
+    def __bool__(self) -> bool:
+        return self.nan or self.posinf or self.neginf
+
+
+FINE = Kinds()
+
+
+def kinds_of(tensor: Tensor) -> Kinds:
+    """Return what non-finite values a tensor holds."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return FINE
+    values = tensor.detach()
+    values = values.float() if values.dtype.itemsize == 1 else values
+    low, high = torch.aminmax(values)
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return FINE
+    return Kinds(bool(torch.isnan(low) | torch.isnan(high)), bool((values == torch.inf).any()), bool((values == -torch.inf).any()))
+
+
+@dataclass(slots=True)
+class Mark:
+    """One call of the trail.
+
+    reads:     numbers of earlier marks, or -1 for what came from outside. outside: kinds of the latter; foreign: one of them that is bad.
+    operands:  its arguments, kept where it seems to have made something non-finite.
+    unwritten: its result is memory with nothing in it yet.
+    """
+
+    op: str
+    overload: str
+    reads: tuple[int, ...]
+    outside: Kinds
+    kinds: Kinds
+    code: CodeType | None
+    lasti: int
+    module: str
+    operands: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    result: Tensor | None = None
+    position: int = 0
+    unwritten: bool = False
+    foreign: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The call that made the harm: a program of this one call where it can be replayed, else what was seen of it.
+
+    flat: the first harmful element of its result. foreign: nothing was made, `result` came in from outside.
+    """
+
+    program: Program | None
+    tensors: dict[int, Tensor]
+    op: str
+    site: Site | None
+    module: str
+    result: Tensor
+    flat: int
+    foreign: bool = False
+
+
+class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the calls of one run of a module."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.marks: list[Mark] = []
+        self.current_module = ""  # set by whoever knows in which part of the model a call is made
+        self.spans: list[tuple[int, int, str]] = []  # numbers of the autograd nodes that each part of the model made
+        self._writer: dict[Place, int] = {}
+        self._places: dict[int, set[Place]] = {}  # address of a storage → the tensors in it
+        self._kept = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        written, untouched = _written(func, args, kwargs)
+        read = [tensor for tensor in tensors_in([args, kwargs]) if tensor.layout is torch.strided and id(tensor) not in untouched]
+        foreign = [tensor for tensor in read if _place(tensor) not in self._writer]
+        before = [kinds_of(tensor) for tensor in foreign]
+        bad = next((tensor for tensor, kinds in zip(foreign, before, strict=True) if kinds), None)
+        sources = tuple(self._writer.get(_place(tensor), -1) for tensor in read)
+        result = func(*args, **kwargs)
+        outs = [tensor for tensor in tensors_in([result]) if tensor.layout is torch.strided]
+        self._note(func, args, kwargs, sources, before, bad, [*outs, *written], bool(written))
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: tuple[int, ...],
+        before: Sequence[Kinds],
+        foreign: Tensor | None,
+        outs: Sequence[Tensor],
+        writes: bool,
+    ) -> None:
+        name = base_name(str(func).replace("aten::", "aten.")).rstrip("_")
+        outside = _union(before)
+        came = _union([outside, *(self.marks[number].kinds for number in sources if number >= 0)])
+        code, lasti = _caller()
+        for position, tensor in enumerate(outs):
+            unwritten = name.startswith(("empty", "new_empty")) or (
+                FLOW.get(name) is Flow.MOVE and len(sources) == 1 and sources[0] >= 0 and self.marks[sources[0]].unwritten
+            )
+            kinds = FINE if unwritten else kinds_of(tensor)
+            mark = Mark(name, str(func), sources, outside, kinds, code, lasti, self.current_module, position=position, unwritten=unwritten)
+            mark.foreign = foreign
+            if _makes(kinds, came) and FLOW.get(name) not in (Flow.MOVE, Flow.CREATE) and name not in ("fill", "copy", "zero"):
+                size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs, tensor]))
+                if self._kept + size <= KEPT:
+                    self._kept += size
+                    mark.result = tensor.detach().clone() if writes else tensor.detach()
+                    if not writes:
+                        mark.operands, mark.kwargs = args, kwargs
+            self.marks.append(mark)
+            self._writes(tensor, len(self.marks) - 1, writes)
+
+    def _writes(self, tensor: Tensor, number: int, in_place: bool) -> None:
+        place, storage = _place(tensor), tensor.untyped_storage().data_ptr()
+        if in_place:  # whoever shares the memory holds a part of what was written, beside what was there before
+            for other in self._places.get(storage, ()):
+                if other != place and other in self._writer:
+                    old = self.marks[self._writer[other]]
+                    both = _union([old.kinds, self.marks[number].kinds])
+                    self.marks.append(Mark("alias", "", (number, self._writer[other]), FINE, both, None, -1, self.current_module))
+                    self._writer[other] = len(self.marks) - 1
+        self._writer[place] = number
+        self._places.setdefault(storage, set()).add(place)
+
+    def made(self, bad: Tensor) -> Made | None:
+        """Walk from a bad tensor back to the call that made the harm; None if it was not made in this run or not kept."""
+        number = self._writer.get(_place(bad), -1)
+        kinds = kinds_of(bad)
+        seen: set[int] = set()
+        while number >= 0 and number not in seen:
+            seen.add(number)
+            mark = self.marks[number]
+            kinds = mark.kinds or kinds
+            following = self._towards(mark, kinds)
+            if following is None:
+                return self._describe(mark, kinds)
+            if following < 0 and mark.foreign is not None:
+                site = None if mark.code is None else site_of(mark.code, mark.lasti)
+                return Made(None, {}, "input", site, mark.module, mark.foreign, _first(mark.foreign, kinds_of(mark.foreign)), True)
+            number = following
+        return None
+
+    def _towards(self, mark: Mark, kinds: Kinds) -> int | None:
+        """The operand that the harm came from, -1 if it is one from outside, None if the call made it."""
+        wanted: list[Callable[[Kinds], bool]] = [lambda k: k.nan] if kinds.nan else []
+        wanted.append(lambda k: k.posinf)
+        if not kinds.nan:  # of a NaN an -inf is no cause but a mask, unless nothing else is there: then the call made it
+            wanted.append(lambda k: k.neginf)
+        for fits in wanted:
+            for number in mark.reads:
+                if number >= 0 and fits(self.marks[number].kinds):
+                    return number
+            if fits(mark.outside):
+                return -1
+        return None
+
+    def _describe(self, mark: Mark, kinds: Kinds) -> Made | None:
+        if mark.result is None:
+            return None
+        flat = _first(mark.result, kinds)
+        site = None if mark.code is None else site_of(mark.code, mark.lasti)
+        program: Program | None = None
+        tensors: dict[int, Tensor] = {}
+        if mark.operands is not None and mark.op in FLOW:
+            program, tensors = _program_of(mark, site)
+        return Made(program, tensors, mark.op, site, mark.module, mark.result, flat)
+
+
+def _program_of(mark: Mark, site: Site | None) -> tuple[Program, dict[int, Tensor]]:
+    """The program of a single call, its operands being leaves."""
+    tensors: dict[int, Tensor] = {}
+
+    def arg_of(arg: Any) -> Arg:
+        if isinstance(arg, Tensor):
+            known = next((number for number, tensor in tensors.items() if tensor is arg), None)
+            number = len(tensors) if known is None else known
+            tensors[number] = arg
+            return Ref(number)
+        return tuple(arg_of(item) for item in arg) if isinstance(arg, (list, tuple)) else arg
+
+    args = tuple(arg_of(arg) for arg in mark.operands or ())
+    kwargs = tuple((name, arg_of(value)) for name, value in (mark.kwargs or {}).items())
+    words = site.args if site is not None else ()
+    outs: tuple[int | None, ...] = (*([None] * mark.position), len(tensors))
+    leaves = tuple(Leaf(number, words[number] if number < len(words) else None, "data", False) for number in tensors)
+    call = Call(mark.overload, args, kwargs, outs, 0 if site is not None else -1, False, mark.module or "model")
+    program = Program(leaves, (call,), len(tensors), (site,) if site is not None else (), Computes.ACTIVATION)
+    return program, {number: tensor.detach() for number, tensor in tensors.items()}
+
+
+def _makes(kinds: Kinds, came: Kinds) -> bool:
+    return (kinds.nan and not came.nan) or (kinds.posinf and not came.posinf) or (kinds.neginf and not came.neginf)
+
+
+def _union(found: Sequence[Kinds]) -> Kinds:
+    return Kinds(any(k.nan for k in found), any(k.posinf for k in found), any(k.neginf for k in found))
+
+
+def _first(tensor: Tensor, kinds: Kinds) -> int:
+    """The first element of the worst kind."""
+    values = tensor.detach().flatten()
+    bad = torch.isnan(values) if kinds.nan else values == torch.inf if kinds.posinf else values == -torch.inf
+    return int(bad.int().argmax())
+
+
+def _place(tensor: Tensor) -> Place:
+    try:
+        return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    except RuntimeError:
+        return (0, tuple(tensor.shape), (), tensor.dtype)
+
+
+_OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
+    """The arguments that a call writes to, and which of them it does not read before (by id)."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return [], set()
+    found: list[Tensor] = []
+    untouched: set[int] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            own = list(tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)]))
+            found += own
+            if argument.is_out or schema.name in _OVERWRITES:
+                untouched |= {id(tensor) for tensor in own}
+    return found, untouched
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        if is_user(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return None, -1
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBackward:
+    """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation."""
+
+    op: str
+    number: int
+    gradient: Tensor
+    flat: int
+
+
+def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> MadeBackward | None:
+    """Differentiate once more with a hook on every node; return the first that made something non-finite, None if none did.
+
+    outputs: of the module, with their graph. seeds: the gradients that came into them. wanted: parameters.
+    """
+    found: list[MadeBackward] = []
+    handles = []
+
+    def hook_of(node: Any) -> Callable[[Any, Any], None]:
+        def hook(returned: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
+            if found or any(kinds_of(grad) for grad in received if grad is not None):
+                return
+            for grad in returned:
+                if grad is not None and (kinds := kinds_of(grad)):
+                    found.append(MadeBackward(_op_of(node), node._sequence_nr(), grad.detach(), _first(grad, kinds)))
+                    return
+
+        return hook
+
+    for node in _nodes([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]):
+        handles.append(node.register_hook(hook_of(node)))
+    try:
+        torch.autograd.grad(list(outputs), list(wanted), list(seeds), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    stack, seen = list(roots), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [following for following, _ in node.next_functions if following is not None]
+
+
+def part_of(number: int, spans: Sequence[tuple[int, int, str]]) -> str:
+    """Return the innermost part of a model that made an autograd node."""
+    around = [(end - begin, path) for begin, end, path in spans if begin <= number < end]
+    return min(around)[1] if around else ""
+
+
+def _op_of(node: Any) -> str:
+    """ExpBackward0 → exp."""
+    name = re.sub(r"Backward\d*$", "", type(node).__name__)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

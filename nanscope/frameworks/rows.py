@@ -1,0 +1,106 @@
+"""What a row of a framework says: where it computes its loss, what its variables mean, what helps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanscope.roles import Role
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What helps against a cause, in the framework's own words. setting: name=value, None if it has no option for it."""
+
+    causes: tuple[str, ...]
+    text: str
+    setting: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loss that computes its own gradient, or is compiled, so that nothing inside can be recorded: what to take at its door.
+
+    hidden, weight, bias, ids: arguments that the log-probs are computed from, log softmax(hidden · weightᵀ + bias) at the ids. Without a
+    weight `hidden` is the logits, [B, T + 1, V], of which the last row is not read. temperature: the argument that divides the logits.
+    tensors: arguments of the batch, by role. formula: the loss as plain Python, as a path from the function's locals; "" where there is
+    none (a Triton kernel). arguments: parameter of the formula → path. drops_nan: the kernel's min and max drop a NaN.
+    """
+
+    hidden: str
+    ids: str
+    tensors: tuple[tuple[str, Role], ...]
+    weight: str = ""
+    bias: str = ""
+    temperature: str = ""
+    formula: str = ""
+    arguments: Pairs = ()
+    drops_nan: bool = False
+
+    def tensors_read(self) -> tuple[str, ...]:
+        """Return the names of all arguments that a second run needs."""
+        own = (self.hidden, self.ids, self.weight, self.bias, *(name for name, _ in self.tensors))
+        return tuple(name for name in own if name)
+
+    def paths(self) -> tuple[str, ...]:
+        """Return what else it needs, as paths from the function's locals."""
+        return tuple(path for path in (self.temperature, self.formula, *(path for _, path in self.arguments)) if path)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSite:
+    """A function in which a framework computes its loss.
+
+    file: end of its path. function: qualified name. roles: local, argument or key of a mapping → role.
+    key:      what `framework_loss` calls this loss; a setting in braces is read live. None for a helper.
+    configs:  where the options are held, as paths from the function's locals: `self.args`, `config`.
+    settings: options that stand elsewhere, or under another name: setting of the key → path; `path==text` is whether it says so.
+    fixed:    settings that this site decides.
+    """
+
+    file: str
+    function: str
+    roles: tuple[tuple[str, Role], ...]
+    key: str | None = None
+    configs: tuple[str, ...] = ()
+    settings: Pairs = ()
+    fixed: tuple[tuple[str, bool | int | float | str | None], ...] = ()
+    kernel: Kernel | None = None
+
+    def role(self, name: str) -> Role | None:
+        """Return what a variable of this function means, None if the row does not say."""
+        return next((role for known, role in self.roles if known == name), None)
+
+    def is_at(self, file: str, function: str) -> bool:
+        """Does a code position lie in this function?"""
+        return function == self.function and file.replace("\\", "/").endswith("/" + self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """One framework.
+
+    package:  its distribution. version: the release or commit that the rows were checked against.
+    files:    parts of the paths its loss code lives in.
+    settings: option names that matter for the loss, as attributes of its trainer's `args`.
+    batch:    the local variable that holds the batch, and its keys of the sampled token ids and of their mask.
+    sites:    its losses, the outermost function first. options: files that declare the options which the remedies name.
+    guards:   what it does against non-finite numbers by itself.
+    """
+
+    name: str
+    package: str
+    version: str
+    files: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    batch: tuple[str, str, str] | None = None
+    sites: tuple[LossSite, ...] = ()
+    options: tuple[str, ...] = ()
+    guards: tuple[str, ...] = ()
+
+
+def roles(**names: str) -> tuple[tuple[str, Role], ...]:
+    """Return pairs of variable and role, from role → names with spaces between them."""
+    return tuple((name, Role(role)) for role, words in names.items() for name in words.split())

@@ -1,0 +1,1 @@
+"""From a run of a program to the first harmful value."""

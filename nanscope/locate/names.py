@@ -1,0 +1,301 @@
+"""What the values of a program are called and what they mean: by the rows of the framework whose function they lie in, then by their
+names in the code, then by how they are computed."""
+
+from __future__ import annotations
+
+import re
+
+from nanscope.frameworks.table import site_in
+from nanscope.program.calls import Call, Ref, Site
+from nanscope.program.ops import base_name, carries
+from nanscope.program.program import Program
+from nanscope.roles import Role, last_word, role_of
+
+LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
+
+_SPREAD = re.compile(r"(^|_)(std|sigma|var|variance|scale|alpha|temperature)($|_)")
+
+_PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
+
+_KEEPS_SCORES = frozenset(
+    (
+        "sub",
+        "rsub",
+        "add",
+        "div",
+        "mul",
+        "std",
+        "var",
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "sqrt",
+        "clamp",
+        "clamp_min",
+        "abs",
+        "where",
+    )
+)  # what these make of rewards or advantages are still rewards or advantages
+
+
+class Namer:
+    """What the values of a program are called and what they mean: by name first, then by how they are computed."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.producers = program.producers()
+        self.consumers = program.consumers()
+        self._leaves = {leaf.id: leaf for leaf in program.leaves}
+        self._rows = [site_in(site.file, site.function) for site in program.sites]
+
+    def named(self, value: int) -> Role | None:
+        """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
+        return self._listed(value) or role_of(self.name(value))
+
+    def _listed(self, value: int) -> Role | None:
+        """The role of a value by the rows of a framework: as it is bound where it is made, or as it is called where it is read."""
+        if not any(self._rows):
+            return None
+        index = self.producers.get(value)
+        if index is not None:
+            call = self.program.calls[index]
+            row = self._rows[call.site] if call.site >= 0 else None
+            bound = self.program.sites[call.site].name if row is not None and self._is_last(index) else None
+            if row is not None and bound is not None:
+                return self._corrected(row.role(last_word(bound)), value)
+        for index in self.consumers.get(value, ()):
+            call = self.program.calls[index]
+            row = self._rows[call.site] if call.site >= 0 else None
+            if row is None or (index > 0 and self.program.calls[index - 1].site == call.site):
+                continue
+            words = self.program.sites[call.site].args
+            for position, arg in enumerate(call.args):
+                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
+                    found = self._corrected(row.role(last_word(words[position])), value)
+                    if found is not None:
+                        return found
+        return None
+
+    def _is_last(self, index: int) -> bool:
+        """Of several calls that one expression stands for, the last one is what gets bound."""
+        return index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != self.program.calls[index].site
+
+    def _corrected(self, role: Role | None, value: int) -> Role | None:
+        """A name is used for one thing after another: what e is raised to is no ratio yet, and what exp makes is no log-ratio any more."""
+        if role is Role.RATIO and any(base_name(self.program.calls[i].op) == "exp" for i in self.consumers.get(value, ())):
+            return Role.LOG_RATIO
+        made = self.producers.get(value)
+        if role is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
+            return None
+        return role
+
+    def name(self, value: int) -> str | None:
+        """Return the variable a value is bound to, None for an intermediate result."""
+        leaf = self._leaves.get(value)
+        if leaf is not None:
+            return leaf.name
+        index = self.producers.get(value)
+        if index is None:
+            return None
+        call = self.program.calls[index]
+        site = self.program.site_of(call)
+        if site is not None and site.name is not None and self._is_last(index):
+            return site.name
+        return self._read_as(value)
+
+    def _read_as(self, value: int) -> str | None:
+        """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""
+        for index in self.consumers.get(value, ()):
+            call = self.program.calls[index]
+            site = self.program.site_of(call)
+            if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
+                continue
+            words = list(site.args)
+            tensors = [arg for arg in call.args if isinstance(arg, Ref)]
+            if base_name(call.op) in ("mul", "add") and len(tensors) == 1 and len(words) == 2:
+                words = [word for word in words if role_of(word) is not None]  # `0.1 * x` arrives as x, 0.1
+            for position, arg in enumerate(call.args):
+                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
+                    return words[position]
+        return None
+
+    def _read_role(self, value: int) -> Role | None:
+        """The role that a leaf has for the code that reads it, by whatever name it passes on the way."""
+        stack = [value]
+        for _ in range(12):
+            if not stack:
+                break
+            current = stack.pop(0)
+            for index in self.consumers.get(current, ()):
+                call = self.program.calls[index]
+                site = self.program.site_of(call)
+                for position, arg in enumerate(call.args):
+                    if site is not None and isinstance(arg, Ref) and arg.id == current and position < len(site.args):
+                        role = role_of(site.args[position])
+                        if role is not None:
+                            return role
+                if carries(call.op):
+                    stack += [out for out in call.outs if out is not None]
+        return None
+
+    def says_mask(self, value: int) -> bool:
+        """Is this value called a mask, or made from nothing but a value that is?"""
+        for _ in range(20):
+            if self.named(value) is Role.MASK:
+                return True
+            index = self.producers.get(value)
+            if index is None:
+                return False
+            call = self.program.calls[index]
+            inputs = list(call.inputs())
+            if len(inputs) != 1 or not (carries(call.op) or base_name(call.op) == "bitwise_not"):
+                return False
+            value = inputs[0]
+        return False
+
+    def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
+        """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
+        named = self.named(value)
+        made = self.producers.get(value)
+        if named is Role.REWARDS and made is not None and self.program.calls[made].module:
+            named = Role.ATTENTION  # inside a model scores are those of attention
+        if named is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
+            named = None  # a name that is used for one thing after another
+        if named is not None or depth > 12:
+            return named
+        if (leaf := self._leaves.get(value)) is not None and leaf.role in set(Role):
+            return Role(leaf.role)
+        computed = self._computed(value, depth)
+        if computed is not None:
+            return computed
+        index = made
+        site = self.program.site_of(self.program.calls[index]) if index is not None else None
+        if index is None and (read := self._read_role(value)) is not None:
+            return read
+        if index is not None and self.program.calls[index].module:
+            if self._of_weights_only(value):
+                return Role.WEIGHTS
+            return self.inside(site, self.program.calls[index].module, self._ancestors(value))
+        if site is None:
+            return self._downstream(value)
+        function = role_of(site.function.rsplit(".", 1)[-1])
+        callee = role_of(site.expression.partition("(")[0]) if site.expression.endswith(")") else None
+        if callee in (Role.KL, Role.ENTROPY):
+            return callee  # `F.kl_div(…)`
+        return (
+            role_of(site.within)
+            or (function if function not in (Role.LOSS, Role.GRAD) else None)
+            or self._downstream(value if via is None else via)
+        )
+
+    @staticmethod
+    def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
+        """Return what a value inside a model means: it is an activation; attention and routing are told by the names around it."""
+        part = module.split(" ")[0].rsplit(".", 1)[-1]
+        kind = module.rpartition("(")[2].rstrip(")")
+        texts = (site.within, site.function.rsplit(".", 1)[-1], part, kind) if site is not None else (part, kind)
+        named = [role for role in map(role_of, texts) if role is not None]
+        for wanted in (Role.ATTENTION, Role.ROUTER):
+            if wanted in named or wanted in ancestors:
+                return wanted
+        return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.HIDDEN)
+
+    def _computed(self, value: int, depth: int) -> Role | None:
+        index = self.producers.get(value)
+        if index is None:
+            return None
+        call = self.program.calls[index]
+        name, inputs = base_name(call.op), list(call.inputs())
+        if carries(call.op) or name == "neg":
+            return self._own(inputs[0], depth) if inputs else None
+        if name == "sub" and len(inputs) == 2 and (top := self.producers.get(inputs[1])) is not None:
+            reduced = self.program.calls[top]
+            if base_name(reduced.op) in ("amax", "max", "logsumexp") and inputs[0] in set(reduced.inputs()):
+                return Role.LOGITS  # shifted by their largest, as a softmax does
+        first = self._own(inputs[0], depth) if inputs and not call.module else None
+        if first in (Role.REWARDS, Role.ADVANTAGES) and name in _KEEPS_SCORES:
+            return first
+        if name in ("sum", "mean") and (first in LOG_PROBS or first is Role.LOG_RATIO):
+            return first  # of a sequence
+        if name == "sub" and len(inputs) == 2:
+            both = {self._own(v, depth) for v in inputs}
+            return Role.LOG_RATIO if both <= LOG_PROBS else None
+        if name in ("exp", "expm1") and inputs and self._less_its_operand(call):
+            return Role.KL
+        if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
+            return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
+        if name == "exp" and inputs and _SPREAD.search((self.name(inputs[0]) or "").lower()):
+            return Role.HIDDEN  # a standard deviation or scale that a policy puts out
+        if name == "exp" and not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
+            return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
+        if name in ("_log_softmax", "log_softmax", "logsumexp"):
+            return Role.LOG_PROBS
+        if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):
+            return Role.LOG_PROBS
+        if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
+            return Role.LOGITS  # scaled, by a temperature
+        return None
+
+    def _less_its_operand(self, call: Call) -> bool:
+        """Is x subtracted from exp x, as in exp(x) − x − 1?"""
+        operand, value = next(call.inputs(), None), call.outs[0]
+        for _ in range(3):
+            readers = [self.program.calls[index] for index in self.consumers.get(value, ())] if value is not None else []
+            differences = [reader for reader in readers if base_name(reader.op) in ("sub", "rsub", "add")]
+            if any(operand in set(reader.inputs()) for reader in differences):
+                return True
+            if not differences:
+                return False
+            value = differences[0].outs[0]
+        return False
+
+    def _of_weights_only(self, value: int) -> bool:
+        """Is a value computed from parameters alone, without a single activation?"""
+        stack, seen = [value], set[int]()
+        while stack and len(seen) < 200:
+            current = stack.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            index = self.producers.get(current)
+            if index is not None:
+                stack.extend(self.program.calls[index].inputs())
+            elif (leaf := self._leaves.get(current)) is None or leaf.origin != "parameter":
+                return False
+        return not stack
+
+    def _own(self, value: int, depth: int) -> Role | None:
+        leaf = self._leaves.get(value)
+        known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
+        return self.named(value) or known or self._computed(value, depth + 1)
+
+    def _ancestors(self, value: int) -> set[Role]:
+        found: set[Role] = set()
+        stack = [value]
+        for _ in range(40):
+            if not stack:
+                break
+            current = stack.pop()
+            role = self.named(current)
+            if role is not None:
+                found.add(role)
+            index = self.producers.get(current)
+            if index is not None and role not in LOG_PROBS:
+                stack.extend(self.program.calls[index].inputs())
+        return found
+
+    def _downstream(self, value: int) -> Role | None:
+        """The role of the first named value that this one goes into."""
+        for _ in range(60):
+            readers = self.consumers.get(value, [])
+            if not readers:
+                return Role.LOSS if value == self.program.output else None
+            call = self.program.calls[readers[0]]
+            value = next((out for out in call.outs if out is not None), value)
+            role = self.named(value)
+            if role is not None and role is not Role.MASK:
+                return role
+        return None

@@ -1,0 +1,1 @@
+"""The policy loss of RL post-training, written once."""

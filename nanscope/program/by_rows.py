@@ -1,0 +1,301 @@
+"""Runs a program a few rows at a time, so that a large batch is never held in float64 as a whole.
+
+A loss computes most of its values row by row, and meets the other rows in sums only. Such a program is split: what belongs to one row is
+computed for a few rows, summed, and forgotten; backward computes it again. The numbers are those of the whole batch up to rounding, for
+sums are added up in another order: good for comparing gradients, not for asking whether a step comes out bit for bit.
+
+    values per row   [B, …]: leaves of at least two dimensions, and what pointwise calls, reductions along a row and the like make of them
+    sums             where all rows meet: `sum` or `mean` over the first dimension
+    the rest         small, computed once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError
+from nanscope.program.calls import Arg, Call
+from nanscope.program.flow import dims_of, element_flow
+from nanscope.program.numbers import tensor_bytes
+from nanscope.program.ops import Flow, base_name
+from nanscope.program.program import Program
+from nanscope.program.run import Run, perform
+
+
+def execute_ends(program: Program, tensors: dict[int, Tensor], dtype: torch.dtype | None = None) -> Run:
+    """Run a program for its output and the gradients of its leaves; a large one by rows, if that is possible."""
+    run = execute_by_rows(program, tensors, dtype, AT_ONCE) if tensor_bytes(tensors) >= LARGE else None
+    return run or program.execute(tensors, dtype=dtype, ends=True)
+
+
+LARGE = 16 << 20  # bytes of the leaves from which on a program is run by rows
+
+
+AT_ONCE = 1 << 18  # elements of a leaf in one go
+
+
+_LIKE_POINTWISE = frozenset(("where", "masked_fill"))
+
+
+_SIZED = frozenset(("expand", "view", "reshape", "_unsafe_view", "broadcast_to", "new_zeros", "new_ones", "new_full"))
+
+
+_INSIDE_ROW = frozenset(("unsqueeze", "squeeze", "select", "slice", "gather", "index_select", "narrow"))  # argument 1 is a dimension
+
+
+_MET = frozenset(("sum", "mean"))
+
+
+_PARTS = {"aten.mean.default": "aten.sum.default", "aten.mean.dim": "aten.sum.dim_IntList"}
+
+
+class _Mixed(Exception):
+    """The rows of this program meet in another way than in sums."""
+
+
+def execute_by_rows(program: Program, leaves: Mapping[int, Tensor], dtype: torch.dtype | None = None, at_once: int = AT_ONCE) -> Run | None:
+    """Run a program forward and backward by rows; None if its rows cannot be told apart.
+
+    dtype: compute in this floating dtype instead of the recorded ones. at_once: elements of the largest leaf that are taken at a time.
+    Returns the leaves, the output and the gradients of the leaves. Raises ProgramError as `Program.execute` does.
+    """
+    try:
+        plan = _Plan.of(program, leaves)
+    except (_Mixed, NanscopeError, RuntimeError):
+        return None
+    return _Execution(plan, leaves, dtype, at_once).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a program is split. rows: B. by_row: ids of the values per row. met: indices of the calls in which the rows meet.
+    shapes: of all values, as tensors without content."""
+
+    program: Program
+    rows: int
+    by_row: frozenset[int]
+    met: frozenset[int]
+    shapes: Mapping[int, Tensor]
+
+    @staticmethod
+    def of(program: Program, leaves: Mapping[int, Tensor]) -> _Plan:
+        largest = max((leaves[leaf.id] for leaf in program.leaves if leaf.id in leaves), key=Tensor.numel, default=None)
+        if largest is None or largest.dim() < 2 or largest.shape[0] < 2 or any(leaf.id not in leaves for leaf in program.leaves):
+            raise _Mixed
+        rows = largest.shape[0]
+        shapes = {leaf.id: leaves[leaf.id].to("meta") for leaf in program.leaves}
+        by_row = {value for value, tensor in shapes.items() if tensor.dim() >= 2 and tensor.shape[0] == rows}
+        met: set[int] = set()
+        for index, call in enumerate(program.calls):
+            results, _ = perform(call, shapes, None, torch.device("meta"), False)
+            made = {out: tensor for out, tensor in zip(call.outs, results, strict=False) if out is not None and isinstance(tensor, Tensor)}
+            shapes |= made
+            if not any(value in by_row for value in call.inputs()):
+                continue
+            if _meets(call, shapes):
+                met.add(index)
+            elif all(_stays(call, out, shapes, by_row, rows) for out in made):
+                by_row |= set(made)
+            else:
+                raise _Mixed
+        if program.output in by_row:
+            raise _Mixed
+        return _Plan(program, rows, frozenset(by_row), frozenset(met), shapes)
+
+
+def _meets(call: Call, shapes: Mapping[int, Tensor]) -> bool:
+    """Does a call add up all rows?"""
+    if base_name(call.op) not in _MET:
+        return False
+    operand = shapes[next(iter(call.inputs()))]
+    dims = dims_of(call, operand)
+    return not dims or 0 in dims
+
+
+def _stays(call: Call, out: int, shapes: Mapping[int, Tensor], by_row: set[int], rows: int) -> bool:
+    """Does row b of a result come of row b of the operands, and of nothing else that differs between rows?"""
+    result, name, flow = shapes[out], base_name(call.op), element_flow(call)
+    mine = [shapes[value] for value in call.inputs() if value in by_row]
+    others = [shapes[value] for value in call.inputs() if value not in by_row]
+    if result.dim() == 0 or result.shape[0] != rows:
+        return False
+    if flow is Flow.POINTWISE or name in _LIKE_POINTWISE:
+        return all(tensor.dim() == result.dim() for tensor in mine) and all(tensor.dim() <= result.dim() for tensor in others)
+    first = mine[0]
+    if flow in (Flow.REDUCE, Flow.ALONG):
+        return len(mine) == 1 and not others and 0 not in (dims_of(call, first) or (0,))
+    if name.endswith("_like"):
+        return len(mine) == 1
+    if name in _SIZED:
+        sizes = call.args[1] if len(call.args) > 1 else None
+        whole = len(sizes) == first.dim() if name in ("expand", "broadcast_to") and isinstance(sizes, tuple) else first.is_contiguous()
+        return len(mine) == 1 and isinstance(sizes, tuple) and bool(sizes) and sizes[0] in (rows, -1) and whole
+    if name in _INSIDE_ROW:
+        dim = call.args[1] if len(call.args) > 1 else None
+        whole = all(tensor.shape[0] == rows and tensor.dim() == first.dim() for tensor in (*mine, *others))
+        return isinstance(dim, int) and dim % (first.dim() + (name == "unsqueeze")) != 0 and (whole if name == "gather" else not others)
+    return False
+
+
+@dataclass(slots=True)
+class _Execution:
+    plan: _Plan
+    leaves: Mapping[int, Tensor]
+    dtype: torch.dtype | None
+    at_once: int
+    grads: dict[int, Tensor] = field(default_factory=dict)
+
+    def run(self) -> Run:
+        program, plan = self.plan.program, self.plan
+        values: dict[int, Tensor] = {}
+        for leaf in program.leaves:
+            if leaf.id not in plan.by_row:
+                values[leaf.id] = self._leaf(self.leaves[leaf.id], leaf.diff)
+        device = next((tensor.device for tensor in self.leaves.values()), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):
+            for index, call in enumerate(program.calls):
+                if index in plan.met:
+                    values[_only(call)] = self._met(call, values)
+                elif not any(out in plan.by_row for out in call.outs):
+                    results, _ = perform(call, values, self.dtype, device, call.grad, index=index)
+                    values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
+            output = values[program.output]
+            if output.requires_grad:
+                torch.autograd.backward([output], [torch.ones_like(output)])
+        for leaf in program.leaves:
+            grad = values[leaf.id].grad if leaf.id in values and leaf.diff else None
+            if grad is not None:
+                self.grads[leaf.id] = grad
+        return Run({**self.leaves, program.output: output.detach()}, self.grads)
+
+    def grad_of(self, leaf: int, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of a leaf, for all rows, that parts are added to."""
+        if leaf not in self.grads:
+            whole = self.leaves[leaf]
+            self.grads[leaf] = torch.zeros(whole.shape, dtype=dtype, device=whole.device)
+        return self.grads[leaf]
+
+    def _leaf(self, tensor: Tensor, diff: bool) -> Tensor:
+        tensor = tensor.detach()
+        if self.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        return tensor.requires_grad_() if diff and tensor.is_floating_point() else tensor
+
+    def _met(self, call: Call, values: dict[int, Tensor]) -> Tensor:
+        """The sum of all rows, with a backward pass that computes them again."""
+        part = self.plan.program.slice(next(iter(call.inputs())))
+        calls = tuple(c for c in part.calls if any(out in self.plan.by_row for out in c.outs))
+        read = sorted({value for c in (*calls, call) for value in c.inputs() if value in values})
+        sums = _Sums(self, (*calls, call), tuple(leaf.id for leaf in part.leaves if leaf.id in self.plan.by_row), tuple(read))
+        hook = torch.zeros((), requires_grad=True)  # so that a sum of rows that only read leaves has a gradient, too
+        with torch.set_grad_enabled(call.grad):
+            result: Tensor = _Met.apply(sums, hook, *(values[value] for value in read))  # type: ignore[no-untyped-call]
+        return result
+
+
+def _only(call: Call) -> int:
+    return next(out for out in call.outs if out is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """The calls that lead to one sum over the rows, the last of them. leaves: those per row that they read; read: other values."""
+
+    execution: _Execution
+    calls: tuple[Call, ...]
+    leaves: tuple[int, ...]
+    read: tuple[int, ...]
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield the rows to take at a time."""
+        plan = self.execution.plan
+        width = max(tensor.numel() // plan.rows for tensor in (plan.shapes[leaf.id] for leaf in plan.program.leaves))
+        step = max(1, self.execution.at_once // max(width, 1))
+        for start in range(0, plan.rows, step):
+            yield slice(start, min(start + step, plan.rows))
+
+    def of(self, rows: slice, small: tuple[Tensor, ...], *, grad: bool) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return what some rows add to the sum, and their leaves."""
+        execution, plan = self.execution, self.execution.plan
+        diff = {leaf.id for leaf in plan.program.leaves if leaf.diff}
+        own = {leaf: execution._leaf(execution.leaves[leaf][rows], leaf in diff and grad) for leaf in self.leaves}
+        values = {**dict(zip(self.read, small, strict=True)), **own}
+        count = rows.stop - rows.start
+        for call in self.calls:
+            local = {value: self._rows_of(value, values[value], call, rows) for value in call.inputs()}
+            if call is self.calls[-1]:
+                call = _as_part(call)
+            sized = replace(call, args=_resized(call, plan.rows, count))
+            results, _ = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad, room=None)
+            values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
+        return values[_only(self.calls[-1])], own
+
+    def _rows_of(self, value: int, tensor: Tensor, call: Call, rows: slice) -> Tensor:
+        """A value that is not by row, but broadcast against some that are, gives its rows."""
+        plan = self.execution.plan
+        if value in plan.by_row or tensor.dim() == 0 or tensor.shape[0] != plan.rows:
+            return tensor
+        result = plan.shapes[_only(call)]
+        return tensor[rows] if tensor.dim() == result.dim() else tensor
+
+
+def _resized(call: Call, rows: int, count: int) -> tuple[Arg, ...]:
+    if base_name(call.op) not in _SIZED or not isinstance(call.args[1], tuple) or call.args[1][0] != rows:
+        return call.args
+    return (call.args[0], (count, *call.args[1][1:]), *call.args[2:])
+
+
+def _as_part(call: Call) -> Call:
+    """Some rows' part of a mean is their sum, to be divided by the number of all."""
+    return replace(call, op=_PARTS.get(call.op, call.op))
+
+
+class _Met(torch.autograd.Function):
+    """The sum over all rows of what `_Sums` computes for some."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: _Sums, hook: Tensor, *small: Tensor) -> Tensor:
+        ctx.sums = sums
+        ctx.save_for_backward(*small)
+        total: Tensor | None = None
+        for rows in sums.chunks():
+            part, _ = sums.of(rows, small, grad=False)
+            total = part.double() if total is None else total + part.double()
+        assert total is not None
+        ctx.share = _share(sums)
+        whole: Tensor = (total * ctx.share).to(part.dtype)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> tuple[Tensor | None, ...]:
+        sums: _Sums = ctx.sums
+        found: list[Tensor | None] = [None] * len(ctx.saved_tensors)
+        for rows in sums.chunks():
+            with torch.enable_grad():
+                small = tuple(t.detach().requires_grad_() if t.requires_grad else t.detach() for t in ctx.saved_tensors)
+                part, own = sums.of(rows, small, grad=True)
+            if not part.requires_grad:
+                continue
+            torch.autograd.backward([part], [received[0].to(part.dtype) * ctx.share])
+            for leaf, tensor in own.items():
+                if tensor.grad is not None:
+                    sums.execution.grad_of(leaf, tensor.dtype)[rows] += tensor.grad
+            for position, tensor in enumerate(small):
+                if tensor.grad is not None:
+                    before = found[position]
+                    found[position] = tensor.grad if before is None else before + tensor.grad
+        return (None, None, *found)
+
+
+def _share(sums: _Sums) -> float:
+    """What the sum is multiplied by: 1, or of a mean one over the number of its elements."""
+    call, shapes = sums.calls[-1], sums.execution.plan.shapes
+    if base_name(call.op) != "mean":
+        return 1.0
+    operand = shapes[next(iter(call.inputs()))]
+    return shapes[_only(call)].numel() / max(operand.numel(), 1)

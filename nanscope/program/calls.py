@@ -1,0 +1,137 @@
+"""The loss as a program: the aten calls between the model's outputs and the scalar, as data.
+
+    Leaf(id=0, name='per_token_logps', …)                       what comes in, by reference to a tensor
+    Call('aten.sub.Tensor', (Ref(0), Ref(1)), out=(2,), site=0)
+    Call('aten.exp.default', (Ref(2),), out=(3,), site=1)
+
+A program is pure: every call makes new values, every value has one id, nothing is overwritten (in-place operators are recorded in
+their functional form). So a slice is a walk, an edit is an insertion, and a run is a loop. In a file it is JSON: operator names from a
+whitelist, arguments, positions in the source. There is no code in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias, Union
+
+import torch
+
+from nanscope.errors import ProgramError
+from nanscope.program.ops import FLOW
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value of the program."""
+
+    id: int
+
+
+# Scalars as they are; torch.dtype, torch.device and torch.memory_format by name in a file.
+Arg: TypeAlias = Union[Ref, "tuple[Arg, ...]", bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in the source a call was made.
+
+    line, column: the call's expression (1-based line, 0-based column); end_line, end_column: its end.
+    name: the variable that the expression is bound to, None if it is part of a larger expression.
+    within: the variable that the whole statement is bound to. expression: the text of the call itself. args: the text of its
+    arguments, receiver first.
+    source: the lines of the statement with a few around it, as (line number, text).
+    """
+
+    file: str
+    line: int
+    function: str
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
+    name: str | None = None
+    within: str | None = None
+    expression: str = ""
+    args: tuple[str, ...] = ()
+    source: tuple[tuple[int, str], ...] = ()
+
+
+class Computes(StrEnum):
+    """What a program ends in: the loss, a gradient as the trainer changed it after backward, a weight after the optimizer's update, or a
+    value inside the model."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that comes into the program from outside.
+
+    origin: "data" (batch, constant), "module" (output of a module), "parameter", or "opaque" (made by a call that cannot be replayed).
+    made_by: the module's class and path, or the operator. diff: a gradient flows back through it. role: what it means, where what told so
+    has been cut off.
+    """
+
+    id: int
+    name: str | None
+    origin: str
+    diff: bool
+    made_by: str = ""
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One aten call. grad: recorded with gradients enabled. site: index into the program's sites, -1 if unknown."""
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[int | None, ...]
+    site: int = -1
+    grad: bool = True
+    module: str = ""
+
+    def inputs(self) -> Iterator[int]:
+        """Yield the ids of the values that the call reads, in order of its arguments."""
+        yield from refs(self.args)
+        for _, value in self.kwargs:
+            yield from refs(value)
+
+
+def refs(arg: Arg) -> Iterator[int]:
+    """Yield the ids inside an argument."""
+    if isinstance(arg, Ref):
+        yield arg.id
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def substitute(arg: Arg, mapping: Mapping[int, int]) -> Arg:
+    """Return the argument with ids replaced."""
+    if isinstance(arg, Ref):
+        return Ref(mapping.get(arg.id, arg.id))
+    if isinstance(arg, tuple):
+        return tuple(substitute(item, mapping) for item in arg)
+    return arg
+
+
+def overload(op: str) -> Any:
+    """Return the aten overload named `op` ("aten.exp.default").
+
+    Raises ProgramError for anything outside the whitelist, so a name from a file can never reach other code.
+    """
+    match = re.fullmatch(r"aten\.([a-z_0-9]+)\.([A-Za-z_0-9]+)", op)
+    if not match or match[1] not in FLOW:
+        raise ProgramError(f"operator {op!r} is not in the whitelist of replayable operators", slug="program-unknown-op")
+    packet = getattr(torch.ops.aten, match[1], None)
+    found = getattr(packet, match[2], None) if packet is not None and match[2] in packet.overloads() else None
+    if found is None or found._schema.is_mutable:
+        raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
+    return found

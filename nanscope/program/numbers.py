@@ -1,0 +1,121 @@
+"""Questions to the numbers in tensors: are they finite, how large, how near to the end of their dtype. Most stay on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as people write it: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensors: Mapping[int, Tensor]) -> int:
+    """Return the bytes that tensors take in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def smallest(dtype: torch.dtype) -> float:
+    return {torch.float16: 1e-4, torch.bfloat16: 1e-6, torch.float64: 1e-12}.get(dtype, 1e-8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Are two tensors the same, bit by bit (a NaN equals itself)?"""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
+    return bool(same.all())
+
+
+FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
+
+
+def outlier(tensor: Tensor) -> int | None:
+    """Return the flat position of the one element that is many orders of magnitude beyond all others, None if there is none."""
+    if not tensor.is_floating_point() or tensor.numel() < 4:
+        return None
+    sizes = tensor.detach().flatten().double().abs()
+    top = sizes.topk(2)
+    first, second = top.values.tolist()
+    if not (math.isfinite(first) and second > 0 and first > 1 and first > FLIPPED * second):
+        return None
+    return int(top.indices[0])
+
+
+def first_nonfinite(tensor: Tensor) -> int | None:
+    """Return the flat position of the first element that is NaN or infinite, None if there is none."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return None
+    bad = ~torch.isfinite(tensor.flatten() if tensor.dtype.itemsize > 1 else tensor.flatten().float())
+    position = int(bad.int().argmax())
+    return position if bool(bad[position]) else None
+
+
+def at(tensor: Tensor, flat: int) -> float:
+    """Return one element as a float."""
+    return float(tensor.detach().flatten()[flat]) if not tensor.is_complex() else math.nan
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the values as float64, on the device they are on; complex numbers by the part that is worse."""
+    values = tensor.detach()
+    if values.is_quantized:
+        values = values.dequantize()
+    if values.is_complex():
+        parts = torch.view_as_real(values).double()
+        worst = torch.where(torch.isfinite(parts[..., 0]), parts[..., 1], parts[..., 0])
+        return torch.where(torch.isfinite(worst), torch.hypot(parts[..., 0], parts[..., 1]), worst)
+    return values.double()
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each tensor in one pass, on the device and without a transfer: shape [len(tensors)], float32.
+
+    A NaN or an infinity in a tensor is one in its norm. The reverse does not hold: finite elements may have an infinite norm.
+    """
+    if not tensors:
+        return torch.zeros(0)
+    usable = [t.detach() for t in tensors]
+    special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
+    found = torch._foreach_norm(special, 2.0)
+    return torch.stack([norm.float() for norm in found])
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """fp8, integer, complex and empty tensors have no norm of their own."""
+    if tensor.numel() == 0:
+        return torch.zeros(1, device=tensor.device)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.float()
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Return a bool scalar on the tensor's device: true if every element is finite. Reads the memory once, transfers nothing."""
+    values = _widened(tensor.detach()) if tensor.is_complex() or tensor.dtype.itemsize == 1 or not tensor.numel() else tensor.detach()
+    if not values.is_floating_point():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def count_bad(tensors: Sequence[Tensor]) -> int:
+    """Return how many of the tensors hold a non-finite element; exact, and looks closer only where a norm is suspicious."""
+    if not tensors:
+        return 0
+    suspicious = (~torch.isfinite(norms(tensors))).nonzero().flatten().tolist()
+    return sum(not bool(is_finite(tensors[index])) for index in suspicious)
+
+
+def exponent_limit(dtype: torch.dtype) -> float:
+    """Return the largest x, in nats, for which exp(x) is finite: 88.72 in float32 and bfloat16, 11.09 in float16."""
+    return math.log(torch.finfo(dtype).max)
+
+
+def headroom_bits(tensor_absmax: float, dtype: torch.dtype) -> float:
+    """Return how many doublings are left before a magnitude leaves the range of its dtype."""
+    if tensor_absmax <= 0:
+        return math.inf
+    return math.log2(torch.finfo(dtype).max) - math.log2(tensor_absmax)

@@ -1,0 +1,131 @@
+"""The operator table: which aten operators a recorded program may hold, and how elements flow through each.
+
+An operator that is not here is never executed from a file; where a tape meets one, its result becomes an opaque leaf. Every row is
+functional and deterministic: in-place operators are recorded in their functional form, random ones never.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Flow(StrEnum):
+    """How an element of the result depends on the elements of the arguments."""
+
+    POINTWISE = "pointwise"  # same index, after broadcasting
+    MOVE = "move"  # copied from exactly one element
+    REDUCE = "reduce"  # from all elements along the reduced dimensions
+    ALONG = "along"  # from all elements along one dimension, which stays
+    MATMUL = "matmul"  # from a row and a column
+    CREATE = "create"  # from no element at all
+    MIX = "mix"  # from any element (no finer rule)
+
+
+_TABLE: dict[Flow, str] = {
+    Flow.POINTWISE: """
+        abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
+        bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous copysign cos cosh deg2rad detach digamma
+        div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt hardsigmoid
+        hardswish hardtanh heaviside huber_loss hypot isfinite isinf isnan isneginf isposinf le leaky_relu lerp lgamma
+        lift lift_fresh log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logical_and logical_not logical_or
+        logical_xor logit lt maximum minimum mish mse_loss mul mvlgamma nan_to_num ne neg nextafter polygamma positive
+        pow reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh
+        smooth_l1_loss softplus softshrink sqrt square sub tan tanh threshold trunc true_divide xlogy special_xlogy
+        special_entr special_expit special_log_ndtr special_xlog1py binary_cross_entropy_with_logits _to_copy to
+        bitwise_left_shift bitwise_right_shift special_erfcx special_i0""",
+    Flow.MOVE: """
+        _reshape_alias _unsafe_view as_strided broadcast_to cat chunk concat constant_pad_nd diagonal
+        diagonal_scatter embedding expand expand_as flatten flip gather hstack index index_copy index_put index_select
+        masked_fill masked_scatter masked_select movedim narrow permute put repeat repeat_interleave reshape roll rot90
+        scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t take
+        take_along_dim tile transpose tril triu unbind unflatten unfold unsqueeze view view_as where vstack
+        _unsafe_index _unsafe_index_put unsafe_split unsafe_chunk""",
+    Flow.REDUCE: """
+        all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nanmean
+        nanmedian nansum norm prod std std_mean sum var var_mean frobenius_norm""",
+    Flow.ALONG: """
+        _log_softmax _softmax _safe_softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp         softmax sort topk""",
+    Flow.MATMUL: "addmm addmv baddbmm bmm dot linear matmul mm mv",
+    Flow.CREATE: """
+        arange eye fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like scalar_tensor zeros
+        zeros_like""",
+    Flow.MIX: """
+        diff msort prelu renorm bincount bucketize cdist
+        cross_entropy_loss cumulative_trapezoid histc index_add index_reduce kl_div layer_norm native_group_norm
+        native_layer_norm nll_loss nll_loss_forward nll_loss2d_forward nonzero one_hot scatter_add scatter_reduce
+        searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm logdet det trace
+        convolution avg_pool2d""",
+}
+
+
+FLOW: dict[str, Flow] = {name: flow for flow, names in _TABLE.items() for name in names.split()}
+
+
+# Which arguments of a MOVE carry elements (the others only say where from). Everything else: argument 0.
+PAYLOAD: dict[str, tuple[int, ...]] = {
+    "diagonal_scatter": (0, 1),
+    "index_copy": (0, 3),
+    "index_put": (0, 2),
+    "_unsafe_index_put": (0, 2),
+    "masked_fill": (0, 2),
+    "masked_scatter": (0, 2),
+    "put": (0, 2),
+    "scatter": (0, 3),
+    "select_scatter": (0, 1),
+    "slice_scatter": (0, 1),
+    "where": (1, 2),
+}
+
+
+# Results that say "which", never "how much": they carry no harm forward and no gradient backward.
+SELECTORS = frozenset(
+    [
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+        "argsort",
+        "bitwise_not",
+        "bucketize",
+        "count_nonzero",
+        "eq",
+        "equal",
+        "ge",
+        "gt",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "isneginf",
+        "isposinf",
+        "le",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "logical_xor",
+        "lt",
+        "ne",
+        "nonzero",
+        "one_hot",
+        "searchsorted",
+        "signbit",
+    ]
+)
+
+
+# The same elements, at most in another dtype.
+COPIES = frozenset(("_to_copy", "alias", "clone", "contiguous", "detach", "lift", "lift_fresh"))
+
+
+def base_name(op: str) -> str:
+    """Return the bare operator name: `aten.exp.default` is `exp`."""
+    return op.split(".")[1] if "." in op else op
+
+
+def carries(op: str) -> bool:
+    """Are the elements of the result those of an argument, at most in another place or dtype?"""
+    return base_name(op) in COPIES or flow_of(op) is Flow.MOVE
+
+
+def flow_of(op: str) -> Flow | None:
+    """Return how elements flow through `op`, None if the operator is not in the table."""
+    return FLOW.get(base_name(op))

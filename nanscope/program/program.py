@@ -1,0 +1,247 @@
+"""A program: leaves, calls in order, and the value that they end in.
+
+    program = Program(leaves, calls, output=7, sites=sites)
+    run = program.execute({0: log_probs, 1: mask}, trace=True)      values, gradients, and what every backward returned
+
+Slicing is a walk from the output back to the leaves, an edit is an insertion, a run is a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
+from nanscope.program.run import (
+    MAX_ELEMENTS,
+    Run,
+    _Back,
+    _keep,
+    _saving,
+    _text,
+    perform,
+)
+from nanscope.program.shelf import Shelf, Shelved
+from nanscope.program.written import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Leaves, calls in order, the id of the value they end in, and what that value is."""
+
+    leaves: tuple[Leaf, ...]
+    calls: tuple[Call, ...]
+    output: int
+    sites: tuple[Site, ...] = ()
+    computes: Computes = Computes.LOSS
+
+    def producer(self, value: int) -> int | None:
+        """Return the index of the call that makes a value, None for a leaf."""
+        return self.producers().get(value)
+
+    def producers(self) -> dict[int, int]:
+        """Return value id → index of the call that makes it."""
+        return {out: index for index, call in enumerate(self.calls) for out in call.outs if out is not None}
+
+    def consumers(self) -> dict[int, list[int]]:
+        """Return value id → indices of the calls that read it, in order."""
+        found: dict[int, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            for value in dict.fromkeys(call.inputs()):
+                found.setdefault(value, []).append(index)
+        return found
+
+    def leaf(self, value: int) -> Leaf | None:
+        """Return the leaf with that id, None if a call makes it."""
+        return next((leaf for leaf in self.leaves if leaf.id == value), None)
+
+    def site_of(self, call: Call) -> Site | None:
+        """Return the source position of a call."""
+        return self.sites[call.site] if 0 <= call.site < len(self.sites) else None
+
+    def new_id(self) -> int:
+        """Return an id that no value has yet."""
+        used = [leaf.id for leaf in self.leaves] + [out for call in self.calls for out in call.outs if out is not None]
+        return max(used, default=-1) + 1
+
+    def slice(self, output: int | None = None) -> Program:
+        """Return the smallest program that still makes `output` (by default its own output)."""
+        target = self.output if output is None else output
+        needed, kept = {target}, []
+        for call in reversed(self.calls):
+            if any(out in needed for out in call.outs):
+                kept.append(call)
+                needed.update(call.inputs())
+        leaves = tuple(leaf for leaf in self.leaves if leaf.id in needed)
+        calls = tuple(reversed(kept))
+        used = sorted({call.site for call in calls if 0 <= call.site < len(self.sites)})
+        renumbered = {old: new for new, old in enumerate(used)}
+        return Program(
+            leaves,
+            tuple(replace(call, site=renumbered.get(call.site, -1)) for call in calls),
+            target,
+            tuple(self.sites[index] for index in used),
+            self.computes,
+        )
+
+    def execute(
+        self,
+        leaves: Mapping[int, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        backward: bool = True,
+        trace: bool = False,
+        ends: bool = False,
+    ) -> Run:
+        """Run the program forward and, where the output carries a gradient, backward.
+
+        leaves:   leaf id → tensor. They are not modified.
+        dtype:    compute in this floating dtype instead of the recorded ones.
+        trace:    also keep, for every call, the gradients that went into and out of its autograd node.
+        ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
+        Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
+        """
+        shelf = Shelf()
+        values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
+        away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
+        for leaf in self.leaves:
+            if leaf.id not in leaves:
+                raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
+            tensor = leaves[leaf.id].detach()
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            if leaf.diff and backward and tensor.is_floating_point():
+                tensor.requires_grad_()
+                tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
+            values[leaf.id] = tensor
+
+        last_uses = self._last_uses()
+        device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+        made = 0  # elements of all results so far
+        with contextlib.ExitStack() as stack:
+            for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
+            stack.enter_context(_saving(shelf, values.values()))
+            for index, call in enumerate(self.calls):
+                results, size = perform(call, values, dtype, device, call.grad and backward, MAX_ELEMENTS - made, index)
+                made += size
+                node = None
+                for out, tensor in zip(call.outs, results, strict=False):
+                    if out is None or not isinstance(tensor, Tensor):
+                        continue
+                    values[out] = tensor
+                    if backward and tensor.requires_grad:
+                        if not ends:
+                            tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
+                        node = tensor.grad_fn
+                if trace and node is not None:
+                    node.register_hook(partial(back.keep, index))
+                del results, node
+                for value in last_uses.get(index, ()):
+                    if value in values and not ends:
+                        away[value] = values[value]
+                    values.pop(value, None)
+            if self.output not in values:
+                raise ProgramError("the program does not make its output", slug="program-missing-value")
+            output = values[self.output]
+            kept = {value: tensor.detach() for value, tensor in values.items()}
+            values.clear()
+            if backward and output.requires_grad:
+                try:
+                    torch.autograd.backward([output], [torch.ones_like(output)])
+                except RuntimeError as error:
+                    raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
+        return Run(ChainMap(kept, away), grads, back, tuple(back.order))
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Index of a call → results that nobody reads after it."""
+        last = {
+            value: index for index, call in enumerate(self.calls) for value in (*call.inputs(), *(o for o in call.outs if o is not None))
+        }
+        kept = {leaf.id for leaf in self.leaves} | {self.output}
+        found: dict[int, list[int]] = {}
+        for value, index in last.items():
+            if value not in kept:
+                found.setdefault(index, []).append(value)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the program as JSON data."""
+        return {
+            "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by, leaf.role] for leaf in self.leaves],
+            "calls": [
+                [
+                    call.op,
+                    encode(call.args),
+                    {name: encode(arg) for name, arg in call.kwargs},
+                    list(call.outs),
+                    call.site,
+                    call.grad,
+                    call.module,
+                ]
+                for call in self.calls
+            ],
+            "output": self.output,
+            "computes": str(self.computes),
+            "sites": [
+                [s.file, s.line, s.function, s.column, s.end_line, s.end_column, s.name, s.within, s.expression, list(s.args), s.source]
+                for s in self.sites
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Program:
+        """Return the program that `to_json` wrote.
+
+        Raises ProgramError if the data is not one; operators are looked up only when the program runs.
+        """
+        try:
+            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m), str(r)) for i, n, o, d, m, r in data["leaves"])
+            calls = tuple(
+                Call(
+                    str(op),
+                    cast("tuple[Arg, ...]", decode(args)),
+                    tuple(sorted((str(name), decode(arg)) for name, arg in kwargs.items())),
+                    tuple(None if out is None else int(out) for out in outs),
+                    int(site),
+                    bool(grad),
+                    str(module),
+                )
+                for op, args, kwargs, outs, site, grad, module in data["calls"]
+            )
+            sites = tuple(
+                Site(
+                    str(file), int(line), str(function), int(column), int(end_line), int(end_column), _text(name), _text(within),
+                    str(expression), tuple(str(arg) for arg in args), tuple((int(number), str(text)) for number, text in source),
+                )
+                for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
+            )  # fmt: skip
+            return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def join(programs: Iterable[Program]) -> Program:
+    """Return one program that does what the given ones do, in order; ids must already agree, sites are merged."""
+    leaves: dict[int, Leaf] = {}
+    calls: list[Call] = []
+    sites: list[Site] = []
+    made: set[int] = set()
+    output = -1
+    for program in programs:
+        offset = len(sites)
+        sites.extend(program.sites)
+        for call in program.calls:
+            calls.append(replace(call, site=call.site + offset if call.site >= 0 else -1))
+            made.update(out for out in call.outs if out is not None)
+        leaves.update({leaf.id: leaf for leaf in program.leaves})
+        output = program.output
+    return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites))

@@ -1,0 +1,174 @@
+"""Runs calls: one call, or all of a program forward and backward, under bounds that a file cannot exceed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError
+from nanscope.program.calls import Arg, Call, Ref, overload
+from nanscope.program.ops import base_name
+from nanscope.program.shelf import Put, Shelf, Shelved, took
+
+MAX_ELEMENTS = 1 << 31  # one result of a program from a file; beyond it the file is refused, not executed
+
+
+def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None, device: torch.device) -> Any:
+    if isinstance(arg, Ref):
+        try:
+            return values[arg.id]
+        except KeyError:
+            raise ProgramError(f"the program reads value {arg.id} before it is made", slug="program-missing-value") from None
+    if isinstance(arg, tuple):
+        return [_resolve(item, values, dtype, device) for item in arg]
+    if isinstance(arg, torch.dtype) and dtype is not None and arg.is_floating_point:
+        return dtype
+    if isinstance(arg, torch.device):
+        return device  # a step is replayed where its tensors are
+    return arg
+
+
+def perform(
+    call: Call,
+    values: Mapping[int, Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    grad: bool,
+    room: int | None = MAX_ELEMENTS,
+    index: int = 0,
+) -> tuple[list[Any], int]:
+    """Execute one call on the values it reads; return its results and how many elements they have.
+
+    dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
+    room: the most elements it may make, None if there is enough. index: its place in the program, for the error.
+    Raises ProgramError if it cannot be executed.
+    """
+    function = overload(call.op)
+    args = [_resolve(arg, values, dtype, device) for arg in call.args]
+    kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
+    if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
+        kwargs["dtype"] = dtype
+    try:
+        size = 0 if room is None else _elements(call, function, args, kwargs)
+        if room is not None and size > room:
+            raise ProgramError(f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large")
+        with torch.set_grad_enabled(grad):
+            result = function(*args, **kwargs)
+    except _FAILURES as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
+    return (list(result) if isinstance(result, (tuple, list)) else [result]), size
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What executing a program gave.
+
+    values: every value by id. grads: the gradient of the output with respect to every differentiable value, where backward reached it.
+    returned: for each call index that backward visited, the gradients that its autograd node returned, in argument order.
+    order: the call indices in the order in which backward visited them.
+    What is large stands in a file and is mapped when it is read: do not write to it.
+    """
+
+    values: Mapping[int, Tensor]
+    grads: Mapping[int, Tensor] = field(default_factory=dict)
+    returned: Mapping[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+
+
+def _keep(grads: Shelved, value: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        grads[value] = grad
+
+
+class _Back(Mapping[int, tuple[Tensor | None, ...]]):
+    """What the autograd node of each call returned; order: as backward visited them."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._held: dict[int, tuple[Tensor | Put | None, ...]] = {}
+        self.order: list[int] = []
+
+    def keep(self, index: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+        """Hook of a call's node."""
+        self._held[index] = tuple(None if grad is None else self._shelf.put(grad) for grad in returned)
+        self.order.append(index)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, ...]:
+        return tuple(None if held is None else took(held) for held in self._held[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def _saving(shelf: Shelf, leaves: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Put away what autograd saves for backward, except the leaves, which are in memory all the time."""
+    held = {leaf.data_ptr() for leaf in leaves}
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor if tensor.data_ptr() in held else shelf.put(tensor), took)
+
+
+def _makes_floats(call: Call, args: list[Any]) -> bool:
+    """Does a factory that names no dtype give the default one?"""
+    name = base_name(call.op)
+    if name == "full":
+        return len(args) > 1 and isinstance(args[1], float)
+    if name == "arange":
+        return any(isinstance(arg, float) for arg in args)
+    return name in ("ones", "zeros", "eye", "linspace", "logspace", "scalar_tensor")
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+# What a call with arguments from a hostile file may raise.
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, AssertionError, MemoryError, RecursionError)
+
+
+def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]) -> int:
+    """Return how many elements a call will make, worked out without making them: a file must not be able to ask for all memory."""
+    huge = any(isinstance(arg, (int, float)) and MAX_ELEMENTS < abs(arg) < math.inf for arg in args)
+    if huge and base_name(call.op) in ("arange", "eye", "linspace", "logspace"):
+        return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
+    if base_name(call.op) in _BY_CONTENT:
+        return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
+    if base_name(call.op) == "repeat_interleave":
+        repeats = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_floating_point()]
+        if repeats:
+            total: int = int(repeats[-1].sum())
+            return total * max(1, int(args[0].numel()))
+    result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
+    return sum(tensor.numel() for tensor in _tensors(result))
+
+
+# The size of these results depends on the content of their arguments; nothing can be said without it.
+_BY_CONTENT = frozenset(["_unique2", "bincount", "equal", "index", "masked_select", "nonzero", "unique_dim"])
+
+
+def _meta_device(function: Any) -> dict[str, Any]:
+    named = any(argument.name == "device" for argument in function._schema.arguments)
+    return {"device": torch.device("meta")} if named else {}
+
+
+def _on_meta(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+    if isinstance(arg, list):
+        return [_on_meta(item) for item in arg]
+    return arg
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)

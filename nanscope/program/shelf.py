@@ -1,0 +1,124 @@
+"""Puts large tensors away in a file, so that a step can be walked without holding every value of it in memory.
+
+    put = shelf.put(tensor)     # written to a temporary file; a small tensor stays as it is
+    put.take()                  # the same bits, shape and strides, mapped: only what is read comes back, and goes again with the tensor
+
+A program of thirty calls on a batch of 512 × 8192 makes thirty tensors of 16 MiB, and as many gradients; a walk through it reads a few
+elements of each. The file has no name any more once it is open: it goes with the last tensor in it, also if the process is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import IO
+
+import torch
+from torch import Tensor
+
+LEAST = 4 << 20  # bytes of a tensor that is worth a file
+
+LIMIT = 16 << 30  # bytes of one shelf; what comes after stays in memory: nobody's disk is to be filled
+
+SPARE = 4  # part of the free disk that a shelf may take
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A tensor in a file. offset, length: bytes."""
+
+    file: IO[bytes]
+    offset: int
+    length: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def take(self) -> Tensor:
+        """Return the tensor. It is a mapping of the file: changes to it stay with it."""
+        memory = mmap.mmap(self.file.fileno(), self.length, access=mmap.ACCESS_COPY, offset=self.offset)
+        return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.stride)
+
+
+class Shelf:
+    """Where one run puts its large values. least: bytes of a tensor from which on it is put away."""
+
+    def __init__(self, least: int = LEAST) -> None:
+        self._least = least
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        self._room = LIMIT
+
+    def put(self, tensor: Tensor) -> Tensor | Put:
+        """Return what stands for the tensor, detached: the tensor itself if it is small, not in main memory, or has holes.
+
+        Where the disk is full it stays in memory, too.
+        """
+        tensor = tensor.detach()
+        length = tensor.numel() * tensor.element_size()
+        if length < self._least or not tensor.is_cpu or not _is_dense(tensor) or self._end + length > self._room:
+            return tensor
+        try:
+            file, offset = self._opened(), self._end
+            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            written = 0
+            while written < length:
+                written += os.pwrite(file.fileno(), memoryview(flat[written:].numpy()), offset + written)  # type: ignore[arg-type]
+        except OSError:
+            self._room = 0
+            return tensor
+        self._end = -(-(offset + length) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="nanscope-")  # noqa: SIM115 - open for as long as a tensor in it
+            disk = os.fstatvfs(self._file.fileno())
+            self._room = min(LIMIT, disk.f_bavail * disk.f_frsize // SPARE)
+        return self._file
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Does a tensor fill one stretch of memory, each place once, in whatever order of its dimensions?"""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Shelved(MutableMapping[int, Tensor]):
+    """Tensors by id, the large ones on a shelf."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._held: dict[int, Tensor | Put] = {}
+
+    def __getitem__(self, key: int) -> Tensor:
+        return took(self._held[key])
+
+    def __setitem__(self, key: int, tensor: Tensor) -> None:
+        self._held[key] = self._shelf.put(tensor)
+
+    def __delitem__(self, key: int) -> None:
+        del self._held[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+
+def took(held: Tensor | Put) -> Tensor:
+    """Return the tensor that `Shelf.put` put away, or left as it was."""
+    return held.take() if isinstance(held, Put) else held

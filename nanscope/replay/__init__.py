@@ -1,0 +1,1 @@
+"""The recorded step again, changed: edits of its program, and other losses on its batch."""

@@ -1,0 +1,417 @@
+"""Edits: named changes of a recorded program, each a pure function from a program to a program.
+
+An edit is tried at the origin. Those that mend the operand before the op are candidates; those that mend the result after it are the
+tempting wrong ones, kept as controls: forward looks repaired and backward is not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError
+from nanscope.locate.drops import Drop
+from nanscope.locate.facts import vanishing_eps
+from nanscope.program.calls import Arg, Call, Ref, refs
+from nanscope.program.numbers import smallest
+from nanscope.program.ops import base_name
+from nanscope.program.program import Program
+from nanscope.replay.patch import Insert, Patch, Variant, _at, _broadcasts, _is, _name, _op, _result, _sorted, after, before
+
+SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
+
+CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have settled on
+
+
+def mask_before_op(patch: Patch) -> Variant | None:
+    """Fill the operand where the mask excludes it, before the op."""
+    mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
+    position = 1 if base_name(patch.program.calls[patch.origin.call].op if patch.origin.call is not None else "") == "div" else 0
+    target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
+    if mask is None or mask.by is None or target is None:
+        return None
+    keep, content = patch.values[mask.by], patch.values[target]
+    if _descends(patch.program, mask.by, target):
+        return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
+    if not _broadcasts(keep.shape, content.shape):
+        return None
+    excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
+    neutral = 1.0 if position == 1 else 0.0
+    masks = _masks(patch, mask)
+
+    def inserts(ordinal: int) -> list[Insert]:
+        by = masks[ordinal] if ordinal < len(masks) else masks[0]
+        return [("aten.ne.Scalar", (Ref(by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+
+    name = mask.name or "the mask"
+    label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
+    program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts(0)))
+    return Variant("mask_before_op", label, program, dict(patch.tensors))
+
+
+def _masks(patch: Patch, drop: Drop) -> list[int]:
+    """The mask of every sibling: chunks of a batch have a chunk of the mask each."""
+    assert drop.by is not None
+    if patch.origin.call is None:
+        return [drop.by]
+    calls, ours = patch.program.calls, patch.siblings(drop.call)
+    position = next((p for p, arg in enumerate(calls[drop.call].args) if drop.by in refs(arg)), None)
+    if position is None or len(ours) != len(patch.siblings()):
+        return [drop.by]
+    return [next(refs(calls[index].args[position]), drop.by) for index in ours]
+
+
+def _descends(program: Program, value: int, ancestor: int) -> bool:
+    """Is a value computed from another one?"""
+    return any(ancestor in call.inputs() for call in program.slice(value).calls)
+
+
+def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
+    """Clamp what is raised to e."""
+    if not _is(patch, "exp", "expm1", "exp2"):
+        return None
+    label = f"clamp {_name(patch, patch.operand(0))} to ±{bound:g} before {_op(patch)}"
+    return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), dict(patch.tensors))
+
+
+def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
+    """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else."""
+    if not _is(patch, "div", "true_divide", "reciprocal", "rsqrt", "addcdiv"):
+        return None
+    position = 2 if _is(patch, "addcdiv") else 1 if _is(patch, "div", "true_divide") else 0
+    value = patch.operand(position)
+    if value is None:
+        return None
+    content = patch.values[value]
+    finite = content[torch.isfinite(content)] if content.is_floating_point() else content
+    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all())
+    spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
+    bound = least if least is not None else (1.0 if count else _spike_floor(finite) if spiky else smallest(content.dtype))
+    label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
+    return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), dict(patch.tensors))
+
+
+def _spike_floor(denominators: Tensor) -> float:
+    """What frameworks add to a deviation; where that was there and too small, a tenth of what the others have."""
+    usual = float(denominators.double().abs().median())
+    return SPIKE_FLOOR if float(denominators.double().abs().min()) < SPIKE_FLOOR / 100 else max(SPIKE_FLOOR, usual / 10)
+
+
+def representable_eps(patch: Patch) -> Variant | None:
+    """Use an epsilon that the dtype can hold."""
+    if patch.origin.call is None:
+        return None
+    found = vanishing_eps(patch.program, patch.values, patch.origin.call)
+    if not found:
+        return None
+    calls = list(patch.program.calls)
+    for (index, position), number in found.items():
+        args = tuple(number if place == position else arg for place, arg in enumerate(calls[index].args))
+        calls[index] = replace(calls[index], args=args)
+    (index, position), number = next(iter(found.items()))
+    was = patch.program.calls[index].args[position]
+    label = f"{number:.4g} instead of {was:.4g}, which {patch.origin.dtype} cannot hold"
+    return Variant("representable_eps", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+
+
+def clamp_input(patch: Patch) -> Variant | None:
+    """Keep an operand inside the domain of its op."""
+    if not _is(patch, "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "square", "asin", "acos"):
+        return None
+    value = patch.operand(0)
+    if value is None:
+        return None
+    dtype = patch.values[value].dtype
+    low: float
+    if _is(patch, "log1p"):
+        low = -1.0 + torch.finfo(dtype).eps
+    elif _is(patch, "pow", "square"):
+        high = torch.finfo(dtype).max ** 0.25
+        inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
+        return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), dict(patch.tensors))
+    else:
+        low = smallest(dtype)
+    label = f"clamp {_name(patch, value)} to at least {low:.3g} before {_op(patch)}"
+    return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), dict(patch.tensors))
+
+
+def stable_function(patch: Patch) -> Variant | None:
+    """Replace the op and what feeds it by the function that numerical libraries provide for the pair."""
+    index = patch.origin.call
+    if index is None:
+        return None
+    if _is(patch, "mul"):
+        return _zero_infinite_factor(patch)
+    if not _is(patch, "log", "log1p"):
+        return None
+    producers = patch.program.producers()
+    value = patch.operand(0)
+    inner = patch.program.calls[producers[value]] if value in producers else None
+    if inner is None:
+        return None
+    name = base_name(inner.op)
+    calls = list(patch.program.calls)
+    fresh = patch.program.new_id()
+    call = calls[index]
+    if _is(patch, "log") and name in ("sigmoid", "softmax", "_softmax"):
+        op, args = {
+            "sigmoid": ("aten.log_sigmoid_forward.default", inner.args[:1]),
+            "_softmax": ("aten._log_softmax.default", inner.args),
+            "softmax": ("aten.log_softmax.int", inner.args),
+        }[name]
+        outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
+        calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
+        return Variant(
+            "stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
+        )
+    if _is(patch, "log1p") and name == "neg":
+        source = next(iter(inner.inputs()), None)
+        exp = patch.program.calls[producers[source]] if source in producers else None
+        if exp is not None and base_name(exp.op) == "exp":
+            (x,) = exp.args[:1]
+            tiny = -torch.finfo(patch.values[next(iter(refs(x)))].dtype).eps
+            added = [
+                Call("aten.clamp_max.default", (x, tiny), (), (fresh,), call.site, call.grad),
+                Call("aten.expm1.default", (Ref(fresh),), (), (fresh + 1,), call.site, call.grad),
+                Call("aten.neg.default", (Ref(fresh + 1),), (), (fresh + 2,), call.site, call.grad),
+                Call("aten.log.default", (Ref(fresh + 2),), (), call.outs, call.site, call.grad),
+            ]
+            calls[index : index + 1] = added
+            label = f"log(−expm1(x)) with x at most {tiny:.3g}, in place of log1p(−exp(x))"
+            return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    return None
+
+
+def _zero_infinite_factor(patch: Patch) -> Variant | None:
+    """p · log p: where log p is −inf, its product is 0 by convention; make it 0 before the product."""
+    for position in (0, 1):
+        value = patch.operand(position)
+        if value is not None and bool(torch.isinf(patch.values[value]).any()):
+            inserts: list[Insert] = [
+                ("aten.isinf.default", (Ref(-1),)),
+                ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0)),
+            ]
+            label = f"set {_name(patch, value)} to 0 where it is infinite, before the product"
+            return Variant("stable_function", label, before(patch, position, inserts), dict(patch.tensors))
+    return None
+
+
+def finite_mask_fill(patch: Patch) -> Variant | None:
+    """Replace −inf in the operand by the lowest finite number."""
+    value = patch.operand(0)
+    if not _is(patch, "_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp", "mul", "sub") or value is None:
+        return None
+    lowest = torch.finfo(patch.values[value].dtype).min / 4
+    inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), lowest))]
+    if _is(patch, "mul"):
+        inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
+    label = f"mask {_name(patch, value)} with a large finite number instead of an infinite one"
+    program = before(patch, 0, inserts)
+    other = patch.operand(1) if _is(patch, "sub") else None
+    if other is not None and bool((patch.values[other] == -math.inf).any()):
+        moved = replace(patch.origin, call=program.producer(patch.origin.value_id))
+        program = before(Patch(program, moved, patch.values, patch.tensors), 1, inserts)
+    return Variant("finite_mask_fill", label, program, dict(patch.tensors))
+
+
+def safe_softmax(patch: Patch) -> Variant | None:
+    """Softmax that gives zeros for a row that is entirely −inf."""
+    if not _is(patch, "_softmax", "softmax") or patch.origin.call is None:
+        return None
+    calls = list(patch.program.calls)
+    calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
+    return Variant(
+        "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
+    )
+
+
+def upcast_fp32(patch: Patch) -> Variant | None:
+    """Compute the origin's call, and what follows it, in float32."""
+    index = patch.origin.call
+    if index is None or patch.origin.dtype not in ("float16", "bfloat16"):
+        return None
+    program = patch.program
+    # `F.normalize(x)` is several calls: an epsilon that vanishes does so before the division
+    index = next(i for i, call in enumerate(program.calls) if i == index or call.site == program.calls[index].site >= 0)
+    half = (torch.float16, torch.bfloat16)
+    lifted: dict[int, int] = {}
+    calls: list[Call] = list(program.calls[:index])
+    fresh = program.new_id()
+    for call in program.calls[index:]:
+        for value in call.inputs():
+            if value in patch.values and patch.values[value].dtype in half and value not in lifted and _made_before(program, value, index):
+                calls.append(Call("aten._to_copy.default", (Ref(value),), (("dtype", torch.float32),), (fresh,), call.site, call.grad))
+                lifted[value] = fresh
+                fresh += 1
+        args = tuple(_swap(arg, lifted) for arg in call.args)
+        kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
+        calls.append(replace(call, args=args, kwargs=kwargs))
+    return Variant(
+        "upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), dict(patch.tensors)
+    )
+
+
+def _made_before(program: Program, value: int, index: int) -> bool:
+    made = program.producer(value)
+    return made is None or made < index
+
+
+def _swap(arg: Arg, mapping: Mapping[int, int]) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(mapping.get(arg.id, arg.id))
+    if isinstance(arg, tuple):
+        return tuple(_swap(item, mapping) for item in arg)
+    return arg
+
+
+def guard_small_group(patch: Patch) -> Variant | None:
+    """Use the biased deviation, which is 0 for a group of one and whose gradient is 0, too."""
+    if not _is(patch, "std", "var") or not patch.call.op.endswith(".correction"):
+        return None
+    calls = list(patch.program.calls)
+    for index in patch.siblings():
+        out, source = calls[index].outs[0], next(calls[index].inputs())
+        if out is not None and patch.values[source].numel() <= max(1, patch.values[out].numel()):
+            others = tuple(item for item in calls[index].kwargs if item[0] != "correction")
+            calls[index] = replace(calls[index], kwargs=(*others, ("correction", 0)))
+    label = f"{_op(patch)} with correction=0 for groups of one: 0 instead of 0/0"
+    return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+
+
+def guard_empty(patch: Patch) -> Variant | None:
+    """Use 0 for the mean of nothing."""
+    if not _is(patch, "mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward"):
+        return None
+    inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
+    return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), dict(patch.tensors))
+
+
+def drop_invalid_sample(patch: Patch) -> Variant | None:
+    """Take the bad element out before the op."""
+    if patch.origin.call is None:
+        return _neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
+    if not _is(patch, "sub", "add"):
+        return None
+    program, tensors = patch.program, dict(patch.tensors)
+    for position in (0, 1):
+        inner = Patch(program, patch.origin, patch.values, tensors)
+        value = inner.operand(position)
+        if value is None:
+            continue
+        finite: list[Insert] = [
+            ("aten.abs.default", (Ref(-1),)),
+            ("aten.ne.Scalar", (Ref(-2), float("inf"))),
+            ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
+        ]
+        program = before(inner, position, finite)
+        patch = Patch(program, replace(patch.origin, call=program.producer(patch.origin.value_id)), patch.values, tensors)
+    return Variant("drop_invalid_sample", "drop the tokens whose log-probability is −inf, before the difference", program, tensors)
+
+
+def reject_input(patch: Patch) -> Variant | None:
+    """Leave the bad entry of the batch out."""
+    return _neutralised(patch, "reject_input", "reject the entries that are not finite") if patch.origin.call is None else None
+
+
+def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
+    value, leaf = patch.origin.value_id, patch.origin.leaf
+    content = patch.values[value]
+    if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+        return None  # a weight is not mended by looking away
+    inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
+    return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), dict(patch.tensors))
+
+
+def avoid_singular_op(patch: Patch) -> Variant | None:
+    """Move the operand off the point where the derivative is infinite."""
+    if not _is(patch, "sqrt", "rsqrt", "linalg_vector_norm", "std", "pow", "norm"):
+        return None
+    value = patch.operand(0)
+    if value is None:
+        return None
+    small = smallest(patch.values[value].dtype)
+    label = f"add {small:.0e} to {_name(patch, value)} before {_op(patch)}"
+    return Variant("avoid_singular_op", label, before(patch, 0, [("aten.add.Scalar", (Ref(-1), small))]), dict(patch.tensors))
+
+
+def where_after_op(patch: Patch) -> Variant | None:
+    """Select the good elements after the op: what people try first."""
+    inserts: list[Insert] = [
+        ("aten.abs.default", (Ref(-1),)),
+        ("aten.lt.Scalar", (Ref(-2), float("inf"))),
+        ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
+    ]
+    return Variant(
+        "where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
+    )
+
+
+def nan_to_num_after_op(patch: Patch) -> Variant | None:
+    """nan_to_num on the result."""
+    inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
+    return Variant(
+        "nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
+    )
+
+
+def clamp_after_op(patch: Patch) -> Variant | None:
+    """clamp on the result."""
+    high = 1e4
+    inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
+    return Variant("clamp_after_op", f"clamp on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+
+
+EDITS: dict[str, Callable[[Patch], Variant | None]] = {
+    "mask_before_op": mask_before_op,
+    "clamp_exponent": clamp_exponent,
+    "clamp_denominator": clamp_denominator,
+    "clamp_input": clamp_input,
+    "stable_function": stable_function,
+    "finite_mask_fill": finite_mask_fill,
+    "safe_softmax": safe_softmax,
+    "upcast_fp32": upcast_fp32,
+    "representable_eps": representable_eps,
+    "guard_small_group": guard_small_group,
+    "guard_empty": guard_empty,
+    "drop_invalid_sample": drop_invalid_sample,
+    "reject_input": reject_input,
+    "avoid_singular_op": avoid_singular_op,
+}
+
+CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {
+    "where_after_op": where_after_op,
+    "nan_to_num_after_op": nan_to_num_after_op,
+    "clamp_after_op": clamp_after_op,
+}
+
+SHORT = {"clamp": "clamp_exponent", "mask": "mask_before_op", "where": "where_after_op", "nan_to_num": "nan_to_num_after_op"}
+
+
+def parse_edit(text: str) -> Callable[[Patch], Variant | None]:
+    """Return the edit that a command line names: `clamp:20`, `clamp_denominator:1e-8`, `mask_before_op`, `where_after_op`.
+
+    Raises NanscopeError for an unknown name or a bound that is not a positive number.
+    """
+    name, _, bound = text.partition(":")
+    name = SHORT.get(name, name)
+    known = {**EDITS, **CONTROLS}
+    if name not in known:
+        raise NanscopeError(f"unknown edit {text!r}; known are {', '.join(sorted({*known, *SHORT}))}", slug="unknown-edit")
+    if not bound:
+        return known[name]
+    if not re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", bound) or name not in ("clamp_exponent", "clamp_denominator"):
+        raise NanscopeError(f"{text!r}: only clamp and clamp_denominator take a bound, a positive number as in clamp:20", slug="bad-edit")
+    try:
+        number = float(bound)
+    except ValueError:
+        raise NanscopeError(f"{text!r}: {bound!r} is not a number", slug="bad-edit") from None
+    if not 0 < number < math.inf:
+        raise NanscopeError(f"{text!r}: a bound is a positive number", slug="bad-edit")
+    if name == "clamp_exponent":
+        return lambda patch: clamp_exponent(patch, number)
+    return lambda patch: clamp_denominator(patch, number)

@@ -1,0 +1,198 @@
+"""How a program is edited: calls put in before or after the origin, chunks and copies of it included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError
+from nanscope.locate.location import Origin
+from nanscope.program.calls import Arg, Call, Ref, overload, refs
+from nanscope.program.ops import base_name
+from nanscope.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An edited program with the tensors it needs. id: class of the edit. label: what it does, in words, for this program."""
+
+    id: str
+    label: str
+    program: Program
+    tensors: dict[int, Tensor]
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Where an edit may act: the program, the origin in it, all values of its run, and its leaves."""
+
+    program: Program
+    origin: Origin
+    values: Mapping[int, Tensor]
+    tensors: Mapping[int, Tensor]
+
+    @property
+    def call(self) -> Call:
+        """The call that made the origin."""
+        assert self.origin.call is not None
+        return self.program.calls[self.origin.call]
+
+    def siblings(self, index: int | None = None) -> list[int]:
+        """Return the indices of all calls that one source expression made (the origin's by default): one a chunk, one a turn of a loop."""
+        own = self.origin.call if index is None else index
+        assert own is not None
+        call = self.program.calls[own]
+        return [i for i, c in enumerate(self.program.calls) if i == own or (c.op == call.op and c.site == call.site >= 0)]
+
+    def operand(self, position: int) -> int | None:
+        """Return the value that the origin's call reads as argument `position`, None if it is a number."""
+        if self.origin.call is None or position >= len(self.call.args):
+            return None
+        arg = self.call.args[position]
+        if isinstance(arg, Ref):
+            return arg.id
+        return next(iter(refs(arg)), None)
+
+
+Insert = tuple[str, tuple[Arg, ...]]  # operator and arguments; Ref(-1) is the value being edited, Ref(-2) the insert before this one
+
+
+def before(patch: Patch, position: int, inserts: Sequence[Insert] | Callable[[int], Sequence[Insert]]) -> Program:
+    """Return the program with `inserts` between the origin's call (and its siblings) and what they read as argument `position`.
+
+    inserts: the same for all siblings, or a function of a sibling's ordinal.
+    """
+    if patch.operand(position) is None:
+        raise NanscopeError(f"argument {position} of {patch.call.op} is not a tensor", slug="edit-not-applicable")
+    calls = list(patch.program.calls)
+    fresh = patch.program.new_id()
+    for ordinal, index in reversed(list(enumerate(patch.siblings()))):
+        value = next(refs(calls[index].args[position]), None) if position < len(calls[index].args) else None
+        if value is None:
+            continue
+        added, last = _emit(fresh, value, inserts(ordinal) if callable(inserts) else inserts, calls[index])
+        fresh += len(added)
+        args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
+        calls[index : index + 1] = [*added, replace(calls[index], args=args)]
+    return _sorted(replace(patch.program, calls=tuple(calls)))
+
+
+def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
+    """Return the program with `inserts` between the origin's value (and its siblings') and everything that reads it."""
+    calls = list(patch.program.calls)
+    output, fresh = patch.program.output, patch.program.new_id()
+    places = (
+        [(index, calls[index].outs[0]) for index in patch.siblings()] if patch.origin.call is not None else [(-1, patch.origin.value_id)]
+    )
+    for index, value in reversed(places):
+        if value is None:
+            continue
+        like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
+        added, last = _emit(fresh, value, inserts, like)
+        fresh += len(added)
+        rest = [_reading(call, value, last) for call in calls[index + 1 :]]
+        output = last if output == value else output
+        calls = [*calls[: index + 1], *added, *rest]
+    return replace(patch.program, calls=tuple(calls), output=output)
+
+
+def _emit(fresh: int, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
+    added: list[Call] = []
+    last = value
+    for op, args in inserts:
+        mapped = tuple(_mapped(arg, value, last) for arg in args)
+        added.append(Call(op, mapped, (), (fresh,), like.site, like.grad, like.module))
+        last, fresh = fresh, fresh + 1
+    return added, last
+
+
+def _mapped(arg: Arg, value: int, last: int) -> Arg:
+    if isinstance(arg, Ref):
+        return {-1: Ref(value), -2: Ref(last)}.get(arg.id, arg)
+    return arg
+
+
+def _with(arg: Arg, value: int, last: int) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref(last) if arg.id == value else arg
+    if isinstance(arg, tuple):
+        return tuple(_with(item, value, last) for item in arg)
+    return arg
+
+
+def _reading(call: Call, value: int, last: int) -> Call:
+    return replace(
+        call,
+        args=tuple(_with(arg, value, last) for arg in call.args),
+        kwargs=tuple((name, _with(arg, value, last)) for name, arg in call.kwargs),
+    )
+
+
+def _sorted(program: Program) -> Program:
+    """Put calls after what they read: an inserted mask may be made later in the recording than the op it now guards."""
+    made = {leaf.id for leaf in program.leaves}
+    waiting, ordered = list(program.calls), []
+    while waiting:
+        ready = [call for call in waiting if all(value in made for value in call.inputs())]
+        if not ready:
+            raise NanscopeError("the mask depends on the value that it should guard", slug="edit-not-applicable")
+        first = ready[0]
+        ordered.append(first)
+        made.update(out for out in first.outs if out is not None)
+        waiting.remove(first)
+    return replace(program, calls=tuple(ordered))
+
+
+def _cast(patch: Patch, value: int) -> torch.dtype:
+    return patch.values[value].dtype
+
+
+def _is(patch: Patch, *names: str) -> bool:
+    return patch.origin.call is not None and base_name(patch.call.op) in names
+
+
+def _op(patch: Patch) -> str:
+    return base_name(patch.call.op) if patch.origin.call is not None else "its first use"
+
+
+def _name(patch: Patch, value: int | None) -> str:
+    for operand in patch.origin.operands:
+        if operand.id == value and operand.name:
+            return operand.name
+    if value == patch.origin.value_id:
+        return _result(patch)
+    position = next((p for p in range(2) if patch.operand(p) == value), None)
+    words = patch.origin.site.args if patch.origin.site else ()
+    return words[position] if position is not None and position < len(words) else "the operand"
+
+
+def _result(patch: Patch) -> str:
+    if patch.origin.variable:
+        return patch.origin.variable
+    return patch.origin.site.expression if patch.origin.site and patch.origin.site.expression else "the result"
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    try:
+        return torch.empty(tuple(small), device="meta").expand(tuple(large)).shape == torch.Size(large)
+    except RuntimeError:
+        return False
+
+
+def _at(origin: Origin, content: Tensor) -> tuple[int, ...]:
+    index = origin.index[-content.dim() :] if len(origin.index) >= content.dim() else origin.index
+    return tuple(min(i, n - 1) for i, n in zip(index, content.shape, strict=False))
+
+
+def executable(program: Program) -> bool:
+    """Can every call of the program be executed by the installed torch?"""
+    try:
+        for call in program.calls:
+            overload(call.op)
+    except NanscopeError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Text and numbers of a run as reports show them: one line, nothing hidden, nothing hostile, cut to a limit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import unicodedata
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from nanscope.locate.observe import Place
+from nanscope.text import number
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of everything is shown. text, long: characters of a name and of a sentence; points: of one series; the rest: items."""
+
+    text: int
+    long: int
+    chain: int
+    rows: int
+    items: int
+    incidents: int
+    listed: int
+    map_rows: int
+    map_columns: int
+    points: int
+
+
+LIMITS = (
+    Limits(text=240, long=1600, chain=60, rows=40, items=60, incidents=5, listed=60, map_rows=32, map_columns=72, points=200),
+    Limits(text=160, long=800, chain=30, rows=24, items=24, incidents=5, listed=30, map_rows=16, map_columns=48, points=100),
+    Limits(text=80, long=320, chain=12, rows=12, items=8, incidents=2, listed=12, map_rows=12, map_columns=32, points=60),
+)  # the last row stays below MOST_BYTES whatever is in it; a test holds that
+
+
+def clean(value: object, limit: int = 240) -> str:
+    """Return a string from a run as one line that hides nothing: control, bidi and invisible characters become visible.
+
+    limit: characters kept; what is longer ends in "…".
+    """
+    raw = value if isinstance(value, str) else str(value)
+    text = re.sub(r"\s*[\r\n]+\s*", " ", raw[: 4 * limit].replace("\t", "    "))
+    text = re.sub(r"[^\x20-\x7e]", _visible, text[: limit + 1])
+    return text if len(text) <= limit and len(raw) <= 4 * limit else text[: limit - 1] + "…"
+
+
+def _visible(match: re.Match[str]) -> str:
+    return _spelled(match.group())
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelled(char: str) -> str:
+    return f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char
+
+
+def real(value: object) -> float | None:
+    """Return a number as a float, None for anything else: what comes from a file can be of any type."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def numeral(value: object) -> str:
+    """Return a number as reports write it, "–" for what is none."""
+    return number(real(value))
+
+
+def numeral_step(step: float) -> str:
+    """Return a step number in full."""
+    return f"{step:.0f}" if abs(step) < 1e15 else numeral(step)
+
+
+def plural(count: int, word: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def where(place: Place, limit: int = 240) -> str:
+    """Return file name and line of the origin, "" if unknown."""
+    if not place.file:
+        return ""
+    name = PurePath(clean(place.file, limit)).name
+    return name if place.line is None else f"{name}:{clean(place.line, 12)}"
+
+
+def subject(place: Place, limit: int = 240) -> str:
+    """Return the code that made the origin: variable = expression, as far as known."""
+    if place.variable and place.expression and place.op != "input":
+        return clean(f"{place.variable} = {place.expression}", limit)
+    return clean(place.variable or place.expression or place.op, limit)
+
+
+def calculation(place: Place, limit: int = 240) -> str:
+    """Return what the op computed: exp(200) = +inf."""
+    args = ", ".join(numeral(value) for _, value in place.operands[:3]) + (", …" if len(place.operands) > 3 else "")
+    return clean(f"{place.op}({args}) = {numeral(place.value)}" if place.operands else numeral(place.value), limit)
+
+
+def two(pair: object) -> tuple[int, int] | None:
+    """Return (bad, total) from what `Incident.reached` says, None if it was not looked at."""
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+        return None
+    return int(pair[0]), int(pair[1])

@@ -1,0 +1,72 @@
+"""The headline of a report: the numbers of the strip and the two halves of the sentence, for all renderers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanscope.causes import CAUSES
+from nanscope.report.clean import (
+    Limits,
+    clean,
+    numeral,
+    real,
+    two,
+)
+from nanscope.verdict.incident import Incident, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One number of the headline strip. state: "harm", "proven" or ""."""
+
+    name: str
+    value: str
+    detail: str = ""
+    state: str = ""
+
+
+_STEPPED = {"taken": "stepped", "skipped": "step skipped", "stopped": "run stopped", "none": "no step"}
+
+
+def facts_of(incident: Incident) -> tuple[Fact, ...]:
+    """Return step, rank, phase, loss, gradients, weights and what the optimizer did."""
+    loss = real(incident.loss)
+    finite = loss is not None and math.isfinite(loss)
+    facts = [
+        Fact("step", clean(incident.step, 24)),
+        Fact("rank", clean(incident.rank, 24)),
+        Fact("phase", clean(incident.phase, 24)),
+        Fact("loss", numeral(loss), "finite" if finite else "", "" if finite or loss is None else "harm"),
+    ]
+    bad = {}
+    for name in ("gradients", "weights"):
+        counts = two(incident.reached.get(name))
+        if counts is None:
+            facts.append(Fact(name, "–", "not looked at"))
+            continue
+        bad[name], total = counts
+        harmed = Fact(name, f"{bad[name]} of {total}", "non-finite", "harm")
+        facts.append(harmed if bad[name] else Fact(name, "finite", f"all {total}", "proven"))
+    stepped = incident.reached.get("stepped")
+    words = _STEPPED.get(str(stepped), clean(stepped or "–", 24))
+    facts.append(Fact("optimizer", words, "", "harm" if stepped == "taken" and any(bad.values()) else ""))
+    return tuple(facts)
+
+
+def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:
+    """Split the sentence of the verdict: what happened, and why and how far it got."""
+    sentence = clean(incident.sentence, limits.long)
+    if sentence.startswith("the "):  # a sentence that begins with code keeps its first letter
+        sentence = f"T{sentence[1:]}"
+    title = CAUSES[incident.cause].title if incident.cause in CAUSES else ""
+    at = sentence.find(f". {title[:1].upper()}{title[1:]}") if title else -1
+    return (sentence[: at + 1], sentence[at + 2 :]) if at >= 0 else (sentence, "")
+
+
+def calm(verdict: Verdict, limit: int = 600) -> str:
+    """Return the sentence of a healthy run without the note that it repeats."""
+    sentence = verdict.sentence
+    for note in verdict.notes:
+        sentence = sentence.removesuffix(f"; {note.text}")
+    return clean(sentence, limit)

@@ -1,0 +1,150 @@
+"""The charts of the steps before an incident, ready to be drawn by any renderer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanscope.report.clean import (
+    real,
+    two,
+)
+from nanscope.snapshot.history import Entry
+from nanscope.verdict.incident import Incident
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart: (step, value) with the steps ascending. kind: "main" or "masked"."""
+
+    name: str
+    kind: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart of the history. limit: a line to stay below (above, if it is 0). incident: the step that went wrong. log: scale of y."""
+
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    limit: float | None
+    limit_name: str
+    incident: float | None
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The axes of a panel: what lies at which end, and where a point lies between them, from 0 to 1."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    log: bool
+
+    @staticmethod
+    def of(panel: Panel) -> Scale:
+        """Return axes that hold every finite point and the limit."""
+        steps = [step for line in panel.series for step, _ in line.points]
+        sizes = [value for line in panel.series for _, value in line.points if math.isfinite(value)]
+        bounds = [*sizes, *([] if panel.limit is None else [panel.limit])] or [0.0]
+        return Scale(min(steps), max(steps), min(bounds), max(bounds), panel.log)
+
+    def x(self, step: float) -> float:
+        """Where a step lies, from left to right."""
+        return (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+
+    def y(self, value: float) -> float:
+        """Where a finite value lies, from bottom to top."""
+        low, high, v = (math.log10(n) if self.log else n / 4 for n in (self.low, self.high, value))  # /4: the distance must not overflow
+        return (v - low) / (high - low) if high > low else 0.5
+
+
+def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
+    """Return the charts of the steps up to an incident, the bad step itself last; a chart of fewer than two steps is left out."""
+    entries = sorted((entry for entry in incident.history if is_finite_number(entry.step)), key=lambda entry: entry.step)
+    step = real(incident.step)
+    entries = [entry for entry in entries if step is None or (entry.step <= step and entry.rank == incident.rank)]
+    if len(entries) < 2:
+        return ()
+    last = _last_point(incident) if step is not None and entries[-1].step < step else {}
+    split = any(real(entry.log_ratio_max_masked) is not None for entry in entries)
+    if not split and "log_ratio_max_masked" in last:  # the run saw no mask, so the one series is of all tokens
+        last["log_ratio_max"] = last["log_ratio_max_masked"]
+    limit = next((found for entry in reversed(entries) if (found := _limit(entry)) is not None), real(incident.origin.limit))
+
+    def series(name: str, field: str, kind: str = "main") -> Series:
+        found = [(float(entry.step), value) for entry in entries if (value := real(getattr(entry, field))) is not None]
+        if field in last and step is not None and found:
+            found.append((step, last[field]))
+        return Series(name, kind, thin(found, points))
+
+    norm = series("gradient norm", "grad_norm")
+    panels = (
+        Panel("loss", "", (series("loss", "loss"),), None, "", step),
+        Panel("gradient norm", "", (norm,), None, "", step, _wide(norm)),
+        Panel(
+            "largest exponent",
+            "nat",
+            (series("counted" if split else "all tokens", "log_ratio_max"), series("masked", "log_ratio_max_masked", "masked")),
+            limit,
+            "exp overflows",
+            step,
+        ),
+        Panel("headroom", "nat", (series("headroom", "headroom"),), 0.0, "overflow", step),
+    )
+    return tuple(panel for panel in panels if max(len(line.points) for line in panel.series) >= 2)
+
+
+def is_finite_number(value: object) -> bool:
+    found = real(value)
+    return found is not None and math.isfinite(found)
+
+
+def _last_point(incident: Incident) -> dict[str, float]:
+    """What is known of the bad step itself: its entry is written after the snapshot."""
+    place, found = incident.origin, {}
+    loss, gradients = real(incident.loss), two(incident.reached.get("gradients"))
+    if loss is not None:
+        found["loss"] = loss
+    if gradients is not None and gradients[0]:
+        found["grad_norm"] = math.nan
+    limit = real(place.limit)
+    if limit is not None and place.operands:
+        value = real(place.operands[0][1])
+        if value is not None and math.isfinite(value):
+            found["log_ratio_max_masked" if place.masked else "log_ratio_max"] = value
+            found["headroom"] = limit - value
+    return found
+
+
+def _limit(entry: Entry) -> float | None:
+    highest = [value for value in (real(entry.log_ratio_max), real(entry.log_ratio_max_masked)) if value is not None]
+    left = real(entry.headroom)
+    found = left + max(highest) if left is not None and highest else None
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _wide(series: Series) -> bool:
+    sizes = [value for _, value in series.points if math.isfinite(value)]
+    return bool(sizes) and min(sizes) > 0 and max(sizes) > 50 * min(sizes)
+
+
+def thin(points: Sequence[tuple[float, float]], limit: int) -> tuple[tuple[float, float], ...]:
+    """Return at most `limit` points: of every stretch the lowest and the highest, the non-finite ones first, and both ends."""
+    if len(points) <= limit:
+        return tuple(points)
+
+    def height(index: int) -> float:
+        return points[index][1] if math.isfinite(points[index][1]) else math.inf
+
+    stretches = max(1, (limit - 2) // 2)
+    kept = {0, len(points) - 1}
+    for n in range(stretches):
+        stretch = range(n * len(points) // stretches, (n + 1) * len(points) // stretches)
+        kept |= {min(stretch, key=height), max(stretch, key=height)}
+    return tuple(points[index] for index in sorted(kept))

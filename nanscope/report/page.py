@@ -1,0 +1,310 @@
+"""The page as data: every string clean and short, ready for the template."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from nanscope.locate.observe import Link, Place
+from nanscope.report.clean import LIMITS, Limits, calculation, clean, numeral, real, subject, two, where
+from nanscope.report.draw import Chart, Map, _chart, _map
+from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
+from nanscope.report.history import is_finite_number, panels_of
+from nanscope.report.tried import Group, best_of, distortion_words, groups_of
+from nanscope.roles import role_words
+from nanscope.text import show_index
+from nanscope.verdict.incident import Fix, Incident, Note, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a sentence. code: written as code."""
+
+    text: str
+    code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of source. before, hit, after: the marked expression within it."""
+
+    number: str
+    before: str
+    hit: str
+    after: str
+    marked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChainItem:
+    """A link of the chain, or (kind "gap" or "turn") words between links."""
+
+    kind: str
+    text: str
+    value: str = ""
+    line: str = ""
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One incident, ready for the template."""
+
+    anchor: str
+    facts: tuple[Fact, ...]
+    lead: tuple[Segment, ...]
+    rest: tuple[Segment, ...]
+    fix: str
+    fix_where: str
+    fix_result: str
+    code: str
+    calculation: str
+    details: tuple[tuple[str, str], ...]
+    operands: tuple[tuple[str, str], ...]
+    source: tuple[SourceLine, ...]
+    source_title: str
+    chain: tuple[ChainItem, ...]
+    map: Map | None
+    charts: tuple[Chart, ...]
+    groups: tuple[Group, ...]
+    replayed: str
+    replayed_state: str
+    advised: tuple[tuple[str, str, str], ...]
+    framework: str
+    remedies: tuple[str, ...]
+    notes: tuple[tuple[str, str], ...]
+    tables: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Everything the template shows."""
+
+    title: str
+    heading: str
+    version: str
+    counts: tuple[Fact, ...]
+    healthy: bool
+    sentence: str
+    sections: tuple[Section, ...]
+    contents: tuple[tuple[str, str, str], ...]
+    more: str
+    notes: tuple[tuple[str, str], ...]
+
+
+def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]) -> Page:
+    """Return a verdict as page data: clean strings, cut to `limits`."""
+    shown = verdict.incidents[: limits.incidents]
+    listed = verdict.incidents[: limits.incidents + limits.listed]
+    told = {(note.slug, note.text) for incident in shown for note in incident.notes}
+    notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
+    bad = max(verdict.bad_steps, len({incident.step for incident in verdict.incidents}))
+    watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
+    counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
+    if verdict.skipped:
+        counts.append(Fact("skipped", clean(verdict.skipped, 24)))
+    if verdict.healthy:
+        default = "nanscope · healthy run"
+    else:
+        default = f"nanscope · {_name(verdict.incidents[0])}"
+    contents = [(f"#incident-{n}" if n <= len(shown) else "", _name(i), lead_and_rest(i, limits)[0]) for n, i in enumerate(listed, 1)]
+    return Page(
+        title=clean(title, limits.text) if title else default,
+        heading=clean(title, limits.text) if title else "",
+        version=clean(verdict.version, 40),
+        counts=tuple(counts),
+        healthy=verdict.healthy,
+        sentence=calm(verdict, limits.long) if verdict.healthy else "",
+        sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
+        contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
+        more=f"… {len(verdict.incidents) - len(listed)} more" if len(verdict.incidents) > len(listed) else "",
+        notes=_notes(notes, limits),
+    )
+
+
+_REPRODUCES = {True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program", None: ""}
+
+
+def _name(incident: Incident) -> str:
+    return f"step {clean(incident.step, 24)} · rank {clean(incident.rank, 24)} · {clean(incident.phase, 24)}"
+
+
+def _section(incident: Incident, index: int, limits: Limits) -> Section:
+    place = incident.origin
+    lead, rest = lead_and_rest(incident, limits)
+    best = best_of(incident)
+    return Section(
+        anchor=f"incident-{index}",
+        facts=facts_of(incident),
+        lead=_segments(lead, place, limits),
+        rest=_segments(rest, place, limits),
+        fix=clean(best.label, limits.text) if best else "",
+        fix_where=clean(PurePath(best.where).name, limits.text) if best and best.where else "",
+        fix_result=_result(best) if best else "",
+        code=subject(place, limits.text),
+        calculation=calculation(place, limits.text),
+        details=_details(incident, limits),
+        operands=tuple((clean(name, limits.text), numeral(value)) for name, value in place.operands[:12]),
+        source=tuple(_source(place, limits)),
+        source_title=where(place, limits.text) + (f", in {clean(place.function, 80)}" if place.function and place.file else ""),
+        chain=tuple(_chain(incident, limits)),
+        map=_map(incident, limits),
+        charts=tuple(_chart(panel) for panel in panels_of(incident, limits.points)),
+        groups=groups_of(incident, limits),
+        replayed=_REPRODUCES[incident.reproduces],
+        replayed_state="proven" if incident.reproduces else "harm",
+        advised=tuple(
+            (clean(fix.id, 60), clean(fix.label, limits.text), clean(fix.where or "", limits.text))
+            for fix in incident.fixes[: limits.rows]
+            if not fix.executed
+        ),
+        framework=clean(incident.framework or "", 40),
+        remedies=_some(incident.remedies, 12, limits.long),
+        notes=_notes(incident.notes, limits),
+        tables=_tables(incident, limits),
+        command=_command(incident.snapshot, limits) if incident.snapshot else "",
+    )
+
+
+def _result(fix: Fix) -> str:
+    parts = [f"loss {numeral(fix.loss)}", "gradients finite"]
+    words = distortion_words(fix)
+    if words != "–":
+        parts.append(f"healthy elements {words}")
+    return " · ".join(parts)
+
+
+def _command(path: str, limits: Limits) -> str:
+    return f"nanscope replay {shlex.quote(clean(path, 2 * limits.text))}"
+
+
+def _segments(text: str, place: Place, limits: Limits) -> tuple[Segment, ...]:
+    """Split a sentence into words and the code it quotes."""
+    spans = [subject(place, limits.text), where(place, limits.text), *([calculation(place, limits.text)] if place.operands else [])]
+    spans += [clean(word, limits.text) for word in (place.expression, place.variable, *(name for name, _ in place.operands[:4])) if word]
+    wanted = "|".join(re.escape(span) for span in sorted(set(spans), key=len, reverse=True) if len(span) > 2)
+    if not text or not wanted:
+        return (Segment(text, False),) if text else ()
+    pieces = re.split(rf"(?<!\w)({wanted})(?!\w)", text)
+    return tuple(Segment(piece, bool(odd % 2)) for odd, piece in enumerate(pieces) if piece)
+
+
+def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
+    place = incident.origin
+    limit = real(place.limit)
+    meaning = role_words(place.role)
+    exponent = real(place.operands[0][1]) if place.operands else None
+    headroom = ""
+    if limit is not None and exponent is not None:
+        headroom = f"{numeral(limit - exponent)} nat: {place.op} overflows above {limit:.2f}"
+    elif place.headroom is not None:
+        headroom = f"{numeral(place.headroom)} bits in {place.dtype}"
+    masked = {True: f"masked: {place.masked_by or 'outside the loss'}", False: "counts in the loss", None: ""}[place.masked]
+    pairs = (
+        ("op", str(place.op)),
+        ("element", f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape or place.index else ""),
+        ("value", f"{numeral(place.value)}{f' ({place.dtype})' if place.dtype else ''}"),
+        ("mask", masked),
+        ("headroom", headroom),
+        ("role", f"{place.role}{f': {meaning}' if meaning else ''}" if place.role else ""),
+        ("module", place.module or ""),
+        ("cause", f"{incident.cause}"),
+    )
+    return tuple((name, clean(words, limits.text)) for name, words in pairs if words)
+
+
+def _source(place: Place, limits: Limits) -> Iterator[SourceLine]:
+    lines = list(place.source)
+    middle = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
+    lines = lines[max(0, middle - 7) : middle + 8]
+    while lines and not str(lines[0][1]).strip():
+        del lines[0]
+    while lines and not str(lines[-1][1]).strip():
+        del lines[-1]
+    wanted = re.escape(clean((place.variable if place.op == "input" else place.expression) or "", limits.text))
+    for line, text in lines:
+        words = clean(str(text).expandtabs(4).rstrip(), limits.text)
+        marked = line == place.line
+        found = re.search(rf"(?<!\w){wanted}(?!\w)", words) if marked and wanted else None
+        start, end = found.span() if found else (len(words), len(words))
+        yield SourceLine(clean(line, 12), words[:start], words[start:end], words[end:], marked)
+
+
+def _chain(incident: Incident, limits: Limits) -> Iterator[ChainItem]:
+    """The links from origin to harm; the middle of a long chain is cut, its ends tell the story."""
+    links, most = incident.chain, limits.chain
+    tail = most // 3
+    backward = False
+    for position, link in enumerate(links):
+        hidden = len(links) - most
+        if hidden > 0 and most - tail <= position < most - tail + hidden:
+            if position == most - tail:
+                yield ChainItem("gap", f"… {hidden} more")
+            backward = backward or link.backward
+            continue
+        if link.backward and not backward:
+            backward = True
+            yield ChainItem("turn", _turn(incident))
+        yield _item(link, incident.origin.file, limits)
+    for name, words in (("gradients", "gradients"), ("weights", "weights after the update")):
+        counts = two(incident.reached.get(name))
+        if counts and counts[0] and links:
+            yield ChainItem("end", words, f"{counts[0]} of {counts[1]} non-finite", bad=True)
+
+
+def _turn(incident: Incident) -> str:
+    return f"the loss stays finite ({numeral(incident.loss)}); backward:" if is_finite_number(incident.loss) else "backward:"
+
+
+def _item(link: Link, origin: str | None, limits: Limits) -> ChainItem:
+    """A link says its file where that is not the origin's."""
+    value = real(link.value)
+    bad = value is not None and not math.isfinite(value)
+    line = f"line {clean(link.line, 12)}" if link.line is not None else ""
+    if line and link.file is not None and link.file != origin:
+        line = f"{clean(PurePath(str(link.file)).name, 40)}:{clean(link.line, 12)}"
+    return ChainItem("grad" if link.backward else "link", clean(link.text, limits.text), numeral(value), line, bad)
+
+
+def _some(texts: Sequence[object], limit: int, length: int) -> tuple[str, ...]:
+    shown = [clean(text, length) for text in texts[:limit]]
+    return (*shown, f"… {len(texts) - limit} more") if len(texts) > limit else tuple(shown)
+
+
+def _notes(notes: Sequence[Note], limits: Limits) -> tuple[tuple[str, str], ...]:
+    most = limits.items // 2
+    pairs = [
+        (clean(note.slug, 60) + (f", step {clean(note.step, 24)}" if note.step is not None else ""), clean(note.text, limits.long // 2))
+        for note in notes[:most]
+    ]
+    return (*pairs, ("", f"… {len(notes) - most} more")) if len(notes) > most else tuple(pairs)
+
+
+def _tables(incident: Incident, limits: Limits) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
+    tables = []
+    told = {"loss": incident.loss_words} if incident.loss_words else {}
+    for title, data in (("objective", told), ("environment", incident.environment), ("settings", incident.settings)):
+        pairs = [(clean(name, 60), clean(_flat(value, limits.text), limits.text)) for name, value in list(data.items())[: limits.items]]
+        if len(data) > limits.items:
+            pairs.append((f"… {len(data) - limits.items} more", ""))
+        if pairs:
+            tables.append((title, tuple(pairs)))
+    if incident.opaque:
+        names = ", ".join(_some(incident.opaque, limits.items // 2, 60))
+        tables.append(("not recorded", (("operators", names),)))
+    return tuple(tables)
+
+
+def _flat(value: object, limit: int, depth: int = 3) -> str:
+    """Settings as one line: {"torch": "2.13"} is torch 2.13."""
+    if isinstance(value, dict):
+        parts = [f"{key} {_flat(item, limit, depth - 1)}" for key, item in list(value.items())[:limit]] if depth else ["…"]
+        return " · ".join(parts)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_flat(item, limit, depth - 1) for item in value[:limit]) if depth else "…"
+    return numeral(value) if isinstance(value, float) else str(value)

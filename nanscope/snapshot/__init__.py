@@ -1,0 +1,1 @@
+"""One bad step in one file, and one line for every other."""

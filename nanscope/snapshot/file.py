@@ -1,0 +1,204 @@
+"""The snapshot: one bad step in one file, `step-000412.rank0.safetensors`.
+
+The file is plain safetensors. It opens without nanscope:
+
+    from safetensors import safe_open
+    import json
+    with safe_open("step-000412.rank0.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}      # 'per_token_logps', 'advantages', 'mask', …
+        about = json.loads(file.metadata()["nanscope"])                      # everything else
+
+Tensors are called what the training code calls them; `loss` is the recorded loss and `grad/NAME` the recorded gradient of NAME. They
+keep their dtype, and NaN payloads survive. The one metadata key holds sorted JSON:
+
+    schema        version of this format (integer)       step, rank       which step, of which process
+    program       the recorded calls from the tensors to the loss: leaves, calls, output, sites (see `program`)
+    tensors       leaf id → tensor name                  reached          what went bad: loss, gradients, weights
+    strides       leaf id → strides in elements, of tensors that did not lie in memory row by row: the order of additions depends on it
+    observed      what was seen in the process and cannot be recomputed from the file      settings   the trainer's, where visible
+    objective     the framework's loss: key, settings as they were read while it ran, site (since schema 2)
+    history       the last steps                         environment      versions, device, dtype of the run
+    opaque        operators that could not be recorded; their results are leaves
+    part          which backward pass of the step, from 1    asked      saved on request, nothing was wrong
+
+There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
+Token ids and text are not in it unless asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError, SnapshotError
+from nanscope.plain import checked, show
+from nanscope.program.program import Program
+from nanscope.snapshot.files import whole
+from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.step import Reached, Snapshot
+
+LONGEST_NAME = 100  # characters
+
+
+def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
+    """A tensor name that is readable and unique: the last word of what the code calls it."""
+    found = re.findall(r"[A-Za-z_]\w*", name or "")
+    keyed = re.search(r"""\[["'](\w+)["']\]""", name or "")
+    if keyed:
+        plain = keyed.group(1)
+    elif found:
+        plain = found[-1] if re.fullmatch(r"[\w.]+", name or "") else found[0]
+    else:
+        plain = f"value_{value}"
+    plain = plain[:LONGEST_NAME]
+    unique, count = plain, 2
+    while unique in taken or unique in ("loss", "__metadata__"):
+        unique, count = f"{plain}_{count}", count + 1
+    taken.add(unique)
+    return unique
+
+
+def save(snapshot: Snapshot, folder: Path | str) -> Path:
+    """Write a snapshot into a folder and return the file's path; a reader never sees half a file.
+
+    Raises OSError if the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
+    for value in sorted(snapshot.tensors):
+        names[value] = _plain_name(leaves[value].name if value in leaves else None, value, taken)
+        tensors[names[value]] = snapshot.tensors[value]
+    for value, grad in sorted(snapshot.grads.items()):
+        if value in names:
+            tensors[f"grad/{names[value]}"] = grad
+    if snapshot.loss is not None:
+        tensors["loss"] = snapshot.loss
+    metadata = {KEY: json.dumps(_about(snapshot, names), sort_keys=True, allow_nan=False)}
+    path = folder / snapshot.file_name
+    with whole(path) as temporary:
+        try:
+            save_file(_unshared(tensors), temporary, metadata=metadata)
+        except SafetensorError as error:  # a full disk, for instance
+            raise OSError(str(error)) from None
+    return path
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors contiguous, in main memory, each with memory of its own: views and shared storage do not survive a file."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.numel() * own.element_size():
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        found[name] = own
+    return found
+
+
+def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
+    described = {
+        "schema": SCHEMA_VERSION,
+        "step": snapshot.step,
+        "rank": snapshot.rank,
+        "program": snapshot.program.to_json(),
+        "tensors": {str(value): name for value, name in names.items()},
+        "strides": {str(value): list(snapshot.tensors[value].stride()) for value in names if not snapshot.tensors[value].is_contiguous()},
+        "reached": asdict(snapshot.reached),
+        "observed": snapshot.observed,
+        "settings": snapshot.settings,
+        "objective": snapshot.objective,
+        "history": [entry.to_json() for entry in snapshot.history],
+        "environment": snapshot.environment,
+        "opaque": list(snapshot.opaque),
+        "notes": [list(note) for note in snapshot.notes],
+        "part": snapshot.part,
+        "asked": snapshot.asked,
+    }
+    found: dict[str, Any] = show(described)
+    return found
+
+
+def _laid_out(tensor: Tensor, strides: object) -> Tensor:
+    """The same elements at the strides they once had; as it is where the strides make no sense or elements would share memory.
+
+    A dimension of stride 0 is an expanded one and takes no memory. Nothing here is larger than four times the tensor.
+    """
+    if not isinstance(strides, list) or len(strides) != tensor.ndim or not all(type(n) is int and 0 <= n < 1 << 40 for n in strides):
+        return tensor
+    solid = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    reach = 1 + sum(stride * (size - 1) for stride, size in zip(strides, solid.shape, strict=True))
+    if not tensor.numel() or reach > 4 * tensor.numel() + 1024:
+        return tensor
+    end = 0
+    for stride, size in sorted(zip(strides, solid.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return tensor
+        end += stride * (size - 1)
+    memory = torch.zeros(reach, dtype=tensor.dtype)
+    memory.as_strided(solid.shape, strides).copy_(solid)
+    return memory.as_strided(tensor.shape, strides)
+
+
+def load(path: Path | str) -> Snapshot:
+    """Read a snapshot.
+
+    Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    about = read_header(path).about
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError, OSError) as error:
+        raise SnapshotError(f"{path}: the tensors are damaged ({error})", slug="snapshot-damaged") from None
+    try:
+        program = Program.from_json(about["program"])
+        by_id = {int(value): str(name) for value, name in about["tensors"].items()}
+        strides = about.get("strides") or {}
+        missing = [name for name in by_id.values() if name not in tensors]
+        if missing:
+            raise SnapshotError(f"{path}: the tensor {missing[0]!r} is missing", slug="snapshot-damaged")
+        return Snapshot(
+            step=int(about["step"]),
+            rank=int(about["rank"]),
+            program=program,
+            tensors={value: _laid_out(tensors[name], strides.get(str(value))) for value, name in by_id.items()},
+            loss=tensors.get("loss"),
+            grads={value: tensors[f"grad/{name}"] for value, name in by_id.items() if f"grad/{name}" in tensors},
+            reached=Reached(**checked(Reached, about["reached"])),
+            observed=dict(about.get("observed") or {}),
+            settings=dict(about.get("settings") or {}),
+            objective=dict(about.get("objective") or {}),
+            history=tuple(Entry.from_json(entry) for entry in about.get("history", [])),
+            environment=dict(about.get("environment") or {}),
+            opaque=tuple(str(name) for name in about.get("opaque", [])),
+            notes=tuple((str(slug), str(text)) for slug, text in about.get("notes", [])),
+            part=int(about.get("part", 1)),
+            asked=bool(about.get("asked", False)),
+        )
+    except SnapshotError:
+        raise
+    except ProgramError as error:
+        raise SnapshotError(f"{path}: {error}", slug=error.slug) from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__}: {error})", slug="snapshot-damaged") from None

@@ -1,0 +1,94 @@
+"""The head of a snapshot file: what is in it, read with the standard library alone, so `inspect` needs no torch.
+
+SCHEMA_VERSION history: 1 — first release. 2 — `objective`, the framework's loss and its settings; absent in a file of 1.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanscope.errors import SnapshotError
+
+KEY = "nanscope"
+
+SCHEMA_VERSION = 2
+
+LARGEST_HEADER = 100 << 20  # bytes; the limit of the safetensors format itself
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """One tensor of the file: name, dtype (as safetensors writes it), shape, size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tensors of a file and the description that nanscope wrote. size: bytes of the whole file."""
+
+    tensors: tuple[TensorHead, ...]
+    about: dict[str, Any]
+    size: int
+
+
+def read_header(path: Path | str) -> Header:
+    """Return the head of a snapshot.
+
+    Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if len(start) < 8:
+                raise SnapshotError(f"{path}: not a snapshot, the file has {size} bytes", slug="snapshot-empty")
+            (length,) = struct.unpack("<Q", start)
+            if length > LARGEST_HEADER:
+                raise SnapshotError(
+                    f"{path}: not a safetensors file, or damaged (its header claims {length} bytes)", slug="snapshot-header"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read ({error.strerror or error})", slug="snapshot-unreadable") from None
+    if len(raw) < length:
+        raise SnapshotError(f"{path}: truncated, the header has {len(raw)} of {length} bytes", slug="snapshot-truncated")
+    try:
+        head = json.loads(raw)
+        metadata = head.pop("__metadata__", {}) if isinstance(head, dict) else {}
+        text = metadata.get(KEY) if isinstance(metadata, dict) else None
+    except (ValueError, RecursionError):
+        raise SnapshotError(f"{path}: not a safetensors file, or damaged (its header is not readable)", slug="snapshot-header") from None
+    if not isinstance(text, str):
+        raise SnapshotError(
+            f"{path}: a safetensors file, but not a nanscope snapshot (no {KEY!r} in its metadata)", slug="snapshot-foreign"
+        )
+    try:
+        about = json.loads(text)
+        schema = about["schema"]
+        tensors = tuple(sorted((_tensor(name, entry) for name, entry in head.items()), key=lambda tensor: tensor.name))
+        end = max((int(entry["data_offsets"][1]) for entry in head.values()), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__})", slug="snapshot-damaged") from None
+    if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+        raise SnapshotError(
+            f"{path}: written in snapshot format {schema}, this nanscope reads up to {SCHEMA_VERSION}; "
+            "upgrade with `pip install -U nanscope`",
+            slug="snapshot-newer",
+        )
+    if size < 8 + length + end:
+        raise SnapshotError(f"{path}: truncated, {size} of {8 + length + end} bytes", slug="snapshot-truncated")
+    return Header(tensors, about, size)
+
+
+def _tensor(name: str, entry: dict[str, Any]) -> TensorHead:
+    start, end = entry["data_offsets"]
+    return TensorHead(str(name), str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), int(end) - int(start))

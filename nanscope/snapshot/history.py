@@ -1,0 +1,96 @@
+"""The history of a run: one line per step and rank, appended and flushed, so that a killed process still tells its story."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    import pandas
+
+from nanscope.plain import checked, show
+
+TAIL = 200  # steps kept in memory and copied into a snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one optimizer step looked like. None: not seen.
+
+    seconds: wall time of the step. loss: summed over its micro-batches as they were differentiated. grad_norm: 2-norm of the gradients
+    that reached the optimizer.
+    log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
+    headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
+    """
+
+    step: int
+    rank: int
+    time: float
+    seconds: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    log_ratio_max: float | None = None
+    log_ratio_max_masked: float | None = None
+    headroom: float | None = None
+    clip_fraction: float | None = None
+    nonfinite: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""
+        return {name: show(value) for name, value in asdict(self).items() if value is not None}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Entry:
+        """Return the entry that `to_json` wrote; unknown keys are ignored. Raises TypeError for a value of another kind."""
+        return Entry(**checked(Entry, data))
+
+
+class Ledger:
+    """The entries of one rank, in order; also written to a file if one is given."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        self.count = 0
+        self._file: TextIO | None = None
+
+    def append(self, entry: Entry) -> None:
+        """Add a step. Raises OSError if the file cannot be written; the entry is kept in memory all the same."""
+        self.entries.append(entry)
+        self.count += 1
+        del self.entries[:-TAIL]
+        if self.path is None:
+            return
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(entry.to_json()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the entries of a history file; a last line that a killed process left half-written is skipped."""
+    entries = []
+    for line in path.read_bytes().splitlines():
+        try:
+            entries.append(Entry.from_json(json.loads(line)))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            continue
+    return entries
+
+
+def frame(entries: Iterable[Entry] | Sequence[Entry]) -> pandas.DataFrame:
+    """Return the entries as a pandas frame, one row per step, indexed by step."""
+    import pandas
+
+    names = [field.name for field in fields(Entry)]
+    rows = [[getattr(entry, name) for name in names] for entry in entries]
+    return pandas.DataFrame(rows, columns=names).set_index("step")

@@ -1,0 +1,44 @@
+"""How indices and numbers are written everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element at a flat (row-major) position."""
+    index = []
+    for length in reversed(shape):
+        index.append(flat % length if length else 0)
+        flat //= max(length, 1)
+    return tuple(reversed(index))
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the flat (row-major) position of an index."""
+    flat = 0
+    for position, length in zip(index, shape, strict=True):
+        flat = flat * length + position
+    return flat
+
+
+def show_index(index: Sequence[int]) -> str:
+    """Return an index or a shape as text: [2, 27]."""
+    return "[" + ", ".join(str(i) for i in index) + "]"
+
+
+def number(value: float | None) -> str:
+    """Return a number as reports write it."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+inf" if value > 0 else "−inf"
+    return f"{value:.4g}".replace("-", "−")
+
+
+def is_exact(distortion: float | None) -> bool:
+    """Is a distortion nothing but rounding?"""
+    return distortion is not None and distortion <= 1e-6

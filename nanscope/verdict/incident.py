@@ -1,0 +1,211 @@
+"""What a run came to, as plain data: the verdict, its incidents, the fixes that were tried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nanscope.causes import Cause
+from nanscope.errors import Deliberate
+from nanscope.locate.observe import Link, Place, place_json
+from nanscope.plain import checked, show
+from nanscope.replay.tries import Row
+from nanscope.snapshot.history import Entry
+
+
+class NonFiniteError(Deliberate):
+    """Raised into the training loop by `on_nonfinite="stop"`, after the snapshot is on disk.
+
+    verdict: what was found (`Verdict`), snapshot: where the step was saved, None if it could not be written.
+    """
+
+    def __init__(self, message: str, *, verdict: Verdict, snapshot: str | None) -> None:
+        super().__init__(message, slug="nonfinite-step")
+        self.verdict = verdict
+        self.snapshot = snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth a word that is no incident. slug: its kind."""
+
+    slug: str
+    text: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change that was tried on the recorded step, or, with executed=False, that can only be advised.
+
+    id: class of the fix. where: file:line. label: the edit. loss, bad gradients, distortion: see `replay.Row`.
+    """
+
+    id: str
+    label: str
+    where: str | None
+    executed: bool
+    works: bool | None
+    loss: float | None = None
+    bad: int = 0
+    total: int = 0
+    distortion: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One bad step, explained."""
+
+    step: int
+    rank: int
+    phase: str
+    cause: Cause
+    headline: str
+    sentence: str
+    origin: Place
+    chain: tuple[Link, ...]
+    loss: float | None
+    reached: dict[str, Any]
+    fixes: tuple[Fix, ...]
+    rejected: tuple[Fix, ...]
+    framework: str | None
+    remedies: tuple[str, ...]
+    notes: tuple[Note, ...]
+    snapshot: str | None
+    rows: tuple[Row, ...]
+    reproduces: bool | None
+    suspect: bool
+    history: tuple[Entry, ...]
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    opaque: tuple[str, ...]
+    picture: Picture | None = None
+    objective: dict[str, Any] = field(default_factory=dict)
+    loss_words: str = ""  # the objective in one line
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The offending tensor as a map of rows and tokens, cut to a readable size.
+
+    values: [rows][columns], None outside the tensor. masked: the same, True where the loss does not count. row, column: the bad element
+    within the cut. first_row, first_column: where the cut begins. rows, columns: size of the whole. what: what is shown.
+    """
+
+    what: str
+    values: tuple[tuple[float, ...], ...]
+    masked: tuple[tuple[bool, ...], ...] | None
+    row: int
+    column: int
+    first_row: int
+    first_column: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one run came to. incidents: the first harmful one first."""
+
+    incidents: tuple[Incident, ...]
+    notes: tuple[Note, ...] = ()
+    steps: int = 0
+    skipped: int = 0
+    bad_steps: int = 0
+    version: str = field(default="")
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing harmful was seen."""
+        return not self.incidents
+
+    @property
+    def status(self) -> str:
+        """ "healthy", "non-finite", or "suspect" where everything stayed finite and a step was ruined all the same."""
+        if self.healthy:
+            return "healthy"
+        return "suspect" if all(incident.suspect for incident in self.incidents) else "non-finite"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        if self.incidents:
+            return self.incidents[0].sentence
+        words = f"{self.steps} step{'' if self.steps == 1 else 's'} watched, no non-finite loss, gradient or weight"
+        absorbed = [note for note in self.notes if note.slug == "nonfinite_absorbed"]
+        return f"{words}; {absorbed[0].text}" if absorbed else words
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON data; non-finite numbers are text."""
+        return {
+            "schema": 1,
+            "nanscope": self.version,
+            "status": self.status,
+            "sentence": self.sentence,
+            "steps": self.steps,
+            "bad_steps": self.bad_steps,
+            "skipped": self.skipped,
+            "incidents": [_incident_json(incident) for incident in self.incidents],
+            "notes": [_note_json(note) for note in self.notes],
+        }
+
+
+def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows of a replay as JSON data."""
+    return [{name: show(value) for name, value in asdict(row).items()} for row in rows]
+
+
+def _row_from_json(data: dict[str, Any]) -> Row:
+    return Row(**checked(Row, data))
+
+
+def _fix_json(fix: Fix) -> dict[str, Any]:
+    return {
+        "id": fix.id,
+        "label": fix.label,
+        "where": fix.where,
+        "executed": fix.executed,
+        "works": fix.works,
+        "loss": show(fix.loss),
+        "bad_gradients": [fix.bad, fix.total] if fix.executed else None,
+        "distortion": show(fix.distortion),
+    }
+
+
+def _note_json(note: Note) -> dict[str, Any]:
+    return {"slug": note.slug, "text": note.text, "step": note.step}
+
+
+def _incident_json(i: Incident) -> dict[str, Any]:
+    return {
+        "step": i.step,
+        "rank": i.rank,
+        "phase": i.phase,
+        "cause": str(i.cause),
+        "status": "suspect" if i.suspect else "non-finite",
+        "headline": i.headline,
+        "sentence": i.sentence,
+        "origin": place_json(i.origin),
+        "chain": [
+            {"text": link.text, "file": link.file, "line": link.line, "value": show(link.value), "backward": link.backward}
+            for link in i.chain
+        ],
+        "loss": show(i.loss),
+        "reached": i.reached,
+        "fixes": [_fix_json(fix) for fix in i.fixes],
+        "rejected": [_fix_json(fix) for fix in i.rejected],
+        "framework": i.framework,
+        "remedies": list(i.remedies),
+        "notes": [_note_json(note) for note in i.notes],
+        "snapshot": i.snapshot,
+        "reproduces": i.reproduces,
+        "settings": i.settings,
+        "objective": i.objective,
+        "environment": i.environment,
+    }

@@ -1,0 +1,1 @@
+"""One watched run: opens each step, closes it, and keeps what went wrong."""

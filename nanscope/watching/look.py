@@ -1,0 +1,276 @@
+"""Looking closer at a bad step while it is still in memory, only as deep as needed: the loss, a kernel, the model, the update."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanscope.capture import custom as functions
+from nanscope.capture import kernels
+from nanscope.capture import rerun as autopsy
+from nanscope.capture.custom import Backward
+from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.tape import Tape
+from nanscope.errors import ProgramError
+from nanscope.locate.location import Location, Phase, came_in, is_masked, locate
+from nanscope.locate.observe import made_observation, observation, weight_observation
+from nanscope.program.calls import Computes
+from nanscope.program.numbers import first_nonfinite, is_finite
+from nanscope.program.program import Program
+from nanscope.program.run import Run
+from nanscope.watching.recording import Recording
+
+log = logging.getLogger("nanscope")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: where there is no
+    program, what a snapshot keeps of the origin. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
+
+    program: Program
+    tensors: dict[int, Tensor]
+    run: Run | None
+    location: Location | None
+    second: bool = False
+    seen: dict[str, Any] | None = None
+    kernel: bool = False
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
+
+NOTHING = Look(Program((), (), -1), {}, None, None)
+
+
+def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Run the model's forward once more under a tape and walk through it; None if that is not possible."""
+    try:
+        looked = autopsy.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
+        if looked is None:
+            return None
+        program, tensors = looked
+        run = program.execute(tensors, trace=True)
+        return Look(program, tensors, run, locate(program, run), second=True)
+    except (ProgramError, LookupError, RuntimeError) as error:
+        log.warning("nanscope [second-look-failed]: %s", error)
+        return None
+
+
+def kernel_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Look into a kernel that computed the loss, by running its formula on what it was given; None if there was none."""
+    try:
+        opened = kernels.reopen(recording.glimpses, _given(recording, watch), budget)
+        if opened is None:
+            return None
+        program, tensors = opened
+        run = program.execute(tensors, trace=True)
+        return Look(program, tensors, run, locate(program, run), True, kernel=True, notes=(_kernel_note(recording, run, program),))
+    except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
+        log.warning("nanscope [kernel-unopened]: %s: %s", type(error).__name__, error)
+        return None
+
+
+def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+    """Look at a step that stayed finite because a kernel dropped a NaN of its batch; None if it harmed no token that counts."""
+    found = kernels.kernel_of(recording.glimpses)
+    taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
+    if found is None or not kernels.swallowed(found[0], taken):
+        return None
+    return kernel_look(recording, budget, watch)
+
+
+def _given(recording: Recording, watch: ModuleWatch) -> dict[str, Tensor]:
+    """Return the arguments of a kernel. What was not held, or what its backward has overwritten, is made again by the model."""
+    given = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
+    found = kernels.kernel_of(recording.glimpses)
+    if found is not None and found[0].hidden in recording.taken and (not found[0].weight or found[0].hidden not in given):
+        given.pop(found[0].hidden, None)
+        again = autopsy.output_again(recording.taken[found[0].hidden].address, recording.calls, watch)
+        given |= {} if again is None else {found[0].hidden: again}
+    return given
+
+
+AGREES = 1e-3  # relative; a kernel adds in another order, and in lower precision
+
+
+def _kernel_note(recording: Recording, run: Run, program: Program) -> tuple[str, str]:
+    """Say what a kernel's loss is beside that of its formula."""
+    found = kernels.kernel_of(recording.glimpses)
+    name = found[1].site.function.split(".")[0] if found is not None else "a kernel"
+    theirs, ours = recording.value, float(run.values[program.output].double().sum())
+    if theirs is None or (math.isfinite(theirs) == math.isfinite(ours) and not abs(theirs - ours) > AGREES * max(abs(ours), 1e-3)):
+        return ("kernel_opened", f"{name} computes the loss inside one kernel; its formula was run again on the same batch")
+    if math.isfinite(theirs) and not math.isfinite(ours):
+        text = f"{name} hides it: its loss is {theirs:.6g}, the same formula gives {ours}; min and max of a Triton kernel drop a NaN"
+        return ("kernel_swallows", text)
+    return ("kernel_differs", f"{name} gives {theirs:.6g}, its formula on the same batch {ours:.6g}")
+
+
+def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward: bool = False) -> Look | None:
+    """Look into a kernel, then into the model: by running it as a program, and where that does not reach the origin, by following its
+    calls.
+
+    backward: the loss is finite, a gradient is not.
+    """
+    opened = kernel_look(recording, budget, watch)
+    if opened is not None and opened.location is not None and is_settled(opened.location):
+        return opened
+    own = function_look(recording, budget) if backward else None
+    if own is not None:
+        return own
+    look = second_look(recording, budget, watch) or opened
+    if look is not None and look.location is not None and is_settled(look.location):
+        return look
+    if recording.program is None:
+        return look
+    try:
+        return (_followed_back(recording, watch) if backward else _followed(recording, watch)) or look
+    except Exception as error:  # noqa: BLE001 - the model is anybody's code, and may not like to be run again
+        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        return look
+
+
+def function_look(recording: Recording, budget: int) -> Look | None:
+    """Run the backward of a custom autograd function once more that made NaN out of finite gradients; None if none did."""
+    for found in recording.backwards:
+        if not found.spoilt():
+            continue
+        if not bool(is_finite(recording.tensors[found.leaf])):
+            return _of_forward(recording, found)
+        try:
+            again = functions.run_again(found, budget)
+            look = _walked(*again) if again is not None else None
+            if look is not None and look.location is not None and look.location.origin.born:
+                return replace(look, seen=_counted(recording, found.leaf, look.location))
+        except Exception as error:  # noqa: BLE001 - the function is anybody's code
+            log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
+        name = found.node._forward_cls.__name__
+        return _seen(made_observation(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
+    return None
+
+
+def _of_forward(recording: Recording, found: Backward) -> Look:
+    """The result of a function overflowed, the loss dropped it, and the function's own backward multiplied it by a zero gradient."""
+    assert recording.program is not None
+    result = recording.tensors[found.leaf].detach()
+    bad = ~torch.isfinite(result)
+    alike = [~torch.isfinite(grad) for grad in found.returned if grad is not None and grad.shape == result.shape]
+    both = next((bad & other for other in alike if bool((bad & other).any())), bad)
+    run = recording.program.execute(recording.tensors, backward=False)
+    location = came_in(recording.program, run, found.leaf, int(both.flatten().int().argmax()))
+    location = replace(location, origin=replace(location.origin, op=found.node._forward_cls.__name__))
+    return _seen({"outside": True, "location": observation(location, recording.program, run)})
+
+
+def _counted(recording: Recording, leaf: int, location: Location) -> dict[str, Any]:
+    """Return, as a snapshot keeps it, whether the loss counts the element of a function's result whose gradient went bad."""
+    assert recording.program is not None
+    if recording.tensors[leaf].numel() != math.prod(location.origin.shape):
+        return {}
+    run = recording.program.execute(recording.tensors, backward=False)
+    return {"masked": is_masked(recording.program, run, leaf, location.origin.flat)}
+
+
+def is_settled(location: Location) -> bool:
+    """Does a location name the operation, or data, that made the harm, and not only something that hides it?"""
+    return location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque", "cut")
+
+
+def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
+    made = autopsy.follow(recording.edge(), recording.calls, watch)
+    if made is None:
+        return None
+    if made.program is not None:
+        with contextlib.suppress(ProgramError):
+            look = _walked(made.program, made.tensors)
+            if look is not None:
+                return look
+    phase, op, name = Phase.FORWARD, made.op, None
+    if made.foreign:
+        name = watch.parameter_name(made.result)
+        phase, op = (Phase.INPUT, "input") if name is None else (Phase.WEIGHTS, "parameter")
+    return _seen(made_observation(op, made.result, made.flat, made.site, made.module, phase, name))
+
+
+def _seen(observed: dict[str, Any]) -> Look:
+    return replace(NOTHING, second=True, seen=observed)
+
+
+def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
+    assert recording.program is not None
+    grads: Mapping[int, Tensor] = recording.grads
+    if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
+        grads = recording.program.execute(recording.tensors, ends=True).grads
+    found = autopsy.follow_back(recording.edge(), grads, recording.calls, watch)
+    if found is None:
+        return None
+    made, module = found
+    return _seen(made_observation(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
+
+
+def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look | None:
+    """Make the update of one parameter once more and walk through it; None if it cannot be made again. first: the optimizer's first step.
+
+    An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
+    """
+    try:
+        again = autopsy.update_again(optimizer, parameter, name, budget, first)
+        if again is None:
+            return None
+        look = _walked(*again)
+        if look is None and first_nonfinite(again[0].execute(again[1], ends=True).values[again[0].output]) is None:
+            flat = first_nonfinite(parameter.detach()) or 0
+            return _seen(made_observation("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
+        return look
+    except Exception as error:  # noqa: BLE001 - an optimizer is anybody's code
+        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
+        return None
+
+
+def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
+    """Walk through what the trainer did to a gradient between backward and the optimizer; None if the tape did not see it made."""
+    try:
+        program, tensors = tape.program(tape.value_of(gradient))
+        return _walked(replace(program, computes=Computes.GRADIENT), tensors) if program.calls else None
+    except (ProgramError, LookupError):
+        return None
+
+
+def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
+    run = program.execute(tensors, trace=True)
+    location = locate(program, run)
+    return None if location is None else Look(program, tensors, run, location, second=True)
+
+
+def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
+    """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
+    if recording.program is None:
+        return NOTHING
+    run = recording.program.execute(recording.tensors, trace=True)
+    first = Look(recording.program, recording.tensors, run, locate(recording.program, run))
+    if first.location is not None and is_settled(first.location):
+        return first
+    deeper = again()
+    return deeper if deeper is not None and (deeper.location is not None or deeper.seen is not None) else first
+
+
+def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return what an update did to the first weight that it made non-finite, as a snapshot keeps it. names: by id of the parameter."""
+    location: dict[str, Any] = {"phase": str(Phase.OPTIMIZER)}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            flat = first_nonfinite(parameter.detach())
+            if flat is not None:
+                seen = weight_observation(names.get(id(parameter)), parameter, flat, group)
+                seen["facts"]["optimizer"] = type(optimizer).__name__
+                return {"outside": True, "location": {**location, **seen}}
+    return {"outside": True, "location": location}

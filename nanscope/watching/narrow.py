@@ -1,0 +1,148 @@
+"""What of a step goes into the file: nothing over the vocabulary, no token ids unless asked for, and still the same origin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError
+from nanscope.locate.location import Location, locate
+from nanscope.locate.names import LOG_PROBS, Namer
+from nanscope.locate.observe import observation
+from nanscope.program.calls import Computes, Leaf, refs
+from nanscope.program.numbers import tensor_bytes
+from nanscope.program.program import Program
+from nanscope.program.run import Run
+from nanscope.replay.tries import replay
+from nanscope.roles import Role, role_of
+from nanscope.snapshot.step import Snapshot
+from nanscope.verdict.incident import rows_json
+from nanscope.watching.look import (
+    LARGEST_CALL,
+    Look,
+)
+
+
+def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
+    """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
+    program, tensors, grads = narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, look.run)
+    if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
+        program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
+    observed: dict[str, Any] = dict(snapshot.observed)
+    narrowed = program is not snapshot.program
+    if look.location is not None and look.run is not None and narrowed and not _same_origin(look.location, program, tensors):
+        observed |= {"outside": True, "location": observation(look.location, snapshot.program, look.run)}
+        with contextlib.suppress(ProgramError):
+            observed["rows"] = rows_json(replay(snapshot).rows)
+    return replace(
+        snapshot,
+        program=program,
+        tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
+        grads={value: grad.detach().clone() for value, grad in grads.items()},
+        observed=observed,
+    )
+
+
+def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:
+    """Does a program of which parts were cut away still lead to the same origin?"""
+    try:
+        again = locate(program, program.execute(tensors, trace=True))
+    except ProgramError:
+        return False
+    return again is not None and (again.origin.value_id, again.origin.flat, again.origin.op) == (
+        location.origin.value_id,
+        location.origin.flat,
+        location.origin.op,
+    )
+
+
+WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss is one over the vocabulary
+
+WIDE_BYTES = 1 << 20
+
+SNAPSHOT_BYTES = 64 << 20  # leaves larger than this in all are not written
+
+
+def narrow(
+    program: Program, tensors: dict[int, Tensor], grads: dict[int, Tensor], save_tokens: bool, run: Run | None = None
+) -> tuple[Program, dict[int, Tensor], dict[int, Tensor]]:
+    """Return what of a program goes into a file: nothing over the vocabulary, no weights of a real model, no token ids unasked.
+
+    Where a leaf is too large, the program is cut at the first values behind it that are not. run: of the program, if it is at hand.
+    """
+    if not program.calls:
+        return program, tensors, grads
+    run = run or program.execute(tensors)
+    tokens = _token_count(program, run.values)
+
+    def wide(tensor: Tensor) -> bool:
+        size = tensor.numel() * tensor.element_size()
+        return size > WIDE_BYTES and (tokens is None or tensor.numel() >= WIDE_FACTOR * tokens)
+
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    closed = {leaf.id for leaf in program.leaves if wide(tensors[leaf.id])}
+    if not save_tokens:
+        closed |= {leaf.id for leaf in program.leaves if _token_ids(leaf, tensors[leaf.id])}
+    if total > SNAPSHOT_BYTES:
+        closed |= {leaf.id for leaf in program.leaves if leaf.origin == "parameter"}
+    if not closed:
+        return program, tensors, grads
+    cut: dict[int, Leaf] = {}
+    namer = Namer(program)
+    kept = []
+    for call in program.calls:
+        inputs = list(call.inputs())
+        outs = [out for out in call.outs if out is not None]
+        if not any(value in closed for value in inputs):
+            kept.append(call)
+            continue
+        for out in outs:
+            if wide(run.values[out]) or (not save_tokens and _more_than_a_mask(run.values[out])):
+                closed.add(out)
+            else:
+                site = program.site_of(call)
+                role = namer.role(out)
+                cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op, str(role) if role else "")
+    if program.output in cut:
+        return program, tensors, grads  # nothing would be left; keep what there is
+    leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())
+    smaller = replace(program, leaves=leaves, calls=tuple(kept)).slice()
+    needed = {leaf.id for leaf in smaller.leaves}
+    contents = {value: (tensors[value] if value in tensors else run.values[value]) for value in needed}
+    gradients = {value: grads[value] if value in grads else run.grads[value] for value in needed if value in grads or value in run.grads}
+    return smaller, contents, gradients
+
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def _token_ids(leaf: Leaf, tensor: Tensor) -> bool:
+    """Integer data that is neither a mask nor a count: somebody's text, unless it is asked for."""
+    return tensor.dim() > 0 and role_of(leaf.name) is not Role.MASK and _more_than_a_mask(tensor)
+
+
+def _more_than_a_mask(tensor: Tensor) -> bool:
+    """Integers beyond 0 and 1: what is made of token ids may be a mask, and a mask tells nothing of the text."""
+    return tensor.dtype in _INTEGERS and bool(tensor.numel()) and int(tensor.max()) > 1
+
+
+def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
+    """Elements of the tensors that hold one number a token: of ratios and masks, or, if nothing is called so, of log-probs."""
+    namer = Namer(program)
+    found: dict[Role, int] = {}
+    for call in program.calls:
+        for value in [*(v for arg in call.args for v in refs(arg)), *(out for out in call.outs if out is not None)]:
+            role = namer.role(value) if value in values else None
+            if role is not None and "gather" not in call.op and "softmax" not in call.op and 0 < values[value].dim() <= 2:
+                found[role] = max(found.get(role, 0), values[value].numel())
+    return max((found[role] for role in _BY_TOKEN if role in found), default=None) or max(
+        (found[role] for role in LOG_PROBS if role in found), default=None
+    )
+
+
+_BY_TOKEN = (Role.LOG_RATIO, Role.RATIO, Role.KL, Role.MASK)

@@ -1,0 +1,114 @@
+"""Steps that are ruined with finite numbers: spikes, clips by an infinite norm, completions of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.tape import Tape
+from nanscope.errors import ProgramError
+from nanscope.locate.location import Phase, spike, spotted
+from nanscope.locate.observe import gradient_observation, observation
+from nanscope.program.calls import Site
+from nanscope.program.numbers import at, norms
+from nanscope.watching.look import (
+    Look,
+    is_settled,
+)
+from nanscope.watching.recording import Recording
+
+SPIKE = 1e3  # times the largest that a run has seen: more than any healthy change of scale
+
+SETTLED = 3  # steps before a run's own scale is known
+
+
+@dataclass(slots=True)
+class Usual:
+    """The largest that a number has been in the healthy steps so far, at least 1. count: of these steps."""
+
+    largest: float = 1.0
+    count: int = 0
+
+    def add(self, size: float) -> None:
+        """Take a healthy step into account."""
+        self.largest, self.count = max(self.largest, size), self.count + 1
+
+    def exceeded(self, size: float) -> bool:
+        """Is this out of all proportion? Never in the first steps: a large first loss is no finding."""
+        return self.count >= SETTLED and size > SPIKE * self.largest
+
+
+def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Look | None:
+    """Find what made a step huge, in the loss or, by `again`, in the model; None if nothing stands out."""
+    if recording.program is None:
+        return None
+    look: Look | None = Look(recording.program, recording.tensors, recording.program.execute(recording.tensors, trace=True), None)
+    for _ in range(2):
+        if look is None or look.run is None:
+            return None
+        location = spike(look.program, look.run)
+        if location is not None and is_settled(location):
+            return replace(look, location=location)
+        look = again()
+    return None
+
+
+def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | None:
+    """Return, as a snapshot keeps it, the largest element of the gradients whose norm overflowed; None if all of them are 0.
+
+    look: with the gradients that backward made, before they were clipped.
+    """
+    grads = look.run.grads if look is not None and look.run is not None else {}
+    leaves = [leaf for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads] if look is not None else []
+    if leaves and bool(torch.isfinite(torch.linalg.vector_norm(norms([grads[leaf.id] for leaf in leaves])))):
+        return None  # their norm is fine: what the clip saw had gone bad in another way
+    largest = max(leaves, key=lambda leaf: float(grads[leaf.id].double().abs().max()), default=None)
+    if largest is None:
+        return None
+    gradient = grads[largest.id].detach()
+    flat = int(gradient.double().abs().argmax())
+    if not at(gradient, flat):
+        return None
+    return {"outside": True, "clip": "inf", "location": gradient_observation("linalg_vector_norm", largest.name, gradient, flat, site)}
+
+
+def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
+    """Return, as a snapshot keeps it, what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
+    try:
+        program, tensors = tape.program(tape.value_of(gradient))
+        run = program.execute(tensors, trace=True)
+    except (ProgramError, LookupError):
+        return None
+    location = spotted(program, run)
+    if location is None or not any(bool(tensor.any()) for tensor in tensors.values()):
+        return None
+    return {
+        "outside": True,
+        "clip": "inf",
+        "location": {**observation(location, program, run), "phase": str(Phase.BACKWARD)},
+    }
+
+
+REPEATED = 4  # counted tokens of a completion that are all the same
+
+
+def repeated_tokens(ids: Tensor, mask: Tensor | None = None) -> str:
+    """Return what to say if most completions are one token over and over, "" otherwise.
+
+    ids: token ids, [B, T]. mask: [B, T], which tokens count; by default all. A model whose weights are NaN emits token id 0 for ever.
+    """
+    if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        return ""
+    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()
+    low = torch.where(counted, ids, ids.max()).amin(1)
+    high = torch.where(counted, ids, ids.min()).amax(1)
+    same = (low == high) & (counted.sum(1) >= REPEATED)
+    rows = int(same.sum())
+    if 2 * rows <= len(ids):
+        return ""
+    tokens = ", ".join(str(token) for token in sorted(set(low[same].tolist()))[:3])
+    return f"{rows} of {len(ids)} completions are one token over and over (id {tokens}): what a model with NaN weights generates"

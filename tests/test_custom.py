@@ -1,0 +1,161 @@
+"""Custom autograd functions outside the model: a backward that makes NaN out of finite gradients is looked into, and a healthy one is left alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+import nanscope.verdict.diagnose
+from nanscope.capture.custom import is_custom
+
+
+class Score(torch.autograd.Function):
+    """log p with a floor in forward, and a backward that divides by p itself."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, floor: float) -> Tensor:
+        ctx.save_for_backward(probs)
+        ctx.scale = 1.0
+        return probs.clamp_min(floor).log()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (probs,) = ctx.saved_tensors
+        grad_probs = ctx.scale * grad_output / probs
+        return grad_probs, None
+
+
+class Opaque(Score):
+    """The same, through numpy: nothing of it can be recorded."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (probs,) = ctx.saved_tensors
+        with __import__("numpy").errstate(divide="ignore"):
+            return torch.from_numpy(grad_output.numpy() / probs.numpy()), None
+
+
+def train(function: type[Score], zero_at: tuple[int, int] | None, folder: Path, *, watch: bool = True) -> tuple[Any, list[Tensor]]:
+    """Two steps; in the second one a probability underflows. The mask leaves column 4 out."""
+    torch.manual_seed(5)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.ones(4, 5)
+    mask[:, 4] = 0
+    scope = nanscope.watch(out=folder)
+    if watch:
+        scope.__enter__()
+    for step in range(2):
+        logits = model(torch.randn(4, 3))
+        keep = torch.ones(4, 5)
+        if step == 1 and zero_at is not None:
+            keep[zero_at] = 0.0
+        log_probs = function.apply(torch.sigmoid(logits) * keep, 1e-6)
+        loss = -(log_probs * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if watch:
+        scope.__exit__(None, None, None)
+    return scope, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("zero_at", "masked"), [((2, 3), False), ((1, 0), False)])
+def test_the_line_in_a_backward_is_named(tmp_path: Path, zero_at: tuple[int, int], masked: bool) -> None:
+    """Op, element and variable inside the function, whether the loss counts the element, and a fix that was run; the file tells the same."""
+    scope, _ = train(Score, zero_at, tmp_path)
+    (incident,) = scope.verdict.incidents
+    place = incident.origin
+    assert (incident.phase, place.op, place.index, place.masked, place.variable) == ("backward", "div", zero_at, masked, "grad_probs")
+    assert incident.fixes[0].id == "clamp_denominator" and incident.fixes[0].works
+    assert nanscope.load(incident.snapshot).program.calls
+    again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].origin == place
+
+
+def test_a_masked_element_of_a_backward_is_told_as_masked(tmp_path: Path) -> None:
+    """0 / 0 at a token that the loss does not count."""
+    scope, _ = train(Score, (3, 4), tmp_path)
+    place = scope.verdict.incidents[0].origin
+    assert (place.op, place.index, place.masked) == ("div", (3, 4), True)
+
+
+class Raise(torch.autograd.Function):
+    """exp, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad_output * y
+
+
+def test_an_overflow_inside_a_function_that_the_loss_drops_is_named(tmp_path: Path) -> None:
+    """min picks the clipped side of an infinite ratio: the function's own backward makes NaN of it, at a token that the loss counts."""
+    old = torch.zeros(3, 4)
+    old[1, 2] = -200.0
+    model = nn.Linear(2, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        log_probs = nn.functional.logsigmoid(model(torch.ones(3, 2)))
+        ratio = Raise.apply(log_probs - old)
+        loss = -torch.min(ratio * 2.0, ratio.clamp(0.8, 1.2) * 2.0).mean()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    place = incident.origin
+    assert (incident.phase, str(incident.cause)) == ("backward", "where_grad_trap")
+    assert (place.op, place.index, place.value, place.variable) == ("Raise", (1, 2), float("inf"), "ratio")
+    again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].origin == place
+
+
+def test_a_backward_that_cannot_be_recorded_is_named_by_its_function(tmp_path: Path) -> None:
+    """Where the second run shows no ops, the function and the element of its gradient are said."""
+    scope, _ = train(Opaque, (2, 3), tmp_path)
+    (incident,) = scope.verdict.incidents
+    assert incident.phase == "backward" and incident.origin.op == "Opaque" and incident.origin.index == (2, 3)
+
+
+@pytest.mark.parametrize("zero_at", [None, (2, 3)])
+def test_watching_a_function_changes_nothing(tmp_path: Path, zero_at: tuple[int, int] | None) -> None:
+    """Weights are bit-identical, in a healthy and in a spoilt run."""
+    _, bare = train(Score, zero_at, tmp_path / "a", watch=False)
+    scope, watched = train(Score, zero_at, tmp_path / "b")
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(bare, watched, strict=True))
+    assert scope.verdict.healthy is (zero_at is None)
+
+
+def test_a_backward_that_fails_the_second_time_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The function is anybody's code: the incident is there all the same."""
+
+    class Once(Score):
+        calls = 0
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+            Once.calls += 1
+            if Once.calls > 2:
+                raise RuntimeError("not again")
+            return Score.backward(ctx, grad_output)
+
+    with caplog.at_level(logging.WARNING, "nanscope"):
+        scope, _ = train(Once, (2, 3), tmp_path)
+    assert "not again" in caplog.text
+    assert scope.verdict.incidents[0].origin.op == "Once"
+
+
+def test_only_functions_of_others_are_custom() -> None:
+    """torch's own nodes, in C++ or Python, are not looked into."""
+    x = torch.rand(3, requires_grad=True)
+    assert is_custom(Score.apply(x, 1e-6).grad_fn)
+    assert not is_custom((x * 2).grad_fn) and not is_custom(None)

@@ -1,0 +1,45 @@
+"""Indices: flat positions and back, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanscope.text import ravel, show_index, unravel
+
+SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+def test_unravel_and_ravel_are_numpys(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Both directions agree with numpy's row-major order, for scalars too, and undo each other."""
+    size = int(np.prod(shape, dtype=int))
+    flat = data.draw(st.integers(0, size - 1))
+    index = unravel(flat, shape)
+    assert index == tuple(int(i) for i in np.unravel_index(flat, shape))
+    assert ravel(index, shape) == flat
+
+
+def test_a_scalar_has_the_empty_index() -> None:
+    """A tensor without dimensions has one element, at []."""
+    assert unravel(0, ()) == ()
+    assert ravel((), ()) == 0
+
+
+def test_an_empty_shape_does_not_divide_by_zero() -> None:
+    """Asking for a position in a tensor without elements is pointless, but no crash."""
+    assert unravel(0, (3, 0)) == (0, 0)
+
+
+def test_an_index_of_the_wrong_rank_is_refused() -> None:
+    """An index that is too short would silently name another element."""
+    with pytest.raises(ValueError):
+        ravel((1,), (2, 3))
+
+
+def test_an_index_is_shown_as_people_write_it() -> None:
+    """Brackets, a comma and a space; a scalar's is empty."""
+    assert show_index((2, 27)) == "[2, 27]"
+    assert show_index(()) == "[]"
