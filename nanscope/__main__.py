@@ -20,7 +20,7 @@ from nanscope.errors import NanscopeError
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
-    from nanscope.watching.scope import OnNonFinite
+    from nanscope.watching.step import OnNonFinite
 
 
 HEALTHY, FAILED, USAGE, FOUND = 0, 1, 2, 3
@@ -175,7 +175,7 @@ def replay(
             data = {"rows": [_row_json(row) for row in incident.rows], **found.to_json()}
             data |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]} if others is not None else {}
             json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    failing = replayed.location is not None or bool(snapshot.observed.get("outside"))  # or it was seen where the file does not reach
+    failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)
     if others is not None:
         print_alternatives(others, file=sys.stdout)

@@ -1,42 +1,14 @@
-"""Plain data: numbers and flat dataclasses as JSON can hold them, and read back without trust."""
+"""Plain data: numbers and dataclasses as JSON can hold them, and read back without trust."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from types import NoneType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
-
-
-KINDS: dict[str, tuple[type, ...]] = {  # how a field is annotated → what JSON may give for it
-    "int": (int,),
-    "int | None": (int, NoneType),
-    "float": (int, float),
-    "float | None": (int, float, NoneType),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
-def checked(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a flat dataclass out of JSON data, without the keys that it does not know.
-
-    Raises TypeError if a value is not what its field says: a file may hold anything.
-    """
-    if not isinstance(data, dict):
-        raise TypeError(f"{kind.__name__} is {type(data).__name__}")
-    found = {}
-    for field in fields(kind):
-        if field.name not in data:
-            continue
-        value = parse(data[field.name])
-        if not isinstance(value, KINDS[str(field.type)]) or (isinstance(value, bool) and field.type != "bool"):
-            raise TypeError(f"{field.name} is {type(value).__name__}, not {field.type}")
-        found[field.name] = value
-    return found
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 
 def show(value: Any) -> Any:
@@ -51,3 +23,53 @@ def show(value: Any) -> Any:
 def parse(value: Any) -> Any:
     """Return the number that `show` wrote as text."""
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
+
+
+def checked(kind: Any, data: object) -> dict[str, Any]:
+    """Return the fields of a dataclass out of JSON data, without the keys that it does not know.
+
+    Raises TypeError or ValueError if a value is not what its field says: a file may hold anything.
+    """
+    if not isinstance(data, dict):
+        raise TypeError(f"{kind.__name__} is {type(data).__name__}")
+    found = {}
+    for name, hint in _hints(kind).items():
+        if name in data:
+            try:
+                found[name] = read(hint, data[name])
+            except TypeError as error:
+                raise TypeError(f"{name} is {error}") from None
+    return found
+
+
+@cache
+def _hints(kind: Hashable) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(cast(Any, kind))}
+
+
+def read(hint: Any, value: Any) -> Any:
+    """Return JSON data as the type that a hint names: a number, text, an enum, a tuple, a union of these, a dataclass.
+
+    Raises TypeError or ValueError if it is anything else.
+    """
+    if is_dataclass(hint) and isinstance(hint, type):
+        return hint(**checked(hint, value))
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None and NoneType in args else read(next(arg for arg in args if arg is not NoneType), value)
+    if origin is tuple and isinstance(value, list):
+        kinds = (args[0],) * len(value) if args[1:] == (...,) else args
+        return tuple(read(kind, item) for kind, item in zip(kinds, value, strict=True))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if hint is float:
+        value = parse(value)
+        return float(value) if type(value) is int else _exactly(float, value)
+    return _exactly(hint, value)
+
+
+def _exactly(hint: Any, value: Any) -> Any:
+    if type(value) is not hint:
+        raise TypeError(f"{type(value).__name__}, not {getattr(hint, '__name__', hint)}")
+    return value

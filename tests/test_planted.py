@@ -942,7 +942,7 @@ def check_watched(planted: Planted, out: Path, *, called: bool) -> list[str]:
     again = diagnose(saved, incident.snapshot)
     if repr((again.phase, again.cause, again.origin)) != repr((incident.phase, incident.cause, origin)):
         wrong.append(f"the file says {again.phase} {again.cause} {again.origin}, the run said {incident.phase} {incident.cause} {origin}")
-    if not saved.observed.get("outside"):
+    if not saved.observation.outside:
         replayed = replay(saved, full=False)
         if replayed.reproduces is not True:
             wrong.append(f"reproduces: {replayed.reproduces}")

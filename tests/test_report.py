@@ -27,6 +27,7 @@ from nanscope.errors import NanscopeError
 from nanscope.program.program import Program
 from nanscope.report import render as report
 from nanscope.report.render import render, suffixes
+from nanscope.snapshot.observation import Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict import incident
 from nanscope.verdict.diagnose import verdict as diagnosed
@@ -120,10 +121,10 @@ def verdict_of(kind: str) -> Verdict:
     if kind == "absorbed":
         return Verdict((), (Note("nonfinite_absorbed", "ratio was +inf at [0, 1], and it was absorbed", 3),), steps=12, version="0.1.0")
     if kind == "observed only":
-        origin = {"op": "module", "index": [0, 1, 2], "shape": [2, 3, 4], "value": "nan", "dtype": "bfloat16", "variable": "logits"}
+        origin = Origin("module", (0, 1, 2), (2, 3, 4), math.nan, "bfloat16", "logits")
         snapshot = Snapshot(
             step=7, rank=3, program=Program((), (), -1), tensors={}, loss=torch.tensor(math.nan), grads={},
-            reached=Reached(loss=math.nan, gradients=4, bad_gradients=4), observed={"location": {"phase": "forward", "origin": origin}},
+            reached=Reached(loss=math.nan, gradients=4, bad_gradients=4), observation=Observation(phase=Phase.FORWARD, origin=origin),
         )  # fmt: skip
         return diagnosed([snapshot], steps=7, bad_steps=1)
     with tempfile.TemporaryDirectory() as folder:

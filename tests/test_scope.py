@@ -17,9 +17,12 @@ import nanscope
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.replay.tries import replay
-from nanscope.watching import narrow
-from nanscope.watching import scope as scope_module
-from nanscope.watching.scope import Scope
+from nanscope.watching import examine, narrow, recording
+from nanscope.watching import step as running
+from nanscope.watching.examine import Examiner
+from nanscope.watching.logbook import Logbook
+from nanscope.watching.recording import Recording
+from nanscope.watching.step import OnNonFinite, Step
 
 
 def policy(vocabulary: int = 20) -> nn.Module:
@@ -381,24 +384,29 @@ PLANTS = [
     (Tape, "program"),
     (Tape, "forget"),
     (Tape, "value_of"),
-    (Scope, "before_backward"),
-    (Scope, "after_backward"),
-    (Scope, "before_step"),
-    (Scope, "after_step"),
-    (Scope, "_examine"),
-    (Scope, "_found"),
-    (Scope, "_close_step"),
-    (Scope, "_open_run"),
-    (Scope, "_finish"),
+    (Step, "before_backward"),
+    (Step, "after_backward"),
+    (Step, "before_step"),
+    (Step, "after_step"),
+    (Step, "_examine"),
+    (Step, "_save"),
+    (Step, "_close"),
+    (Step, "finish"),
+    (Recording, "watch"),
+    (Examiner, "loss"),
+    (Examiner, "snapshot"),
+    (Logbook, "open"),
+    (Logbook, "keep"),
+    (Logbook, "close"),
     (narrow, "narrow"),
     (ModuleWatch, "_begin"),
     (ModuleWatch, "_remember"),
     (ModuleWatch, "output_of"),
     (ModuleWatch, "parameters"),
     (TapeMode, "suspend"),
-    (scope_module, "is_finite"),
-    (scope_module, "norms"),
-    (scope_module, "read_pulse"),
+    (running, "norms"),
+    (running, "read_pulse"),
+    (recording, "is_finite"),
 ]
 
 
@@ -410,7 +418,7 @@ def test_our_own_failure_never_stops_training(
     caplog: pytest.LogCaptureFixture,
     owner: object,
     name: str,
-    mode: nanscope.watching.scope.OnNonFinite,
+    mode: OnNonFinite,
 ) -> None:
     """Whatever of ours is broken, the run ends as if it had not been watched, with a warning that names the failure."""
 
@@ -430,7 +438,7 @@ def test_our_own_failure_never_stops_training(
     torch.manual_seed(0)
     with nanscope.watch(out=tmp_path, on_nonfinite="record"):
         assert len(grpo_steps(policy(), 3, stale_at(0, 3))) == 3
-    if name not in ("_examine", "_found", "narrow", "parameters"):
+    if name not in ("_examine", "_save", "keep", "loss", "snapshot", "narrow", "parameters"):
         assert "planted" in caplog.text and "nanscope [" in caplog.text
 
 
@@ -669,16 +677,15 @@ def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["look_closely", "find_trainer", "settings", "to_save", "logged_loss", "environment"])
 def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever fails while a bad step is described: the step is reported, with what it reached, and the file is there."""
-    from nanscope.watching import scope as hit
 
     def broken(*args: object, **kwargs: object) -> None:
         if name != "environment" or args != (None, None):
             raise ZeroDivisionError("planted")
 
-    real = hit.environment
+    real = examine.environment
     x = torch.tensor([1.0, 99.0], requires_grad=True)
     with nanscope.watch(out=tmp_path) as scope:
-        monkeypatch.setattr(hit, name, broken)
+        monkeypatch.setattr(examine, name, broken)
         if name == "environment":
             calls: list[object] = []
 
@@ -686,7 +693,7 @@ def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monke
                 calls.append(args)
                 return broken() if len(calls) > 1 else real(None, None)
 
-            monkeypatch.setattr(hit, name, once)
+            monkeypatch.setattr(examine, name, once)
         torch.exp(x).sum().backward()
         monkeypatch.undo()
     (incident,) = scope.verdict.incidents

@@ -31,6 +31,7 @@ from nanscope.program.program import Program
 from nanscope.snapshot.file import load, save
 from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 
 DTYPES = (
@@ -70,7 +71,7 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
         "loss": torch.tensor(math.nan),
         "grads": {0: torch.full((2, 3), math.inf)},
         "reached": Reached(loss=math.nan, gradients=21, bad_gradients=21, weights=3, bad_weights=0, stepped="taken", scaled=True),
-        "observed": {"location": {"phase": "backward"}},
+        "observation": Observation(Kind.CLIP, Phase.BACKWARD, Origin("exp", (0, 1), (2, 3), math.nan), optimizer="AdamW"),
         "settings": {"beta": 0.04, "loss_type": "dapo"},
         "history": (Entry(410, 3, 1.5, loss=0.25), Entry(411, 3, 2.5, loss=math.inf, nonfinite=True)),
         "environment": {"versions": {"torch": torch.__version__}},
@@ -83,9 +84,10 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
 
 def equal(a: Snapshot, b: Snapshot) -> None:
     """Two snapshots hold the same, bit for bit."""
-    assert (a.step, a.rank, a.program, a.opaque, a.notes, a.settings, a.observed, a.environment) == (
-        b.step, b.rank, b.program, b.opaque, b.notes, b.settings, b.observed, b.environment,
+    assert (a.step, a.rank, a.program, a.opaque, a.notes, a.settings, a.environment) == (
+        b.step, b.rank, b.program, b.opaque, b.notes, b.settings, b.environment,
     )  # fmt: skip
+    assert repr(a.observation) == repr(b.observation)
     assert repr(a.reached) == repr(b.reached) and repr(a.history) == repr(b.history)
     assert (a.loss is None) == (b.loss is None)
     if a.loss is not None and b.loss is not None:
@@ -272,7 +274,7 @@ def test_a_step_without_a_program_can_be_saved(tmp_path: Path) -> None:
     equal(load(save(snapshot, tmp_path)), snapshot)
 
 
-@pytest.mark.parametrize("place", ["settings", "observed", "environment"])
+@pytest.mark.parametrize("place", ["settings", "objective", "environment"])
 def test_numbers_that_json_does_not_have_do_not_cost_the_file(tmp_path: Path, place: str) -> None:
     """`max_grad_norm=inf` is a usual setting, and a logged loss may be NaN: the step is saved all the same."""
     path = save(small(**{place: {"max_grad_norm": math.inf, "logged_loss": math.nan, "deep": [{"x": -math.inf}]}}), tmp_path)

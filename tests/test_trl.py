@@ -145,17 +145,18 @@ def test_the_recorded_program_of_trl_replays_bit_for_bit(
     """Loss and gradient of the recorded program are those of the run, also after a trip through JSON."""
     import json
 
-    from nanscope.watching.scope import Recording, Scope
+    from nanscope.watching.recording import Recording
+    from nanscope.watching.step import Step
 
     seen: list[Recording] = []
-    original = Scope.after_backward
+    original = Step.after_backward
 
-    def after_backward(self: Scope) -> None:
+    def after_backward(self: Step) -> None:
         assert self._current is not None
         seen.append(self._current)
         original(self)
 
-    monkeypatch.setattr(Scope, "after_backward", after_backward)
+    monkeypatch.setattr(Step, "after_backward", after_backward)
     trainer = make_trainer(tmp_path, loss_type=loss_type, beta=beta, max_steps=3)
     train(tmp_path, trainer)
     assert len(seen) == 3

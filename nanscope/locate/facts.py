@@ -8,9 +8,133 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nanscope.locate.location import Location
+from nanscope.locate.names import Namer
+from nanscope.program.calls import Call, Computes
 from nanscope.program.numbers import smallest
-from nanscope.program.ops import base_name
+from nanscope.program.ops import Flow, base_name, carries, flow_of
 from nanscope.program.program import Program
+from nanscope.program.run import Run
+from nanscope.snapshot.observation import Facts
+
+LOGS = ("log", "log2", "log10", "log1p", "xlogy")
+
+
+def facts_of(location: Location, program: Program, run: Run) -> Facts:
+    """Return the facts around the origin of a location."""
+    origin = location.origin
+    call = program.calls[origin.call] if origin.call is not None else None
+    literal = call is not None and base_name(call.op) == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
+    own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
+    return Facts(
+        coefficient=origin.coefficient is not None,
+        ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
+        mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
+        literal_denominator=literal,
+        setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
+        dropped=bool(origin.drops),
+        zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
+        extent=_extent(run.values[origin.value_id], origin.index) if origin.call is None else "",
+        whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
+        multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
+        plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
+        unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
+        eps_underflow=origin.call is not None and bool(vanishing_eps(program, run.values, origin.call)),
+    )
+
+
+def _meets_zero(location: Location, program: Program) -> bool:
+    """Is it a product with 0 that makes NaN of an infinity, and not something on the way there, a softmax for instance?"""
+    if math.isnan(location.origin.value):
+        return True
+    producers = program.producers()
+    for step in location.chain:
+        if math.isnan(step.value) and not step.backward:
+            index = producers.get(step.value_id)
+            op = program.calls[index].op if index is not None else ""
+            return flow_of(op) is Flow.MATMUL or base_name(op) in ("mul", "addcmul", "addmm", "einsum")
+    return True
+
+
+def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
+    """How much of a tensor is non-finite beside the element that was named."""
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    if count <= 1:
+        return ""
+    if count == bad.numel():
+        return "all of it"
+    row = bad[index[0]] if len(index) > 1 else bad
+    if len(index) > 1 and bool(row.all()) and count == row.numel():
+        return f"the whole row {index[0]}"
+    return f"{count} of {bad.numel()} elements"
+
+
+def _ancestors(program: Program, value: int) -> set[str]:
+    """The operators that a value was made by, a few steps back."""
+    producers = program.producers()
+    found: set[str] = set()
+    stack = [(value, 0)]
+    while stack:
+        current, depth = stack.pop()
+        index = producers.get(current)
+        if index is None or depth > 4:
+            continue
+        found.add(base_name(program.calls[index].op))
+        stack += [(v, depth + 1) for v in program.calls[index].inputs()]
+    return found
+
+
+def _times_own_operand(program: Program, call: Call) -> bool:
+    """Is the logarithm multiplied by the number it was taken of, p · log p?"""
+    consumers = program.consumers()
+    operand = next(iter(call.inputs()), None)
+    value = call.outs[0]
+    for _ in range(6):
+        readers = [program.calls[index] for index in consumers.get(value, ())] if value is not None else []
+        if any(base_name(reader.op) == "mul" and operand in set(reader.inputs()) for reader in readers):
+            return True
+        following = [r for r in readers if flow_of(r.op) in (Flow.POINTWISE, Flow.MOVE)]
+        if not following:
+            return False
+        value = following[0].outs[0]
+    return False
+
+
+def _came_in(program: Program, value: int) -> bool:
+    """Is a value one that came in as it is, a temperature for instance, and was at most reshaped?"""
+    producers = program.producers()
+    for _ in range(12):
+        index = producers.get(value)
+        if index is None:
+            return True
+        call = program.calls[index]
+        if not carries(call.op):
+            return False
+        value = next(iter(call.inputs()), value)
+    return False
+
+
+def _from_mask(program: Program, run: Run, value: int) -> bool:
+    """Is a value a sum over a mask?"""
+    producers, namer = program.producers(), Namer(program)
+    if "sum" not in _ancestors(program, value):
+        return False
+    for _ in range(12):
+        made = producers.get(value)
+        if made is not None and base_name(program.calls[made].op) in ("sub", "rsub"):
+            return False  # a count less one
+        if namer.says_mask(value):
+            return True
+        index = producers.get(value)
+        if index is None:
+            tensor = run.values[value]
+            return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
+        following = next(iter(program.calls[index].inputs()), None)
+        if following is None:
+            return False
+        value = following
+    return False
 
 
 def vanishing_eps(program: Program, values: Mapping[int, Tensor], index: int) -> dict[tuple[int, int], float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from nanscope.program.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.roles import Role
+from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
 
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm
@@ -34,16 +34,6 @@ ALIKE = 64  # elements of one result that are looked at to find the first that d
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 
 DEEP = 10_000  # steps of one walk
-
-
-class Phase(StrEnum):
-    """Where the harm was made."""
-
-    INPUT = "input"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-    WEIGHTS = "weights"
 
 
 _PHASES = {Computes.GRADIENT: Phase.BACKWARD, Computes.UPDATE: Phase.OPTIMIZER, Computes.ACTIVATION: Phase.FORWARD}

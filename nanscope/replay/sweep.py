@@ -33,9 +33,10 @@ from nanscope.replay.edits import clamp_exponent
 from nanscope.replay.own_loss import Objective
 from nanscope.replay.patch import Patch, Variant, after
 from nanscope.replay.reference import repaired
-from nanscope.replay.tries import Row, everywhere, replay
+from nanscope.replay.tries import everywhere, replay
 from nanscope.replay.under import distortion, evaluate, own_gradient
 from nanscope.roles import Role
+from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_exact
 

@@ -23,31 +23,8 @@ from nanscope.program.run import Run
 from nanscope.replay.edits import CONTROLS, EDITS
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
+from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way of running the step.
-
-    kind: "recorded", "float64", "fix", "control" (a tempting wrong one) or "asked" (by --edit).
-    loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
-    gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
-    measured.
-    works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
-    note: why it could not be run, or what is remarkable.
-    """
-
-    id: str
-    label: str
-    kind: str
-    loss: float | None
-    bad: int
-    total: int
-    distortion: float | None
-    works: bool
-    note: str = ""
-    largest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +52,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Vari
     if not program.calls:
         return Replay((), None, None, None, None)
     run = program.execute(snapshot.tensors, trace=True)
-    suspect = bool(snapshot.observed.get("suspect"))
+    suspect = snapshot.observation.suspect
     location = locate(program, run) or (spike(program, run) if suspect else None)
     loss = run.values[program.output]
     reproduces = None if snapshot.loss is None else same_bits(loss, snapshot.loss)

@@ -26,7 +26,7 @@ from nanscope.objective.settings import Anchor, LossInputs, LossSettings, on_lea
 from nanscope.plain import show
 from nanscope.replay.batch import RecordedBatch, recorded_batch
 from nanscope.replay.own_loss import Objective, own_objective
-from nanscope.replay.tries import Row
+from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
 
 _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}

@@ -9,7 +9,7 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from nanscope.locate.observe import Place
+from nanscope.snapshot.observation import Origin
 from nanscope.text import number
 
 
@@ -81,7 +81,7 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
-def where(place: Place, limit: int = 240) -> str:
+def where(place: Origin, limit: int = 240) -> str:
     """Return file name and line of the origin, "" if unknown."""
     if not place.file:
         return ""
@@ -89,14 +89,14 @@ def where(place: Place, limit: int = 240) -> str:
     return name if place.line is None else f"{name}:{clean(place.line, 12)}"
 
 
-def subject(place: Place, limit: int = 240) -> str:
+def subject(place: Origin, limit: int = 240) -> str:
     """Return the code that made the origin: variable = expression, as far as known."""
     if place.variable and place.expression and place.op != "input":
         return clean(f"{place.variable} = {place.expression}", limit)
     return clean(place.variable or place.expression or place.op, limit)
 
 
-def calculation(place: Place, limit: int = 240) -> str:
+def calculation(place: Origin, limit: int = 240) -> str:
     """Return what the op computed: exp(200) = +inf."""
     args = ", ".join(numeral(value) for _, value in place.operands[:3]) + (", …" if len(place.operands) > 3 else "")
     return clean(f"{place.op}({args}) = {numeral(place.value)}" if place.operands else numeral(place.value), limit)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanscope.locate.observe import Place
 from nanscope.report.clean import (
     clean,
     plural,
     real,
 )
 from nanscope.report.history import is_finite_number
+from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident
 
 LEVELS = 5  # steps of the colour scale on each side of 0
@@ -105,7 +105,7 @@ def _is_bad(value: float | None, limit: float | None) -> bool:
     return value is not None and (not math.isfinite(value) or (limit is not None and value > limit))
 
 
-def _axes(place: Place) -> tuple[str, str]:
+def _axes(place: Origin) -> tuple[str, str]:
     if len(place.shape) < 2:
         return "", "element"
     if len(place.shape) > 2:

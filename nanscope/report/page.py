@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from nanscope.locate.observe import Link, Place
 from nanscope.report.clean import LIMITS, Limits, calculation, clean, numeral, real, subject, two, where
 from nanscope.report.draw import Chart, Map, _chart, _map
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import is_finite_number, panels_of
 from nanscope.report.tried import Group, best_of, distortion_words, groups_of
 from nanscope.roles import role_words
+from nanscope.snapshot.observation import Link, Origin
 from nanscope.text import show_index
 from nanscope.verdict.incident import Fix, Incident, Note, Verdict
 
@@ -183,7 +183,7 @@ def _command(path: str, limits: Limits) -> str:
     return f"nanscope replay {shlex.quote(clean(path, 2 * limits.text))}"
 
 
-def _segments(text: str, place: Place, limits: Limits) -> tuple[Segment, ...]:
+def _segments(text: str, place: Origin, limits: Limits) -> tuple[Segment, ...]:
     """Split a sentence into words and the code it quotes."""
     spans = [subject(place, limits.text), where(place, limits.text), *([calculation(place, limits.text)] if place.operands else [])]
     spans += [clean(word, limits.text) for word in (place.expression, place.variable, *(name for name, _ in place.operands[:4])) if word]
@@ -218,7 +218,7 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
     return tuple((name, clean(words, limits.text)) for name, words in pairs if words)
 
 
-def _source(place: Place, limits: Limits) -> Iterator[SourceLine]:
+def _source(place: Origin, limits: Limits) -> Iterator[SourceLine]:
     lines = list(place.source)
     middle = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
     lines = lines[max(0, middle - 7) : middle + 8]

@@ -18,7 +18,7 @@ from rich.text import Text
 from nanscope.causes import Cause
 
 if TYPE_CHECKING:
-    from nanscope.replay.tries import Row
+    from nanscope.snapshot.observation import Row
     from nanscope.verdict.incident import Incident, Verdict
 
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, console_for, safe

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nanscope.replay.tries import Row
 from nanscope.report.clean import (
     LIMITS,
     Limits,
@@ -14,6 +13,7 @@ from nanscope.report.clean import (
     real,
 )
 from nanscope.report.history import is_finite_number
+from nanscope.snapshot.observation import Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
 

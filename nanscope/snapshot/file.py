@@ -44,6 +44,7 @@ from nanscope.program.program import Program
 from nanscope.snapshot.files import whole
 from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
 
 LONGEST_NAME = 100  # characters
@@ -122,7 +123,7 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "tensors": {str(value): name for value, name in names.items()},
         "strides": {str(value): list(snapshot.tensors[value].stride()) for value in names if not snapshot.tensors[value].is_contiguous()},
         "reached": asdict(snapshot.reached),
-        "observed": snapshot.observed,
+        "observed": snapshot.observation.to_json(),
         "settings": snapshot.settings,
         "objective": snapshot.objective,
         "history": [entry.to_json() for entry in snapshot.history],
@@ -186,7 +187,7 @@ def load(path: Path | str) -> Snapshot:
             loss=tensors.get("loss"),
             grads={value: tensors[f"grad/{name}"] for value, name in by_id.items() if f"grad/{name}" in tensors},
             reached=Reached(**checked(Reached, about["reached"])),
-            observed=dict(about.get("observed") or {}),
+            observation=Observation.from_json(about.get("observed") or {}),
             settings=dict(about.get("settings") or {}),
             objective=dict(about.get("objective") or {}),
             history=tuple(Entry.from_json(entry) for entry in about.get("history", [])),

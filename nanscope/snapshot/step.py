@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanscope.program.program import Program
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.observation import UNSEEN, Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Snapshot:
     """One step: the program of its loss, the tensors that go in, and what was seen.
 
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
-    observed: JSON of a location found in the process, for origins that the program does not reach. objective: the framework's loss as
-    `framework_loss` knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
+    observation: what was seen in the process and cannot be recomputed from the file. objective: the framework's loss as `framework_loss`
+    knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
     part: which backward pass of the step, from 1. asked: saved on request; nothing was wrong.
     """
 
@@ -46,7 +47,7 @@ class Snapshot:
     loss: Tensor | None
     grads: dict[int, Tensor]
     reached: Reached
-    observed: dict[str, Any] = field(default_factory=dict)
+    observation: Observation = UNSEEN
     settings: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
     history: tuple[Entry, ...] = ()

@@ -2,8 +2,8 @@
 
     step 412 · backward: coef_1 = torch.exp(log_importance_weights) overflowed at [2, 27] …
 
-`case` says what is known, `rules` name the cause, `replay` tries the fixes, `words` tell it; here it becomes one verdict, so that every
-report tells the same story.
+The observation says what is known, `rules` name the cause, `replay` tries the fixes, `sentence` tells it; here it becomes one verdict,
+so that every report tells the same.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nanscope.errors import ProgramError, SnapshotError
+from nanscope.errors import ProgramError
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
-from nanscope.locate.observe import NO_STORY, Case, Story
+from nanscope.locate.observe import observe
 from nanscope.replay.tries import Replay, replay
+from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
-from nanscope.verdict.fixes import _fixes, _remedies
-from nanscope.verdict.incident import Incident, Note, Verdict, _row_from_json
-from nanscope.verdict.map import _picture
+from nanscope.verdict.fixes import fixes_of, remedies
+from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.verdict.map import picture_of
 from nanscope.verdict.rules import cause_of
 from nanscope.verdict.sentence import headline, sentence
+from nanscope.version import __version__
 
 
 def verdict(
@@ -38,16 +40,14 @@ def verdict(
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps: its counts.
     """
-    from nanscope.version import __version__
-
     incidents: list[Incident] = []
     poisoned: int | None = None
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
     # Of one step, the rank that made the harm comes before those that it reached.
-    for snapshot, path in sorted(numbered, key=lambda pair: (pair[0].step, bool(pair[0].observed.get("allreduce")), pair[0].rank)):
+    for snapshot, path in sorted(numbered, key=lambda pair: (pair[0].step, pair[0].observation.kind is Kind.ARRIVED, pair[0].rank)):
         source = next((i for i in incidents if i.step == snapshot.step and i.rank != snapshot.rank), None)
-        story = Story(poisoned, f"rank {source.rank}: {source.sentence}" if source is not None else "")
-        incidents.append(diagnose(snapshot, path, story=story))
+        told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
+        incidents.append(diagnose(snapshot, path, poisoned_at=poisoned, source=told))
         if poisoned is None and snapshot.reached.bad_weights:
             poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
@@ -55,41 +55,47 @@ def verdict(
     return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, bad_steps, __version__)
 
 
-def examine(snapshot: Snapshot, replayed: Replay | None = None, *, story: Story = NO_STORY) -> tuple[Case, Replay, str]:
-    """Return what is known of a snapshot's origin, its replay, and why it could not be replayed ("" if it could)."""
+def examine(
+    snapshot: Snapshot, replayed: Replay | None = None, *, poisoned_at: int | None = None, source: str = ""
+) -> tuple[Observation, Replay, str]:
+    """Return what is known of a snapshot's step, its replay, and why it could not be replayed ("" if it could)."""
     problem = ""
     if replayed is None:
         try:
             replayed = replay(snapshot)
         except ProgramError as error:
             replayed, problem = Replay((), None, None, None, None), str(error)
-    location, seen = replayed.location, snapshot.observed
-    if location is not None and replayed.run is not None and not seen.get("outside"):
-        case = Case.of(location, snapshot.program, replayed.run)
-    else:
-        # The origin lies outside the file's program (in the model, in a clip): told as it was seen.
-        try:
-            case = Case.observed(snapshot, seen.get("location") or {})
-            if seen.get("rows"):
-                replayed = replace(replayed, rows=tuple(_row_from_json(row) for row in seen["rows"]))
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise SnapshotError(f"what was observed in step {snapshot.step} is not readable ({error})", slug="snapshot-damaged") from None
-    return case.with_seen(seen, story), replayed, problem
+    seen, location = snapshot.observation, replayed.location
+    if location is not None and replayed.run is not None and not seen.outside:
+        observed = observe(location, snapshot.program, replayed.run)
+    else:  # the origin lies outside the file's program (in the model, in a clip): told as it was seen
+        loss = snapshot.reached.loss
+        phase = Phase.FORWARD if loss is not None and not math.isfinite(loss) else Phase.BACKWARD
+        observed = replace(seen, phase=seen.phase or phase)
+        replayed = replace(replayed, rows=seen.tried or replayed.rows)
+    return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
 
 
-def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | None = None, *, story: Story = NO_STORY) -> Incident:
+def diagnose(
+    snapshot: Snapshot,
+    path: str | None = None,
+    replayed: Replay | None = None,
+    *,
+    poisoned_at: int | None = None,
+    source: str = "",
+) -> Incident:
     """Explain one snapshot.
 
-    replayed: a replay that was already run, to save a second one. story: what earlier steps and other ranks have to do with it.
+    replayed: a replay that was already run, to save a second one. poisoned_at, source: what an earlier step and another rank have to do
+    with it, see `Observation`.
     """
-    case, replayed, problem = examine(snapshot, replayed, story=story)
+    seen, replayed, problem = examine(snapshot, replayed, poisoned_at=poisoned_at, source=source)
     if problem:
         snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", problem)))
-    location, seen = replayed.location, snapshot.observed
-    cause = cause_of(case)
+    cause = cause_of(seen)
     framework = recognise({site.file for site in snapshot.program.sites} | {f"/{snapshot.objective.get('site', '')}"})
-    fixes, rejected = _fixes(case, cause, replayed.rows)
-    phase = str(case.phase)
+    fixes, rejected = fixes_of(seen, cause, replayed.rows)
+    phase = str(seen.phase)
     reached = {
         "loss": snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss),
         "gradients": [snapshot.reached.bad_gradients, snapshot.reached.gradients],
@@ -103,27 +109,25 @@ def diagnose(snapshot: Snapshot, path: str | None = None, replayed: Replay | Non
         phase=phase,
         cause=cause,
         headline=headline(snapshot, phase),
-        sentence=sentence(snapshot, case, cause),
-        origin=case.place,
-        chain=case.chain,
+        sentence=sentence(snapshot, seen, cause),
+        origin=seen.origin,
+        chain=seen.chain,
         loss=snapshot.reached.loss,
         reached=reached,
         fixes=fixes,
         rejected=rejected,
         framework=framework.name if framework else None,
-        remedies=_remedies(framework, cause),
+        remedies=remedies(framework, cause),
         notes=tuple(found),
         snapshot=path,
         rows=replayed.rows,
         reproduces=replayed.reproduces,
-        suspect=case.facts.suspect,
+        suspect=seen.suspect,
         history=snapshot.history,
         environment=snapshot.environment,
         settings=snapshot.settings,
         opaque=snapshot.opaque,
-        picture=_picture(snapshot.program, location, replayed.run)
-        if location is not None and replayed.run is not None and not seen.get("outside")
-        else None,
+        picture=None if seen.outside else picture_of(snapshot.program, replayed),
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
     )

@@ -7,24 +7,22 @@ from pathlib import Path
 
 from nanscope.causes import ADVICE, CAUSES, Cause
 from nanscope.frameworks.rows import Framework
-from nanscope.locate.location import Phase
-from nanscope.locate.observe import Case
-from nanscope.replay.tries import Row
+from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.verdict.incident import Fix
 
 
-def _fixes(case: Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
+def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Return the fixes that work, best first, and what was tried and does not."""
-    where = f"{Path(case.place.file).name}:{case.place.line}" if case.place.file and case.place.line else None
+    where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file and seen.origin.line else None
     wanted = CAUSES[cause].fixes
-    vocabulary = {"_log_softmax", "log_softmax"} & set(case.facts.ancestors) and not {"gather", "index"} & set(case.facts.ancestors)
-    if cause is Cause.INF_MINUS_INF and (len(case.place.shape) > 2 or vocabulary):
+    vocabulary = {"_log_softmax", "log_softmax"} & set(seen.facts.ancestors) and not {"gather", "index"} & set(seen.facts.ancestors)
+    if cause is Cause.INF_MINUS_INF and (len(seen.origin.shape) > 2 or vocabulary):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # over a vocabulary there are no samples to drop
-    if cause is Cause.LOG_ZERO and case.place.dtype in ("float16", "bfloat16"):
+    if cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
         wanted = ("stable_function", "upcast_fp32", "clamp_input")
-    if case.facts.multiplied and "mask_before_op" not in wanted[:1]:
+    if seen.facts.multiplied and "mask_before_op" not in wanted[:1]:
         wanted = ("mask_before_op", *wanted)
-    if case.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:
+    if seen.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:
         wanted = ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
     natural = {name: position for position, name in enumerate(wanted)}
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
@@ -38,7 +36,7 @@ def _fixes(case: Case, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ..
     rejected = tuple(fix for fix in tried if not fix.works or fix.id.endswith("_after_op"))
     if not working and not advised:
         advised = [Fix(name, ADVICE[name], where, False, None) for name in wanted if name not in {fix.id for fix in rejected}]
-    first = advised if cause is not Cause.ZERO_DENOMINATOR or case.facts.setting else []
+    first = advised if cause is not Cause.ZERO_DENOMINATOR or seen.facts.setting else []
     return (*first, *working, *(fix for fix in advised if fix not in first)), rejected
 
 
@@ -53,7 +51,7 @@ def _as_fix(row: Row, where: str | None) -> Fix:
     return Fix(row.id, row.label, where, True, row.works, row.loss, row.bad, row.total, row.distortion)
 
 
-def _remedies(framework: Framework | None, cause: Cause) -> tuple[str, ...]:
+def remedies(framework: Framework | None, cause: Cause) -> tuple[str, ...]:
     """Return what helps in the framework's own words; where something does, also what it guards against already."""
     if framework is None:
         return ()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.errors import Deliberate
-from nanscope.locate.observe import Link, Place, place_json
-from nanscope.plain import checked, show
-from nanscope.replay.tries import Row
+from nanscope.plain import show
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.observation import Link, Origin, Row
 
 
 class NonFiniteError(Deliberate):
@@ -68,7 +61,7 @@ class Incident:
     cause: Cause
     headline: str
     sentence: str
-    origin: Place
+    origin: Origin
     chain: tuple[Link, ...]
     loss: float | None
     reached: dict[str, Any]
@@ -156,15 +149,6 @@ class Verdict:
         }
 
 
-def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows of a replay as JSON data."""
-    return [{name: show(value) for name, value in asdict(row).items()} for row in rows]
-
-
-def _row_from_json(data: dict[str, Any]) -> Row:
-    return Row(**checked(Row, data))
-
-
 def _fix_json(fix: Fix) -> dict[str, Any]:
     return {
         "id": fix.id,
@@ -191,7 +175,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "status": "suspect" if i.suspect else "non-finite",
         "headline": i.headline,
         "sentence": i.sentence,
-        "origin": place_json(i.origin),
+        "origin": i.origin.to_json(),
         "chain": [
             {"text": link.text, "file": link.file, "line": link.line, "value": show(link.value), "backward": link.backward}
             for link in i.chain

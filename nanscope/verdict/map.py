@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from nanscope.locate.location import Location
 from nanscope.locate.observe import EXPS, operand_name
 from nanscope.program.program import Program
-from nanscope.program.run import Run
+from nanscope.replay.tries import Replay
 from nanscope.roles import last_word
 from nanscope.verdict.incident import Picture
 
 MAP_ROWS, MAP_COLUMNS = 24, 64
 
 
-def _picture(program: Program, location: Location, run: Run) -> Picture | None:
-    """Cut the offending tensor, or the exponent that made it, to a map around the bad element."""
+def picture_of(program: Program, replayed: Replay) -> Picture | None:
+    """Cut the offending tensor, or the exponent that made it, to a map around the bad element; None where there is none to draw."""
+    location, run = replayed.location, replayed.run
+    if location is None or run is None:
+        return None
     origin = location.origin
     shown, what = run.values[origin.value_id], origin.variable or origin.op
     if origin.op in EXPS and origin.operands:

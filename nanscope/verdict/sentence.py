@@ -1,4 +1,4 @@
-"""The words: one sentence for a finding, with the numbers of this step, and how numbers are written everywhere."""
+"""One sentence for a finding, with the numbers of this step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.locate.location import Location, Phase
-from nanscope.locate.observe import CLIPPED, Case, Place
+from nanscope.locate.location import Location
+from nanscope.locate.observe import CLIPPED
 from nanscope.roles import last_word
+from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number, show_index
 
@@ -33,8 +34,8 @@ def headline(snapshot: Snapshot, phase: str) -> str:
 _BORN: dict[str, str] = {"+inf": "overflowed to +inf", "−inf": "gave −inf", "NaN": "gave NaN"}
 
 
-def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
-    p, r = case.place, snapshot.reached
+def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
+    p, r = seen.origin, snapshot.reached
     where = f"{Path(p.file).name}:{p.line}" if p.file and p.line else "an unknown line"
     token = "an element" if len(p.shape) != 2 else "a token"
     inside = ""
@@ -43,44 +44,44 @@ def sentence(snapshot: Snapshot, case: Case, cause: Cause) -> str:
     elif p.masked:
         inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
     index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
-    extent = f" ({case.facts.extent})" if case.facts.extent and not case.facts.unwritten else ""
-    if case.facts.allreduce:
-        name, source = p.variable or "a weight", case.facts.story.source.rstrip(".")
+    extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
+    if seen.kind is Kind.ARRIVED:
+        name, source = p.variable or "a weight", seen.source.rstrip(".")
         what = f"the gradient of {name} is {number(p.value)} at {index}, while this rank's own backward gives finite numbers"
         what += f": it came by all-reduce. {source}" if source else ": it came by all-reduce"
-    elif case.phase is Phase.INPUT:
+    elif seen.phase is Phase.INPUT:
         what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{extent}{inside}, read at {where}"
-    elif case.phase is Phase.WEIGHTS:
+    elif seen.phase is Phase.WEIGHTS:
         name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
         if cause is Cause.HW_BITFLIP:
             what = f"{name} is {number(p.value)} at {index}, many orders of magnitude beyond every other element of it"
-        elif case.facts.story.poisoned_at is not None:
-            what = f"{name} was already {number(p.value)} at {index}: the update of step {case.facts.story.poisoned_at} wrote it there"
+        elif seen.poisoned_at is not None:
+            what = f"{name} was already {number(p.value)} at {index}: the update of step {seen.poisoned_at} wrote it there"
         else:
             what = f"{name} was already {number(p.value)} at {index} before the step"
-    elif case.phase is Phase.OPTIMIZER and p.operands and p.op != "unknown" and case.facts.weight:
+    elif seen.phase is Phase.OPTIMIZER and p.operands and p.op != "unknown" and seen.weight:
         head, numbers = _made(p)
         at = f" at {index}" if index else ""
-        what = f"the update of {case.facts.optimizer} made {case.facts.weight} non-finite: {head}{at}, {where}: {numbers}"
-    elif case.phase is Phase.OPTIMIZER:
-        what = f"the update of {case.facts.optimizer or 'the optimizer'} made {p.variable or 'a weight'} {number(p.value)} at {index}"
+        what = f"the update of {seen.optimizer} made {seen.weight} non-finite: {head}{at}, {where}: {numbers}"
+    elif seen.phase is Phase.OPTIMIZER:
+        what = f"the update of {seen.optimizer or 'the optimizer'} made {p.variable or 'a weight'} {number(p.value)} at {index}"
     elif p.op in ("unknown", "module"):
         what = f"{p.variable or 'a value'} came out of the model as {number(p.value)} {('at ' + index) if index else ''}".rstrip()
     else:
-        head, numbers = _made(p, case.facts.suspect)
+        head, numbers = _made(p, seen.suspect)
         what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
-    if case.facts.clip == "inf" and not r.bad_gradients:
+    if seen.kind is Kind.CLIP and not r.bad_gradients:
         end = "The clip made every gradient exactly 0: nothing is non-finite any more, and the step is lost"
-    if snapshot.observed.get("swallowed"):
+    if seen.kind is Kind.SWALLOWED:
         end = f"The kernel drops it: the loss stays finite ({number(r.loss)}), and the step learnt from the wrong ratio"
-    elif case.facts.suspect:
-        end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {snapshot.observed.get('spike') or 'out of scale'}"
+    elif seen.suspect:
+        end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {seen.scale or 'out of scale'}"
     return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
 
 
-def _made(p: Place, suspect: bool = False) -> tuple[str, str]:
+def _made(p: Origin, suspect: bool = False) -> tuple[str, str]:
     """What was made, in words, and the numbers that it was made from."""
     many = p.op in ("sum", "mean", "std", "var", "_softmax", "logsumexp", "_log_softmax")
     args = "…" if many else ", ".join(number(value) for _, value in p.operands[:2])

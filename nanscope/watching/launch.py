@@ -16,7 +16,8 @@ from pathlib import Path
 
 from nanscope.errors import NanscopeError
 from nanscope.verdict.incident import NonFiniteError
-from nanscope.watching.scope import OnNonFinite, Scope, watch
+from nanscope.watching.scope import Scope, watch
+from nanscope.watching.step import OnNonFinite
 
 
 @dataclass(frozen=True, slots=True)

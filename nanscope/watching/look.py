@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,13 @@ from nanscope.capture.custom import Backward
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError
-from nanscope.locate.location import Location, Phase, came_in, is_masked, locate
-from nanscope.locate.observe import made_observation, observation, weight_observation
+from nanscope.locate.location import Location, came_in, is_masked, locate
+from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.program.run import Run
+from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -32,15 +32,15 @@ log = logging.getLogger("nanscope")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: where there is no
-    program, what a snapshot keeps of the origin. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
+    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: what no program
+    shows. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
 
     program: Program
     tensors: dict[int, Tensor]
     run: Run | None
     location: Location | None
     second: bool = False
-    seen: dict[str, Any] | None = None
+    seen: Observation | None = None
     kernel: bool = False
     notes: tuple[tuple[str, str], ...] = ()
 
@@ -154,7 +154,7 @@ def function_look(recording: Recording, budget: int) -> Look | None:
             log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
         gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
         name = found.node._forward_cls.__name__
-        return _seen(made_observation(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
+        return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
     return None
 
 
@@ -168,16 +168,16 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     run = recording.program.execute(recording.tensors, backward=False)
     location = came_in(recording.program, run, found.leaf, int(both.flatten().int().argmax()))
     location = replace(location, origin=replace(location.origin, op=found.node._forward_cls.__name__))
-    return _seen({"outside": True, "location": observation(location, recording.program, run)})
+    return _seen(replace(observe(location, recording.program, run), outside=True))
 
 
-def _counted(recording: Recording, leaf: int, location: Location) -> dict[str, Any]:
-    """Return, as a snapshot keeps it, whether the loss counts the element of a function's result whose gradient went bad."""
+def _counted(recording: Recording, leaf: int, location: Location) -> Observation:
+    """Return whether the loss counts the element of a function's result whose gradient went bad."""
     assert recording.program is not None
     if recording.tensors[leaf].numel() != math.prod(location.origin.shape):
-        return {}
+        return UNSEEN
     run = recording.program.execute(recording.tensors, backward=False)
-    return {"masked": is_masked(recording.program, run, leaf, location.origin.flat)}
+    return Observation(masked=is_masked(recording.program, run, leaf, location.origin.flat))
 
 
 def is_settled(location: Location) -> bool:
@@ -198,10 +198,10 @@ def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
     if made.foreign:
         name = watch.parameter_name(made.result)
         phase, op = (Phase.INPUT, "input") if name is None else (Phase.WEIGHTS, "parameter")
-    return _seen(made_observation(op, made.result, made.flat, made.site, made.module, phase, name))
+    return _seen(observe_made(op, made.result, made.flat, made.site, made.module, phase, name))
 
 
-def _seen(observed: dict[str, Any]) -> Look:
+def _seen(observed: Observation) -> Look:
     return replace(NOTHING, second=True, seen=observed)
 
 
@@ -214,7 +214,7 @@ def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
     if found is None:
         return None
     made, module = found
-    return _seen(made_observation(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
+    return _seen(observe_made(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
 
 
 def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look | None:
@@ -229,7 +229,7 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
         look = _walked(*again)
         if look is None and first_nonfinite(again[0].execute(again[1], ends=True).values[again[0].output]) is None:
             flat = first_nonfinite(parameter.detach()) or 0
-            return _seen(made_observation("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
+            return _seen(observe_made("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
         return look
     except Exception as error:  # noqa: BLE001 - an optimizer is anybody's code
         log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
@@ -263,14 +263,18 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     return deeper if deeper is not None and (deeper.location is not None or deeper.seen is not None) else first
 
 
-def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return what an update did to the first weight that it made non-finite, as a snapshot keeps it. names: by id of the parameter."""
-    location: dict[str, Any] = {"phase": str(Phase.OPTIMIZER)}
+def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Observation:
+    """Return what an update did to the first weight that it made non-finite. names: by id of the parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             flat = first_nonfinite(parameter.detach())
             if flat is not None:
-                seen = weight_observation(names.get(id(parameter)), parameter, flat, group)
-                seen["facts"]["optimizer"] = type(optimizer).__name__
-                return {"outside": True, "location": {**location, **seen}}
-    return {"outside": True, "location": location}
+                seen = observe_weight(names.get(id(parameter)), parameter, flat, group)
+                return replace(seen, optimizer=type(optimizer).__name__)
+    return Observation(phase=Phase.OPTIMIZER, outside=True)
+
+
+def arrived(name: str, gradient: Tensor) -> Observation:
+    """Return a gradient that is bad although this rank's own backward, made once more, is not."""
+    flat = first_nonfinite(gradient.detach()) or 0
+    return replace(observe_gradient("all_reduce", name, gradient, flat, None), kind=Kind.ARRIVED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.locate.location import Location, locate
 from nanscope.locate.names import LOG_PROBS, Namer
-from nanscope.locate.observe import observation
+from nanscope.locate.observe import observe
 from nanscope.program.calls import Computes, Leaf, refs
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.program import Program
@@ -21,7 +20,6 @@ from nanscope.program.run import Run
 from nanscope.replay.tries import replay
 from nanscope.roles import Role, role_of
 from nanscope.snapshot.step import Snapshot
-from nanscope.verdict.incident import rows_json
 from nanscope.watching.look import (
     LARGEST_CALL,
     Look,
@@ -33,18 +31,18 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     program, tensors, grads = narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, look.run)
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
         program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
-    observed: dict[str, Any] = dict(snapshot.observed)
+    seen = snapshot.observation
     narrowed = program is not snapshot.program
     if look.location is not None and look.run is not None and narrowed and not _same_origin(look.location, program, tensors):
-        observed |= {"outside": True, "location": observation(look.location, snapshot.program, look.run)}
+        seen = replace(observe(look.location, snapshot.program, look.run).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
-            observed["rows"] = rows_json(replay(snapshot).rows)
+            seen = replace(seen, tried=replay(snapshot).rows)
     return replace(
         snapshot,
         program=program,
         tensors={value: tensor.detach().clone() for value, tensor in tensors.items()},
         grads={value: grad.detach().clone() for value, grad in grads.items()},
-        observed=observed,
+        observation=seen,
     )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError
-from nanscope.locate.location import Phase, spike, spotted
-from nanscope.locate.observe import gradient_observation, observation
+from nanscope.locate.location import spike, spotted
+from nanscope.locate.observe import observe, observe_gradient
 from nanscope.program.calls import Site
 from nanscope.program.numbers import at, norms
+from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.watching.look import (
     Look,
     is_settled,
@@ -57,8 +57,8 @@ def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Lo
     return None
 
 
-def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | None:
-    """Return, as a snapshot keeps it, the largest element of the gradients whose norm overflowed; None if all of them are 0.
+def overflowing_norm(look: Look | None, site: Site | None) -> Observation | None:
+    """Return the largest element of the gradients whose norm overflowed; None if all of them are 0.
 
     look: with the gradients that backward made, before they were clipped.
     """
@@ -73,11 +73,11 @@ def overflowing_norm(look: Look | None, site: Site | None) -> dict[str, Any] | N
     flat = int(gradient.double().abs().argmax())
     if not at(gradient, flat):
         return None
-    return {"outside": True, "clip": "inf", "location": gradient_observation("linalg_vector_norm", largest.name, gradient, flat, site)}
+    return replace(observe_gradient("linalg_vector_norm", largest.name, gradient, flat, site), kind=Kind.CLIP)
 
 
-def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
-    """Return, as a snapshot keeps it, what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
+def overflowing_clip(tape: Tape, gradient: Tensor) -> Observation | None:
+    """Return what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
     try:
         program, tensors = tape.program(tape.value_of(gradient))
         run = program.execute(tensors, trace=True)
@@ -86,11 +86,7 @@ def overflowing_clip(tape: Tape, gradient: Tensor) -> dict[str, Any] | None:
     location = spotted(program, run)
     if location is None or not any(bool(tensor.any()) for tensor in tensors.values()):
         return None
-    return {
-        "outside": True,
-        "clip": "inf",
-        "location": {**observation(location, program, run), "phase": str(Phase.BACKWARD)},
-    }
+    return replace(observe(location, program, run), kind=Kind.CLIP, phase=Phase.BACKWARD, outside=True)
 
 
 REPEATED = 4  # counted tokens of a completion that are all the same

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from nanscope.capture import kernels
+from nanscope.capture import custom, kernels
 from nanscope.capture.custom import Backward
+from nanscope.capture.failsafe import Quiet
 from nanscope.capture.modules import ModuleCall
 from nanscope.capture.tape import Taken
 from nanscope.frameworks.live import Glimpse
@@ -37,8 +40,7 @@ class Recording:
     program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
     the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
-    among the functions, by name. given: as `flags`, of a batch that a kernel was given
-    which drops NaN.
+    among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     """
 
     program: Program | None
@@ -53,6 +55,61 @@ class Recording:
     glimpses: tuple[Glimpse, ...] = ()
     taken: dict[str, Taken] = field(default_factory=dict)
     backwards: list[Backward] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def watch(self, failsafe: Quiet, limit: int) -> None:
+        """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. limit: bytes of a gradient that is kept."""
+        self.flags.append(is_finite(self.loss))
+        failsafe("kernel", self._watch_kernel, failsafe, limit)
+        for leaf in self.program.leaves if self.program is not None else ():
+            tensor = self.tensors[leaf.id]
+            if leaf.diff and tensor.requires_grad:
+                self._watch_leaf(tensor, leaf.id, failsafe, limit)
+                node = tensor.grad_fn
+                if node is not None and custom.is_custom(node):
+                    self._watch_custom(node, leaf.id, failsafe, limit)
+
+    def close(self) -> None:
+        """Take the hooks off: what comes later belongs to another backward pass."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def _watch_leaf(self, tensor: Tensor, leaf: int, failsafe: Quiet, limit: int) -> None:
+        def look(grad: Tensor) -> None:
+            self.flags.append(is_finite(grad))
+            if grad.numel() * grad.element_size() <= limit:
+                self.grads[leaf] = grad.detach()
+
+        def hook(grad: Tensor) -> None:
+            if self.hooks:
+                failsafe("gradient-hook", look, grad)
+
+        self.hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _watch_custom(self, node: Any, leaf: int, failsafe: Quiet, limit: int) -> None:
+        def look(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+            flags = [is_finite(grad) for grad in returned if grad is not None]
+            self.flags += flags
+            on_cpu = all(flag.is_cpu for flag in flags)
+            if on_cpu and all(bool(flag) for flag in flags):
+                return
+            found = custom.seen(node, leaf, returned, received)
+            if on_cpu or found.bytes() <= limit:
+                self.backwards.append(found)
+
+        def hook(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+            if self.hooks:
+                failsafe("function-hook", look, returned, received)
+
+        self.hooks.append(node.register_hook(hook))
+
+    def _watch_kernel(self, failsafe: Quiet, limit: int) -> None:
+        """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
+        hidden = self.hidden()
+        if hidden is not None and hidden.requires_grad:
+            self._watch_leaf(hidden, HIDDEN, failsafe, limit)
+        self.given = finite_batch(self)
 
     def hidden(self) -> Tensor | None:
         """What a kernel was given of the model, None if there was no kernel or it was not held."""

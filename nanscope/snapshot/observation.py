@@ -1,0 +1,264 @@
+"""The observation: what is known of a bad step, as plain data. It travels in the file, and every report reads it.
+
+An origin that the file's program holds is found again by running it. One that it does not hold (inside the model, in an update, in a
+clip, on another rank) is kept as it was seen in the process, with its chain, its facts, and the fixes that were tried there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from nanscope.plain import checked, read, show
+from nanscope.roles import Role
+
+
+class Phase(StrEnum):
+    """Where the harm was made."""
+
+    INPUT = "input"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    WEIGHTS = "weights"
+
+
+class Kind(StrEnum):
+    """What happened to the step."""
+
+    NONFINITE = "nonfinite"
+    SPIKE = "spike"  # everything is finite, and far out of the size that the run is used to
+    SWALLOWED = "swallowed"  # a kernel dropped a NaN of its batch: finite, and wrong
+    CLIP = "clip"  # a clip divided the gradients by an infinite norm
+    ARRIVED = "arrived"  # a gradient is bad that this rank's own backward makes finite: it came by all-reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The first harmful value.
+
+    op: the bare operator. index, shape: of the element. value: what it is. variable, expression: what the code calls it. role: what it
+    means (`nanscope.roles.Role`). masked: outside the loss, None where nothing selects; masked_by: what takes it out, in words.
+    operands: (name, value) of what it was made from. source: (line number, text) around the line. headroom: bits left to the end of the
+    dtype, negative beyond it. limit: for an exponential, the largest exponent that its dtype can take, in nats.
+    """
+
+    op: str = "unknown"
+    index: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    value: float = math.nan
+    dtype: str = ""
+    variable: str | None = None
+    expression: str | None = None
+    role: str | None = None
+    masked: bool | None = None
+    masked_by: str | None = None
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    module: str | None = None
+    operands: tuple[tuple[str, float], ...] = ()
+    source: tuple[tuple[int, str], ...] = ()
+    headroom: float | None = None
+    limit: float | None = None
+
+    def number(self, position: int) -> float:
+        """Return the value of an operand, NaN if there is none."""
+        return self.operands[position][1] if position < len(self.operands) else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the origin as JSON data; units stand in the names."""
+        data: dict[str, Any] = show(asdict(self))
+        data["headroom_bits"], data["limit_nats"] = data.pop("headroom"), data.pop("limit")
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Origin:
+        """Read what `to_json` wrote. Raises TypeError or ValueError for anything else."""
+        known = {"headroom": data.get("headroom_bits"), "limit": data.get("limit_nats")}
+        return Origin(**checked(Origin, {**data, **known}))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One link of the chain from the origin to the harm, in words and numbers. backward: the value is a gradient."""
+
+    text: str
+    line: int | None
+    value: float
+    backward: bool
+    file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the rules ask of the program around an origin, kept apart so that it can travel without the program.
+
+    coefficient: a zero advantage or coefficient multiplies the origin. ancestors: operators that made its first operand.
+    mask_denominator: it divides by a sum over a mask. literal_denominator: by a number of the code. setting: by such a number, or by a
+    scalar that came in. eps_underflow: an epsilon of the code rounds to nothing on the way. whole: no element is finite.
+    unwritten: memory that nobody wrote. multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was
+    taken of. dropped: forward takes its value out. zero_is_mask: the origin itself is a product with a mask that is 0.
+    extent: how much of a tensor that came in is bad.
+    """
+
+    coefficient: bool = False
+    ancestors: tuple[str, ...] = ()
+    mask_denominator: bool = False
+    literal_denominator: bool = False
+    setting: bool = False
+    whole: bool = False
+    eps_underflow: bool = False
+    unwritten: bool = False
+    multiplied: bool = False
+    plogp: bool = False
+    dropped: bool = False
+    zero_is_mask: bool = False
+    extent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of running the step.
+
+    kind: "recorded", "float64", "fix", "control" (a tempting wrong one) or "asked" (by --edit).
+    loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
+    gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
+    measured.
+    works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
+    note: why it could not be run, or what is remarkable.
+    """
+
+    id: str
+    label: str
+    kind: str
+    loss: float | None
+    bad: int
+    total: int
+    distortion: float | None
+    works: bool
+    note: str = ""
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known of a bad step.
+
+    outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
+    masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is.
+    optimizer: class of the one whose update did it. weight: name of what it updated. tried: how the step ran under edits in the process.
+    poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of another rank in the
+    same step. Both are known when the steps of a run are told together, and stand in no file.
+    """
+
+    kind: Kind = Kind.NONFINITE
+    phase: Phase | None = None
+    origin: Origin = Origin()
+    chain: tuple[Link, ...] = ()
+    facts: Facts = Facts()
+    outside: bool = False
+    masked: bool | None = None
+    scale: str = ""
+    optimizer: str = ""
+    weight: str = ""
+    tried: tuple[Row, ...] = ()
+    poisoned_at: int | None = None
+    source: str = ""
+
+    @property
+    def suspect(self) -> bool:
+        """Everything is finite, and the step is ruined all the same."""
+        return self.kind in (Kind.SPIKE, Kind.SWALLOWED)
+
+    def joined(self, seen: Observation) -> Observation:
+        """Return this with what only the process could see: what happened to the step, and what stood around it."""
+        kind = self.kind if seen.kind is Kind.NONFINITE else seen.kind
+        masked = self.masked if seen.masked is None else seen.masked
+        role = str(Role.GRAD) if kind is Kind.CLIP else self.origin.role  # what a clip divides is a gradient
+        return replace(
+            self,
+            kind=kind,
+            origin=replace(self.origin, masked=self.origin.masked if masked is None else masked, role=role),
+            masked=masked,
+            scale=seen.scale or self.scale,
+            optimizer=seen.optimizer or self.optimizer,
+            weight=seen.weight or self.weight,
+            tried=seen.tried or self.tried,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a file keeps: of an observation that says nothing, nothing."""
+        written = _Written(
+            outside=self.outside,
+            suspect=self.suspect,
+            spike=self.scale,
+            swallowed=self.kind is Kind.SWALLOWED,
+            clip="inf" if self.kind is Kind.CLIP else "",
+            allreduce=self.kind is Kind.ARRIVED,
+            optimizer=self.optimizer,
+            weight=self.weight,
+            masked=self.masked,
+            rows=self.tried,
+        )
+        found = {key: show(value) for key, value in asdict(written).items() if value or (key == "masked" and value is not None)}
+        if self.phase is not None:
+            found["location"] = {
+                "phase": str(self.phase),
+                "origin": self.origin.to_json(),
+                "chain": [[link.text, link.line, show(link.value), link.backward, link.file] for link in self.chain],
+                "facts": show(asdict(self.facts)),
+            }
+        return found
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Observation:
+        """Read what `to_json` wrote, in any release. Raises TypeError, ValueError or AttributeError for anything else."""
+        written = _Written(**checked(_Written, data))
+        where = data.get("location") or {}
+        facts = where.get("facts") or {}
+        kind = next((kind for kind, sign in _SIGNS if sign(written)), Kind.NONFINITE)
+        links = read(tuple[tuple[str, int | None, float, bool, str | None], ...], where.get("chain") or [])
+        return Observation(
+            kind=kind,
+            phase=read(Phase | None, where.get("phase")),
+            origin=Origin.from_json(where.get("origin") or {}),
+            chain=tuple(Link(*link) for link in links),
+            facts=Facts(**checked(Facts, facts)),
+            outside=written.outside,
+            masked=written.masked,
+            scale=written.spike,
+            optimizer=written.optimizer or read(str, facts.get("optimizer", "")),
+            weight=written.weight,
+            tried=written.rows,
+        )
+
+
+UNSEEN = Observation()
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What stands beside the location in a file, under the names that it has had since schema 1."""
+
+    outside: bool = False
+    suspect: bool = False
+    spike: str = ""
+    swallowed: bool = False
+    clip: str = ""
+    allreduce: bool = False
+    optimizer: str = ""
+    weight: str = ""
+    masked: bool | None = None
+    rows: tuple[Row, ...] = ()
+
+
+_SIGNS: tuple[tuple[Kind, Callable[[_Written], bool]], ...] = (
+    (Kind.SWALLOWED, lambda w: w.swallowed),
+    (Kind.SPIKE, lambda w: w.suspect),
+    (Kind.CLIP, lambda w: w.clip == "inf"),
+    (Kind.ARRIVED, lambda w: w.allreduce),
+)

@@ -1,0 +1,215 @@
+"""What happened in a bad step, as a snapshot.
+
+    hit = examiner.loss(recording)                 was anything harmed, and how far did it get?
+    snapshot = examiner.snapshot(hit, blank)       located as deep as needed, described, and narrowed to what goes into a file
+
+The first half is cheap and says whether there is anything; the second may run the model again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.tape import Tape
+from nanscope.frameworks.live import objective_of
+from nanscope.frameworks.table import recognise
+from nanscope.locate.location import Location, spotted
+from nanscope.program.numbers import count_bad, is_finite
+from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.watching.look import (
+    NOTHING,
+    Look,
+    arrived,
+    deeper_look,
+    gradient_look,
+    look_closely,
+    swallowed_look,
+    update_look,
+    update_seen,
+)
+from nanscope.watching.narrow import to_save
+from nanscope.watching.oddities import look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
+from nanscope.watching.recording import Recording
+from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
+
+log = logging.getLogger("nanscope")
+
+CLIPPED = 8  # gradients that are asked how they became 0; a clip treats all alike
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Something went wrong in a backward pass, or after it.
+
+    look: where it was located, None if nobody looked yet. seen: what no program shows. loss_bad: the loss itself is not finite.
+    """
+
+    recording: Recording
+    reached: Reached
+    loss_bad: bool = False
+    look: Look | None = None
+    seen: Observation = UNSEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """Looks at bad steps. targets: what is watched. save_tokens: token ids go into the file."""
+
+    tape: Tape
+    modules: ModuleWatch
+    targets: tuple[Any, ...]
+    save_tokens: bool
+
+    def loss(self, recording: Recording) -> Hit | None:
+        """Return what a non-finite value at the edge of the loss harmed, None if nothing."""
+        loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(recording.value or 0.0))
+        named = self.modules.parameters()
+        grads = [p.grad for _, p in named.values() if p.grad is not None]
+        if recording.program is not None:
+            own = [t for leaf in recording.program.leaves if leaf.diff and (t := recording.tensors[leaf.id]).is_leaf and id(t) not in named]
+            grads += [t.grad for t in own if t.grad is not None]
+        bad = count_bad(grads)
+        if not loss_bad and not bad:
+            return None
+        return Hit(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
+
+    def absorbed(self, recording: Recording) -> Location | None:
+        """Return what overflowed in a loss and did no harm, None if nothing or if nobody can say in which line."""
+        if recording.program is None:
+            return None
+        run = recording.program.execute(recording.tensors, trace=True, backward=False)
+        location = spotted(recording.program, run)
+        return location if location is not None and location.origin.site is not None else None
+
+    def swallowed(self, recording: Recording) -> Hit | None:
+        """A kernel dropped a NaN of its batch: all stayed finite, and the step taught something else than it should have."""
+        look = swallowed_look(recording, self.tape.budget * 4, self.modules)
+        if look is None or look.location is None:
+            return None
+        return Hit(recording, Reached(recording.value, len(self._gradients()), 0), look=look, seen=Observation(Kind.SWALLOWED))
+
+    def spike(self, recording: Recording, scale: str) -> Hit | None:
+        """Everything is finite, and out of scale: what made it so?"""
+        look = look_for_spike(recording, functools.partial(self._deeper, recording))
+        if look is None:
+            return None
+        return Hit(recording, Reached(recording.value, len(self._gradients()), 0), look=look, seen=Observation(Kind.SPIKE, scale=scale))
+
+    def gradients(self, recordings: Sequence[Recording], parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Hit | None:
+        """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it, or whoever
+        changed the gradients after backward."""
+        candidates = [r for r in recordings if r.program is not None or r.calls]
+        if not candidates:
+            return None
+        last = candidates[-1]
+        reached = Reached(last.value, len(grads), count_bad(grads), scaled=last.scaled)
+        for found in candidates:
+            look = look_closely(found, functools.partial(self._deeper, found, backward=True))
+            if look.location is not None or look.seen is not None:
+                clipped = Observation(Kind.CLIP) if self._ruined_by_its_norm(look) else UNSEEN
+                return Hit(found, replace(reached, loss=found.value), look=look, seen=clipped)
+        bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
+        if bad is None or bad.grad is None:
+            return None
+        if self._norm_overflowed():
+            overflowed = overflowing_norm(self._deeper(last), self.tape.norm_site())
+            if overflowed is not None:
+                return Hit(last, reached, look=NOTHING, seen=overflowed)
+        changed = gradient_look(self.tape, bad.grad)
+        made_here = changed is not None and changed.location is not None and changed.location.origin.born
+        if not made_here and has_peers():
+            name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
+            return Hit(last, reached, look=NOTHING, seen=arrived(name, bad.grad))
+        return Hit(last, reached, look=changed or NOTHING)
+
+    def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:
+        """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
+        if self._norm_overflowed():
+            seen = overflowing_norm(self._deeper(recording), self.tape.norm_site())
+        else:
+            seen = next((found for grad in grads[:CLIPPED] if (found := overflowing_clip(self.tape, grad)) is not None), None)
+        if seen is None:
+            return None
+        return Hit(recording, Reached(recording.value, len(grads), 0, scaled=recording.scaled), look=NOTHING, seen=seen)
+
+    def snapshot(self, hit: Hit, blank: Snapshot) -> Snapshot:
+        """Return a hit as a snapshot; one that cannot be explained is still one."""
+        snapshot = replace(blank, observation=hit.seen)
+        try:
+            look = hit.look
+            if look is None:
+                look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
+            return self.described(snapshot, hit.recording, look, hit.loss_bad)
+        except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
+            log.warning("nanscope [not-explained]: step %d: %s: %s", snapshot.step, type(error).__name__, error)
+            return snapshot
+
+    def asked(self, recording: Recording, blank: Snapshot) -> Snapshot | None:
+        """Return a step that nothing is wrong with as a snapshot, None if its loss was not recorded."""
+        if recording.program is None:
+            return None
+        look = Look(recording.program, recording.tensors, None, None)
+        return self.described(replace(blank, asked=True), recording, look, False)
+
+    def update(self, optimizer: torch.optim.Optimizer, first: bool, blank: Snapshot) -> Snapshot:
+        """Loss and gradients were finite, the update was not. first: the optimizer had no state before it."""
+        named = {key: name for key, (name, _) in self.modules.parameters().items()}
+        parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p.detach())))
+        name = named.get(id(parameter))
+        look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
+        if look is None:
+            return replace(blank, observation=update_seen(optimizer, named))
+        if look.seen is not None:
+            return replace(blank, observation=look.seen)
+        seen = Observation(optimizer=type(optimizer).__name__, weight=name or "a weight")
+        return to_save(replace(blank, program=look.program, tensors=look.tensors, observation=seen), look, self.save_tokens)
+
+    def described(self, snapshot: Snapshot, recording: Recording, look: Look, loss_bad: bool) -> Snapshot:
+        """Put into a snapshot what a look at the step has shown, and what is known around it."""
+        trainer = find_trainer(self.targets)
+        objective = objective_of(recording.glimpses)
+        framework = recognise({site.file for site in look.program.sites} | {f"/{objective.get('site', '')}"})
+        notes = [*logged_loss(trainer, snapshot.reached.loss, loss_bad), *look.notes]
+        if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := sampled(framework)) is not None:
+            notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
+        described = replace(
+            snapshot,
+            program=look.program,
+            tensors=look.tensors,
+            loss=None if look.kernel else snapshot.loss,  # a kernel adds in another order: its sum is not the loss, bit for bit
+            grads={} if look.second else recording.grads,
+            environment=environment(recording.loss, framework.package if framework else None),
+            settings=settings(trainer, framework.settings if framework else ()),
+            objective=objective,
+            opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
+            notes=tuple(notes),
+            observation=snapshot.observation if look.seen is None else look.seen.joined(snapshot.observation),
+        )
+        return to_save(described, look, self.save_tokens)
+
+    def _deeper(self, recording: Recording, backward: bool = False) -> Look | None:
+        return deeper_look(recording, self.tape.budget * 4, self.modules, backward)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for _, p in self.modules.parameters().values() if p.grad is not None]
+
+    def _norm_overflowed(self) -> bool:
+        """Was a norm of this step's gradients, taken to clip them, not finite?"""
+        return any(not bool(torch.isfinite(norm).all()) for norm in self.tape.norms)
+
+    def _ruined_by_its_norm(self, look: Look) -> bool:
+        """Did a clip by norm ruin gradients that backward had made without a NaN?"""
+        if look.run is None or not self._norm_overflowed():
+            return False
+        raw = [look.run.grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in look.run.grads]
+        return not any(bool(torch.isnan(grad).any()) for grad in raw)
