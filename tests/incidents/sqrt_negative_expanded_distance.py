@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("sqrt_negative",),
-    "op": ("sqrt", "pow"),
-    "index": (2, 3),
-    "masked": None,
-    "role": ("hidden", "loss", "rewards"),
-    "fix": ("clamp_input", "avoid_singular_op", "stable_function", "clamp_denominator"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("sqrt_negative",),
+    op=("sqrt", "pow"),
+    index=(2, 3),
+    masked=None,
+    role=("hidden", "loss", "rewards"),
+    fix=("clamp_input", "avoid_singular_op", "stable_function", "clamp_denominator"),
+    variable=(None,),
+    line=("return torch.exp(-gap.sqrt()).mean()",),
+)
 
 
 class Repulsion(nn.Module):
