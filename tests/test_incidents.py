@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import new
 import pytest
 import torch
+from expected import Expected
 from filelock import FileLock  # torch needs it, so it is there
 
 from nanscope import hit
@@ -27,11 +28,6 @@ from nanscope.rules import RULES, Rule, cause_of
 from nanscope.snapshot import Reached, Snapshot, load
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER / "incidents"))  # the scripts stand alone: what they share lies beside them
-
-import new  # noqa: E402
-from expected import Expected  # noqa: E402
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of
 
 SHARED = ("expected", "new")
