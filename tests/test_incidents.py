@@ -1,126 +1,192 @@
-"""Every cause, on training scripts that know nothing of nanscope: phase, op, element, mask, role, cause and fix come out right.
+"""Every cause, on training scripts that know nothing of nanscope: what is said of them comes out right in every field that they state.
 
 Each file of `incidents/` fails in its own way and states, by its mechanism, what must be said about it; each file of `healthy/` looks
-frightening and is not, and nothing may be said.
+frightening and is not, and nothing may be said. How to add one: `incidents/README.md`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import new
 import pytest
 import torch
+from expected import Expected
+from filelock import FileLock  # torch needs it, so it is there
 
-import nanscope
 from nanscope.causes import Cause
-from nanscope.locate.observe import Case, Story
 from nanscope.program.program import Program
 from nanscope.snapshot.file import load
+from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import examine
 from nanscope.verdict.rules import RULES, Rule, cause_of
-from nanscope.watching.logbook import arrived
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of
+from nanscope.watching.look import arrived
 
 FOLDER = Path(__file__).parent
-INCIDENTS = sorted((FOLDER / "incidents").glob("*.py"))
+pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of
+
+SHARED = ("expected", "new")
+INCIDENTS = sorted(path for path in (FOLDER / "incidents").glob("*.py") if path.stem not in SHARED)
 HEALTHY = sorted((FOLDER / "healthy").glob("*.py"))
 ROLES = {  # other fair names for a role
     "is_weight": "ratio", "attention": "hidden", "router": "hidden", "rewards": "advantages",
 }  # fmt: skip
+SAME: dict[str, Callable[[str], str]] = {"op": lambda op: op.strip("_"), "role": lambda role: ROLES.get(role, role)}
+
+KNOWN = {  # what is not yet answered rightly: script -> field. What answers it rightly takes its row out
+    # memory is allocated by no call of a program, and the first line that writes into it is named instead
+    "collated_logprobs_new_empty": "line",
+    "ppo_returns_buffer_last_step": "line",
+    "stacked_rms_padded_rows": "line",
+    "uninitialized_logprob_buffer_tail": "line",
+    "uninitialized_unpacked_padding": "line",
+    # an update in place by a hand-written optimizer is told like one of torch's own, with no line
+    "eps_underflow_optimizer_with_closure": "line",
+    # the norm that a clip overflowed is told by the name of the first gradient that it ruined
+    "feral_16_infinite_norm_logging_clip": "variable",
+    # what `x.div_(…)` makes is x, and is given no name
+    "half_inplace_row_whitening": "variable",
+    # the name behind `.detach()` is the value's own
+    "openrlhf_1314_icepop_filter_multiply": "variable",
+    "trl_1380_kto_no_kl_examples": "variable",
+    # a tensor that is bound to a key of a dict, and to a parameter, is given no name
+    "openrlhf_reward_margin_missing": "variable",
+    # an argument gets the name that the result of the call around it is bound to
+    "rllib_7853_exp_log_std": "variable",
+    # `a, b = f(x), g(x)` names neither
+    "std_single_uid_groups": "variable",
+    # `goal = 1.0 / x` is run as a reciprocal and a product, and only the product is called by its name
+    "zero_denominator_ipo_tau": "variable",
+}
+BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
+    "phase": 167, "cause": 153, "op": 166, "index": 171, "masked": 171, "role": 154, "fix": 130, "variable": 160, "line": 162,
+}  # fmt: skip
 
 
-def script(path: Path) -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the one run of a script gave: what was said, and its incidents as the rules see them, each with its best cause."""
+
+    said: Expected | None
+    sentence: str
+    cases: tuple[tuple[str, Observation], ...]
 
 
-def watched(module: ModuleType, folder: Path) -> nanscope.Verdict:
-    """What nanscope says of a run of the script."""
-    try:
-        with nanscope.watch(out=folder) as scope:
-            module.run()
-    finally:
-        torch.use_deterministic_algorithms(False)  # some scripts ask for it, so that fresh memory has a fixed content
-    return scope.verdict
+def result_of(path: Path, folder: Path) -> Result:
+    """Run a script. folder: where its snapshots go."""
+    verdict = new.watched(new.load(path), folder)
+    snapshots = [load(file) for file in sorted(folder.glob("*.safetensors"))]
+    cases = [(new.load(path).EXPECTED.cause[0], examine(snapshot)[0]) for snapshot in snapshots[:1]]
+    if len(snapshots) > 1 and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
+        cases.append(("poisoned_weights", examine(snapshots[1], poisoned_at=snapshots[0].step)[0]))
+    return Result(new.said(verdict), verdict.sentence, tuple(cases))
 
 
-def missed(expected: dict[str, Any], verdict: nanscope.Verdict) -> dict[str, Any]:
-    """What a verdict got wrong, with what it said."""
-    if not verdict.incidents:
-        return {"detected": False}
-    first = verdict.incidents[0]
-    origin = first.origin
-    said = {
-        "phase": first.phase,
-        "cause": str(first.cause),
-        "op": origin.op,
-        "index": origin.index,
-        "masked": origin.masked,
-        "role": origin.role,
-        "fix": first.fixes[0].id if first.fixes else None,
-        "variable": origin.variable,
+@pytest.fixture(scope="session")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Result]:
+    """What a script gave; it runs once a session, for whichever test and in whichever process asks first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "results"
+    folder.mkdir(exist_ok=True)
+
+    def once(path: Path) -> Result:
+        kept = folder / f"{path.stem}.pickle"
+        with FileLock(kept.with_suffix(".lock")):
+            if not kept.exists():
+                kept.write_bytes(pickle.dumps(result_of(path, folder / path.stem)))
+            found: Result = pickle.loads(kept.read_bytes())
+        return found
+
+    return once
+
+
+def ranks(expected: Expected, said: Expected) -> dict[str, int | None]:
+    """For each field the place of the answer among those that are accepted, 0 for the best and None for a wrong one."""
+    phase = said.phase[0]
+    free = {
+        "op": phase in ("input", "weights"),
+        "index": phase == "weights" or expected.index is None,
+        "masked": expected.masked is None,
     }
-    right = {
-        "phase": said["phase"] in expected["phase"],
-        "cause": said["cause"] in expected["cause"],
-        "op": first.phase in ("input", "weights") or origin.op.strip("_") in [name.strip("_") for name in expected["op"]],
-        "index": expected["index"] is None or first.phase == "weights" or origin.index == tuple(expected["index"]),
-        "masked": expected["masked"] is None or origin.masked == expected["masked"],
-        "role": any(ROLES.get(role, role) == ROLES.get(origin.role or "", origin.role) for role in expected["role"]),
-        "fix": said["fix"] in expected["fix"],
-    }
-    return {name: said[name] for name, ok in right.items() if not ok}
+
+    def rank(field: str) -> int | None:
+        accepted, answer = getattr(expected, field), getattr(said, field)
+        if field in ("index", "masked"):
+            return 0 if free[field] or accepted == answer else None
+        same = SAME.get(field, lambda word: word)
+        words = [same(word) for word in accepted]
+        return 0 if free.get(field) else words.index(same(answer[0])) if same(answer[0]) in words else None
+
+    return {field.name: rank(field.name) for field in fields(Expected)}
+
+
+def expected_of(path: Path) -> Expected:
+    found: Expected = new.load(path).EXPECTED
+    return found
 
 
 @pytest.mark.parametrize("path", INCIDENTS, ids=lambda path: path.stem)
-def test_an_incident_is_explained(path: Path, tmp_path: Path) -> None:
-    """What the script states is what the verdict says, and its best fix was executed or cannot be."""
-    module = script(path)
-    verdict = watched(module, tmp_path)
-    assert missed(module.EXPECTED, verdict) == {}, verdict.sentence
+def test_an_incident_is_explained(path: Path, result: Callable[[Path], Result]) -> None:
+    """What the script states is what the verdict says, in every field, and what is known to be wrong still is."""
+    expected, found = expected_of(path), result(path)
+    assert found.said is not None, found.sentence
+    wrong = {field: getattr(found.said, field) for field, rank in ranks(expected, found.said).items() if rank is None}
+    if path.stem in KNOWN:
+        assert set(wrong) == {KNOWN[path.stem]}, f"no longer so, take it out of KNOWN: {found.sentence}"
+    else:
+        assert wrong == {}, found.sentence
+
+
+@pytest.fixture(scope="module")
+def all_ranks(result: Callable[[Path], Result]) -> list[dict[str, int | None]]:
+    """How good the answers on every script are."""
+    found = [(expected_of(path), result(path).said) for path in INCIDENTS]
+    return [ranks(expected, said) for expected, said in found if said is not None]
+
+
+def test_the_best_answers_do_not_become_fewer(all_ranks: list[dict[str, int | None]]) -> None:
+    """In each field as many scripts as ever get the best of the answers that are accepted."""
+    found = {field: sum(answer[field] == 0 for answer in all_ranks) for field in all_ranks[0]}
+    assert {field: count for field, count in found.items() if count < BEST[field]} == {}, "fewer than in BEST"
+    assert found == BEST, "more than before: raise the number in BEST"
+
+
+def test_what_is_stated_stands_in_the_script() -> None:
+    """Every line that a script states is one of its own, and what is known to be wrong is of scripts that exist."""
+    lines = {path: {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} for path in INCIDENTS}
+    assert {path.stem: line for path in INCIDENTS for line in expected_of(path).line if line not in {None, *lines[path]}} == {}
+    assert set(KNOWN) <= {path.stem for path in INCIDENTS}
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
 def test_a_healthy_run_has_no_incident(path: Path, tmp_path: Path) -> None:
     """Nothing is said that would wake anybody."""
-    verdict = watched(script(path), tmp_path)
+    verdict = new.watched(new.load(path), tmp_path)
     assert verdict.healthy, verdict.sentence
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], Case]]:
-    """The incidents of every script, as the rules see them."""
-    found = []
-    for path in INCIDENTS:
-        module, folder = script(path), tmp_path_factory.mktemp(path.stem)
-        watched(module, folder)
-        first, *later = [load(file) for file in sorted(folder.glob("*.safetensors"))]
-        found.append((module.EXPECTED, examine(first)[0]))
-        if later and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
-            found.append(({"cause": ("poisoned_weights",)}, examine(later[0], story=Story(first.step))[0]))
-    came = Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached(0.5, 1, 1), observed=arrived("w", torch.tensor([math.nan])))
-    found.append(({"cause": ("allreduce_nan",)}, examine(came)[0]))  # what real ranks say is shown in test_ranks.py
+def cases(result: Callable[[Path], Result]) -> list[tuple[str, Observation]]:
+    """The incidents of every script, as the rules see them, each with its best cause."""
+    found = [case for path in INCIDENTS for case in result(path).cases]
+    came = Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached(0.5, 1, 1), observation=arrived("w", torch.tensor([math.nan])))
+    found.append(("allreduce_nan", examine(came)[0]))  # what real ranks say is shown in test_ranks.py
     return found
 
 
-def named(cases: list[tuple[dict[str, Any], Case]], rules: tuple[Rule, ...]) -> set[int]:
+def named(cases: list[tuple[str, Observation]], rules: tuple[Rule, ...]) -> set[int]:
     """Which incidents get the cause that describes them best."""
-    return {number for number, (expected, case) in enumerate(cases) if str(cause_of(case, rules)) == expected["cause"][0]}
+    return {number for number, (best, case) in enumerate(cases) if str(cause_of(case, rules)) == best}
 
 
-def test_no_rule_is_idle(cases: list[tuple[dict[str, Any], Case]]) -> None:
+def test_no_rule_is_idle(cases: list[tuple[str, Observation]]) -> None:
     """Without any one of the rules some incident is no longer explained in the best way."""
     best = named(cases, RULES)
     assert len(best) > 0.8 * len(cases)
@@ -130,7 +196,7 @@ def test_no_rule_is_idle(cases: list[tuple[dict[str, Any], Case]]) -> None:
 
 def test_every_cause_has_two_incidents_and_health_thirty_settings() -> None:
     """No cause is known from one example only."""
-    found = [script(path).EXPECTED["cause"][0] for path in INCIDENTS]
+    found = [expected_of(path).cause[0] for path in INCIDENTS]
     short = {str(cause): found.count(str(cause)) for cause in Cause if cause is not Cause.UNKNOWN and found.count(str(cause)) < 2}
     assert short == {}
     assert len(HEALTHY) >= 30
@@ -140,3 +206,35 @@ def test_the_scripts_know_nothing_of_the_watcher() -> None:
     """They would fail in the same way without it."""
     assert [path.name for path in (*INCIDENTS, *HEALTHY) if "nanscope" in path.read_text(encoding="utf-8")] == []
     assert "NANSCOPE" not in os.environ
+
+
+SCRIPT = """
+import torch
+
+def run():
+    weight = torch.ones(3, requires_grad=True)
+    ratio = torch.exp(weight * torch.tensor([1.0, 200.0, 1.0]))
+    loss = ratio.sum()
+    loss.backward()
+    return loss
+"""
+
+
+def test_a_new_script_is_answered_with_what_it_can_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the sentence stands an `Expected` that can be pasted as it is."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    assert new.main([str(path)]) == 0
+    sentence, _, source = capsys.readouterr().out.partition("\n\nEXPECTED = ")
+    assert "overflowed to +inf at [1] of [3]" in sentence
+    stated = eval(source, {"Expected": Expected})
+    assert (stated.phase, stated.cause, stated.variable) == (("forward",), ("exp_overflow",), ("ratio",))
+    assert stated.line == ("ratio = torch.exp(weight * torch.tensor([1.0, 200.0, 1.0]))",)
+
+
+def test_a_script_of_which_nothing_is_said_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that stays finite has nothing to state."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("200.0", "2.0"), encoding="utf-8")
+    assert new.main([str(path)]) == 1
+    assert "EXPECTED" not in capsys.readouterr().out

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward", "backward"),
-    "cause": ("allreduce_nan", "log_zero"),
-    "op": ("log",),
-    "index": (3, 2),
-    "masked": None,
-    "role": ("loss", "log_probs", "grad"),
-    "fix": ("stable_function", "clamp_input", "skip_bad_step", "clamp_denominator"),
-    "variable": "logp",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward", "backward"),
+    cause=("allreduce_nan", "log_zero"),
+    op=("log",),
+    index=(3, 2),
+    masked=None,
+    role=("log_probs", "loss", "grad"),
+    fix=("stable_function", "clamp_input", "skip_bad_step", "clamp_denominator"),
+    variable=("logp",),
+    line=("logp = torch.log(probs)",),
+)
 
 
 class Replica(nn.Module):

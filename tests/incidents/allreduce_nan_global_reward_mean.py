@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("allreduce_nan", "empty_mask_mean", "zero_div_zero"),
-    "op": ("mean",),
-    "index": (),
-    "masked": None,
-    "role": ("rewards", "advantages"),
-    "fix": ("guard_empty", "clamp_denominator", "drop_invalid_sample"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("allreduce_nan", "empty_mask_mean", "zero_div_zero"),
+    op=("mean",),
+    index=(),
+    masked=None,
+    role=("rewards", "advantages"),
+    fix=("guard_empty", "clamp_denominator", "drop_invalid_sample"),
+    variable=(None,),
+    line=("means = workers.all_reduce([r.mean() for r in rewards])",),
+)
 
 
 class Workers:

@@ -8,16 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward", "backward"),
-    "cause": ("allreduce_nan", "std_single"),
-    "op": ("std", "var"),
-    "index": (),
-    "masked": None,
-    "role": ("advantages", "rewards", "grad"),
-    "fix": ("guard_small_group", "skip_bad_step", "guard_empty"),
-    "variable": "spread",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward", "backward"),
+    cause=("allreduce_nan", "std_single"),
+    op=("std", "var"),
+    index=(),
+    masked=None,
+    role=("advantages", "rewards", "grad"),
+    fix=("guard_small_group", "skip_bad_step", "guard_empty"),
+    variable=("spread",),
+    line=("spread = rewards.std()",),
+)
 
 
 class Policy(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input",),
-    "cause": ("nan_times_zero_mask", "bad_input"),
-    "op": ("mul", "_to_copy"),
-    "index": (2, 4),
-    "masked": True,
-    "role": ("advantages",),
-    "fix": ("mask_before_op", "reject_input", "drop_invalid_sample"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input",),
+    cause=("nan_times_zero_mask", "bad_input"),
+    op=("mul", "_to_copy"),
+    index=(2, 4),
+    masked=True,
+    role=("advantages",),
+    fix=("mask_before_op", "reject_input", "drop_invalid_sample"),
+    variable=("advantages", "x"),
+    line=("x = x.double()",),
+)
 
 
 class Normalization:

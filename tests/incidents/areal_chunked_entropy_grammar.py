@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero",),
-    "op": ("mul",),
-    "index": (3, 2),
-    "masked": False,
-    "role": ("entropy",),
-    "fix": ("stable_function", "finite_mask_fill"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero",),
+    op=("mul",),
+    index=(3, 2),
+    masked=False,
+    role=("entropy",),
+    fix=("stable_function", "finite_mask_fill"),
+    variable=(None,),
+    line=("entropy = lse - torch.sum(probs * logits, dim=-1)",),
+)
 
 
 def _gather_logprobs_entropy(logits, labels, temperature=1.0):

@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf", "nan_times_zero_mask"),
-    "op": ("sub",),
-    "index": (1, 0, 4),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("finite_mask_fill", "guard_empty", "clamp_input", "mask_before_op", "safe_softmax"),
-    "variable": "shift_a",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf", "nan_times_zero_mask"),
+    op=("sub",),
+    index=(1, 0, 4),
+    masked=True,
+    role=("attention",),
+    fix=("finite_mask_fill", "guard_empty", "clamp_input", "mask_before_op", "safe_softmax"),
+    variable=("shift_a",),
+    line=("shift_a = lse_a - top",),
+)
 
 
 def partial_attention(q, k, v, allowed):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("bad_input",),
-    "op": ("input", "add", "mul", "sub"),
-    "index": (2, 4),
-    "masked": False,
-    "role": ("rewards", "advantages"),
-    "fix": ("drop_invalid_sample", "reject_input", "fix_upstream"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("bad_input",),
+    op=("input", "add", "mul", "sub"),
+    index=(2, 4),
+    masked=False,
+    role=("rewards", "advantages"),
+    fix=("drop_invalid_sample", "reject_input", "fix_upstream"),
+    variable=("values",),
+    line=("delta = rewards[:, t] + gamma * following - values[:, t]",),
+)
 
 
 def gae(rewards, values, gamma=1.0, lam=0.95):

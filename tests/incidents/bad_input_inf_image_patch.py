@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("bad_input",),
-    "op": ("input", "mul", "add", "sub"),
-    "index": (1, 3, 2),
-    "masked": None,
-    "role": ("hidden",),
-    "fix": ("drop_invalid_sample", "reject_input", "fix_upstream", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("bad_input",),
+    op=("input", "mul", "add", "sub"),
+    index=(1, 3, 2),
+    masked=None,
+    role=("hidden",),
+    fix=("drop_invalid_sample", "reject_input", "fix_upstream", "clamp_input"),
+    variable=("pixel_values",),
+    line=("return self.norm(self.proj(pixel_values - self.centre))",),
+)
 
 
 class VisionTower(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("hw_bitflip", "magnitude_overflow"),
-    "op": ("native_layer_norm", "layer_norm"),
-    "index": (1, 2, 0),
-    "masked": False,
-    "role": ("weights", "hidden"),
-    "fix": ("fix_upstream", "reload_checkpoint", "skip_bad_step"),
-    "variable": "h",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("hw_bitflip", "magnitude_overflow"),
+    op=("native_layer_norm", "layer_norm"),
+    index=(1, 2, 0),
+    masked=False,
+    role=("weights", "hidden"),
+    fix=("fix_upstream", "reload_checkpoint", "skip_bad_step"),
+    variable=("tokens.weight", "h"),
+    line=("h = self.tokens(ids)", "h = self.ln(h)"),
+)
 
 
 class Judge(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "log_zero"),
-    "op": ("log",),
-    "index": (2, 4),
-    "masked": False,
-    "role": ("loss", "log_probs", "entropy"),
-    "fix": ("upcast_fp32", "representable_eps", "stable_function", "clamp_input"),
-    "variable": "log_stay",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "log_zero"),
+    op=("log",),
+    index=(2, 4),
+    masked=False,
+    role=("loss", "log_probs", "entropy"),
+    fix=("upcast_fp32", "representable_eps", "stable_function", "clamp_input"),
+    variable=("log_stay",),
+    line=("log_stay = torch.log(1 - halt)",),
+)
 
 
 class HaltingHead(nn.Module):

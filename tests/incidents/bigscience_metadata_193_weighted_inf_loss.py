@@ -8,16 +8,22 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_coef", "inf_times_zero_mask"),
-    "op": ("nll_loss_forward", "mul"),
-    "index": (8,),
-    "masked": None,  # a sample weight of 0 is a mask to some and a coefficient to others
-    "role": ("loss",),
-    "fix": ("finite_mask_fill", "mask_before_op"),
-    "variable": "loss",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_coef", "inf_times_zero_mask"),
+    op=("nll_loss_forward", "mul"),
+    index=(8,),
+    masked=None,  # a sample weight of 0 is a mask to some and a coefficient to others
+    role=("loss",),
+    fix=("finite_mask_fill", "mask_before_op"),
+    variable=("loss", None),
+    line=(
+        'loss = F.cross_entropy(shift_logits.view(-1, shift_logits.size(-1)), shift_labels.view(-1), reduction="none")',
+        "return (loss * weight).sum() / weight.sum()",
+    ),
+)
 
 
 class Model(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("cancellation_spike",),
-    "op": ("div", "std", "sqrt"),
-    "index": (1, 3),
-    "masked": None,
-    "role": ("advantages", "rewards"),
-    "fix": ("clamp_denominator", "guard_small_group", "clamp_input", "representable_eps", "skip_bad_step"),
-    "variable": "advantages",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("cancellation_spike",),
+    op=("div", "std", "sqrt"),
+    index=(1, 3),
+    masked=None,
+    role=("advantages", "rewards"),
+    fix=("clamp_denominator", "guard_small_group", "clamp_input", "representable_eps", "skip_bad_step"),
+    variable=("advantages",),
+    line=("advantages = (rewards - centre) / spread",),
+)
 
 
 def others(rewards):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("cancellation_spike",),
-    "op": ("div", "sub", "rsub"),
-    "index": (2, 0),
-    "masked": None,
-    "role": ("ratio", "loss", "log_probs", "log_ratio"),
-    "fix": ("clamp_denominator", "stable_function", "clamp_input", "clamp_exponent", "skip_bad_step"),
-    "variable": "odds",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("cancellation_spike",),
+    op=("div", "sub", "rsub"),
+    index=(2, 0),
+    masked=None,
+    role=("ratio", "loss", "log_probs", "log_ratio"),
+    fix=("clamp_denominator", "stable_function", "clamp_input", "clamp_exponent", "skip_bad_step"),
+    variable=("odds",),
+    line=("odds = prob / (1.0 - prob)",),
+)
 
 
 class OddsPreference(nn.Module):

@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap",),
-    "op": ("exp",),
-    "index": (1, 3, 5),
-    "masked": True,
-    "role": ("hidden",),
-    "fix": ("clamp_exponent", "mask_before_op", "stable_function", "clamp_input", "where_on_detached"),
-    "variable": "grown",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap",),
+    op=("exp",),
+    index=(1, 3, 5),
+    masked=True,
+    role=("hidden",),
+    fix=("clamp_exponent", "mask_before_op", "stable_function", "clamp_input", "where_on_detached"),
+    variable=("grown",),
+    line=("grown = torch.exp(step)",),
+)
 
 
 class SoftStep(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("uninitialized", "nan_times_zero_mask"),
-    "op": ("new_empty", "empty"),
-    "index": (0, 4),
-    "masked": True,
-    "role": ("old_log_probs", "rollout_log_probs"),
-    "fix": ("initialise_memory", "mask_before_op"),
-    "variable": "padded",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("uninitialized", "nan_times_zero_mask"),
+    op=("new_empty", "empty"),
+    index=(0, 4),
+    masked=True,
+    role=("old_log_probs", "rollout_log_probs"),
+    fix=("initialise_memory", "mask_before_op"),
+    variable=("padded",),
+    line=("padded = rows[0].new_empty((len(rows), width))",),
+)
 
 
 def collate(rows, width):

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("eps_underflow", "log_zero", "where_grad_trap"),
-    "op": ("log",),
-    "index": (2,),
-    "masked": False,
-    "role": ("log_probs",),
-    "fix": ("upcast_fp32", "representable_eps", "stable_function", "clamp_input"),
-    "variable": "chosen_odds",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("eps_underflow", "log_zero", "where_grad_trap"),
+    op=("log",),
+    index=(2,),
+    masked=False,
+    role=("log_probs",),
+    fix=("upcast_fp32", "representable_eps", "stable_function", "clamp_input"),
+    variable=(None,),
+    line=("chosen_odds = chosen_logp - torch.log(-torch.exp(chosen_logp) + 1.0001)",),
+)
 
 
 def calc_masked_log_probs(logits, sequences, mask):

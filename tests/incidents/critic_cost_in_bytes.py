@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("magnitude_overflow",),
-    "op": ("pow", "square"),
-    "index": (3, 0),
-    "masked": False,
-    "role": ("loss", "rewards", "advantages"),
-    "fix": ("clamp_input", "drop_invalid_sample", "reject_input", "stable_function"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("magnitude_overflow",),
+    op=("pow", "square"),
+    index=(3, 0),
+    masked=False,
+    role=("loss", "rewards", "advantages"),
+    fix=("clamp_input", "drop_invalid_sample", "reject_input", "stable_function"),
+    variable=(None,),
+    line=("critic_loss = ((s.model(obs) - target) ** 2).mean()",),
+)
 
 
 class Critic(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero", "zero_denominator"),
-    "op": ("div",),
-    "index": (0,),
-    "masked": False,
-    "role": ("advantages",),
-    "fix": ("clamp_denominator", "representable_eps"),
-    "variable": "advantage_t",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero", "zero_denominator"),
+    op=("div",),
+    index=(0,),
+    masked=False,
+    role=("advantages",),
+    fix=("clamp_denominator", "representable_eps"),
+    variable=("advantage_t",),
+    line=("advantage_t = (advantage_t - advantage_t.mean()) / advantage_t.std()",),
+)
 
 
 class PolicyNet(nn.Module):

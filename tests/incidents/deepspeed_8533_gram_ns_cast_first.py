@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("fp16_overflow",),
-    "op": ("_to_copy", "to", "copy_"),
-    "index": (0, 3),
-    "masked": None,
-    "role": ("optimizer", "grad"),
-    "fix": ("upcast_fp32",),
-    "variable": "X",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("fp16_overflow",),
+    op=("_to_copy", "to", "copy_"),
+    index=(0, 3),
+    masked=None,
+    role=("optimizer", "grad"),
+    fix=("upcast_fp32",),
+    variable=("X",),
+    line=("X = G.to(torch.float16)",),
+)
 
 
 def zeropower_via_gram_newtonschulz(G, steps=3):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("fp16_overflow",),
-    "op": ("_to_copy", "to", "copy_"),
-    "index": (1, 7),
-    "masked": None,
-    "role": ("optimizer", "grad"),
-    "fix": ("upcast_fp32",),
-    "variable": "x",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("fp16_overflow",),
+    op=("_to_copy", "to", "copy_"),
+    index=(1, 7),
+    masked=None,
+    role=("optimizer", "grad"),
+    fix=("upcast_fp32",),
+    variable=("x",),
+    line=("x = matrix.to(torch.float16)",),
+)
 
 
 def zeropower(matrix, rounds=4, eps=1e-5):

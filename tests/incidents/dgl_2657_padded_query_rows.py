@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fully_masked_softmax", "nan_times_zero_mask"),
-    "op": ("_softmax", "softmax"),
-    "index": (1, 0, 3, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("safe_softmax", "finite_mask_fill"),
-    "variable": "alpha",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fully_masked_softmax", "nan_times_zero_mask"),
+    op=("_softmax", "softmax"),
+    index=(1, 0, 3, 0),
+    masked=True,
+    role=("attention",),
+    fix=("safe_softmax", "finite_mask_fill"),
+    variable=("alpha",),
+    line=("alpha = torch.softmax(energy, dim=3)",),
+)
 
 
 class SetAttention(nn.Module):

@@ -8,16 +8,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("fully_masked_softmax", "where_grad_trap"),
-    "op": ("_softmax",),
-    "index": (0, 0, 3, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("safe_softmax", "finite_mask_fill"),
-    "variable": "alpha",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("fully_masked_softmax", "where_grad_trap"),
+    op=("_softmax",),
+    index=(0, 0, 3, 0),
+    masked=True,
+    role=("attention",),
+    fix=("safe_softmax", "finite_mask_fill"),
+    variable=("alpha",),
+    line=("alpha = torch.softmax(e, dim=-1)",),
+)
 
 
 def pad_packed(x, lengths, max_len):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (1, 0, 0),
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("clamp_denominator", "guard_empty"),
-    "variable": "gain",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(1, 0, 0),
+    masked=None,
+    role=("optimizer",),
+    fix=("clamp_denominator", "guard_empty"),
+    variable=("gain",),
+    line=("gain = before / after",),
+)
 
 
 def orthogonalise(stack, rounds=5):

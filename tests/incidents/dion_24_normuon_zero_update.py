@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (0, 0),
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("clamp_denominator", "representable_eps"),
-    "variable": "ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(0, 0),
+    masked=None,
+    role=("optimizer",),
+    fix=("clamp_denominator", "representable_eps"),
+    variable=("ratio",),
+    line=("ratio = norm_U / norm_U_new",),
+)
 
 
 def newton_schulz(G, steps=3):

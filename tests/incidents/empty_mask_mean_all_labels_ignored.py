@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("nll_loss_forward", "nll_loss", "cross_entropy_loss"),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("guard_empty",),
-    "variable": "sft",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("nll_loss_forward", "nll_loss", "cross_entropy_loss"),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("guard_empty",),
+    variable=("sft",),
+    line=('sft = F.cross_entropy(logits.reshape(-1, 20), replay["labels"][:, 1:].reshape(-1), ignore_index=-100)',),
+)
 
 
 class TextModel(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean",),
-    "op": ("mean",),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("guard_empty",),
-    "variable": "objective",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean",),
+    op=("mean",),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("guard_empty",),
+    variable=("objective",),
+    line=("objective = (lp.sum(-1) * adv)[keep].mean()",),
+)
 
 
 class Model(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("clamp_denominator", "guard_empty"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("clamp_denominator", "guard_empty"),
+    variable=(None,),
+    line=("return torch.sum(per_token * mask) / torch.sum(mask)",),
+)
 
 
 class Actor(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "log_zero"),
-    "op": ("log",),
-    "index": (3, 1),
-    "masked": False,
-    "role": ("loss", "log_probs", "rewards"),
-    "fix": ("upcast_fp32", "stable_function", "representable_eps", "clamp_input"),
-    "variable": "miss",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "log_zero"),
+    op=("log",),
+    index=(3, 1),
+    masked=False,
+    role=("loss", "log_probs", "rewards"),
+    fix=("upcast_fp32", "stable_function", "representable_eps", "clamp_input"),
+    variable=("miss",),
+    line=("miss = torch.log(1 - prob)",),
+)
 
 
 class StepJudge(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "zero_div_zero"),
-    "op": ("div",),
-    "index": (0, 2),
-    "masked": None,
-    "role": ("advantages",),
-    "fix": ("upcast_fp32", "representable_eps", "clamp_denominator", "clamp_input", "guard_empty"),
-    "variable": "scores",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "zero_div_zero"),
+    op=("div",),
+    index=(0, 2),
+    masked=None,
+    role=("advantages",),
+    fix=("upcast_fp32", "representable_eps", "clamp_denominator", "clamp_input", "guard_empty"),
+    variable=("scores",),
+    line=("scores = scores / (width + eps)",),
+)
 
 
 def whiten_columns(scores, eps=1e-8):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("eps_underflow",),
-    "op": ("addcdiv", "div"),
-    "index": None,
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("representable_eps", "upcast_fp32"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("eps_underflow",),
+    op=("addcdiv", "div"),
+    index=None,
+    masked=None,
+    role=("optimizer",),
+    fix=("representable_eps", "upcast_fp32"),
+    variable=("0.weight",),
+    line=('p.addcdiv_(p.grad, square.sqrt().add_(group["eps"]), value=-group["lr"])',),
+)
 
 
 class HalfRms(torch.optim.Optimizer):

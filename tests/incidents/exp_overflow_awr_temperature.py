@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("exp_overflow",),
-    "op": ("exp",),
-    "index": (2, 1),
-    "masked": False,
-    "role": ("is_weight", "advantages", "ratio"),
-    "fix": ("clamp_exponent",),
-    "variable": "w",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("exp_overflow",),
+    op=("exp",),
+    index=(2, 1),
+    masked=False,
+    role=("is_weight", "advantages", "ratio"),
+    fix=("clamp_exponent",),
+    variable=("w",),
+    line=("w = gain.exp()",),
+)
 
 
 class ActorCritic(nn.Module):

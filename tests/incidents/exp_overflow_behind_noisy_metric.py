@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("exp_overflow",),
-    "op": ("exp",),
-    "index": (1, 4),
-    "masked": False,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent",),
-    "variable": "rat",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("exp_overflow",),
+    op=("exp",),
+    index=(1, 4),
+    masked=False,
+    role=("ratio",),
+    fix=("clamp_exponent",),
+    variable=("rat",),
+    line=("rat = torch.exp(safe)",),
+)
 
 
 class Chat(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("exp_overflow",),
-    "op": ("expm1",),
-    "index": (1, 4),
-    "masked": False,
-    "role": ("kl",),
-    "fix": ("clamp_exponent",),
-    "variable": "k3",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("exp_overflow",),
+    op=("expm1",),
+    index=(1, 4),
+    masked=False,
+    role=("kl",),
+    fix=("clamp_exponent",),
+    variable=("k3",),
+    line=("k3 = torch.expm1(gap)",),
+)
 
 
 class TiedLM(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("exp_overflow",),
-    "op": ("exp",),
-    "index": (11,),
-    "masked": False,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent",),
-    "variable": "prob_ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("exp_overflow",),
+    op=("exp",),
+    index=(11,),
+    masked=False,
+    role=("ratio",),
+    fix=("clamp_exponent",),
+    variable=("prob_ratio",),
+    line=("prob_ratio = torch.exp(delta)",),
+)
 
 
 class PackedActor(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer", "backward"),
-    "cause": ("inf_grad_norm_clip", "magnitude_overflow"),
-    "op": ("linalg_vector_norm", "_foreach_norm", "norm", "mul", "div", "reciprocal"),
-    "index": None,
-    "masked": None,
-    "role": ("grad",),
-    "fix": ("skip_bad_step", "fix_upstream"),
-    "variable": "grad_norm",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer", "backward"),
+    cause=("inf_grad_norm_clip", "magnitude_overflow"),
+    op=("linalg_vector_norm", "_foreach_norm", "norm", "mul", "div", "reciprocal"),
+    index=None,
+    masked=None,
+    role=("grad",),
+    fix=("skip_bad_step", "fix_upstream"),
+    variable=("grad_norm",),
+    line=('grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=float("inf"))',),
+)
 
 
 class Head(nn.Module):

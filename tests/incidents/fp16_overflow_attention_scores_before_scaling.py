@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("bmm", "matmul"),
-    "index": (1, 3, 3),
-    "masked": None,
-    "role": ("attention", "logits", "hidden"),
-    "fix": ("upcast_fp32", "clamp_input", "stable_function"),
-    "variable": "raw",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("bmm", "matmul"),
+    index=(1, 3, 3),
+    masked=None,
+    role=("attention", "logits", "hidden"),
+    fix=("upcast_fp32", "clamp_input", "stable_function"),
+    variable=("raw",),
+    line=("raw = torch.bmm(self.wq(x), self.wk(x).transpose(1, 2))",),
+)
 
 
 class SingleHead(nn.Module):

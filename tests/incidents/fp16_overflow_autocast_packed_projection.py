@@ -8,16 +8,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("addmm", "linear", "mm"),
-    "index": (9, 2),
-    "masked": None,
-    "role": ("hidden", "logits"),
-    "fix": ("upcast_fp32", "clamp_input"),
-    "variable": "wide",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("addmm", "linear", "mm"),
+    index=(9, 2),
+    masked=None,
+    role=("hidden", "logits"),
+    fix=("upcast_fp32", "clamp_input"),
+    variable=("wide",),
+    line=("wide = self.up(x)",),
+)
 
 
 class Adapter(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow", "exp_overflow"),
-    "op": ("exp", "expm1"),
-    "index": (14,),
-    "masked": False,
-    "role": ("kl", "ratio"),
-    "fix": ("upcast_fp32", "clamp_exponent"),
-    "variable": "inv_ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow", "exp_overflow"),
+    op=("exp", "expm1"),
+    index=(14,),
+    masked=False,
+    role=("kl", "ratio"),
+    fix=("upcast_fp32", "clamp_exponent"),
+    variable=("inv_ratio",),
+    line=("inv_ratio = delta.exp()",),
+)
 
 
 def k3(current, reference):

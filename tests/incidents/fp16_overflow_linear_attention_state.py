@@ -6,16 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("cumsum",),
-    "index": (0, 89, 4),
-    "masked": None,
-    "role": ("hidden", "attention"),
-    "fix": ("upcast_fp32", "clamp_input"),
-    "variable": "state",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("cumsum",),
+    index=(0, 89, 4),
+    masked=None,
+    role=("hidden", "attention"),
+    fix=("upcast_fp32", "clamp_input"),
+    variable=("state",),
+    line=("state = (phi * self.value(x)).cumsum(dim=1)",),
+)
 
 
 class CausalLinearMixer(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fully_masked_softmax", "inf_minus_inf"),
-    "op": ("_log_softmax", "log_softmax"),
-    "index": (9, 0),
-    "masked": False,
-    "role": ("log_probs", "logits"),
-    "fix": ("finite_mask_fill", "safe_softmax", "guard_empty", "drop_invalid_sample", "mask_before_op"),
-    "variable": "log_pi",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fully_masked_softmax", "inf_minus_inf"),
+    op=("_log_softmax", "log_softmax"),
+    index=(9, 0),
+    masked=False,
+    role=("log_probs", "logits"),
+    fix=("finite_mask_fill", "safe_softmax", "guard_empty", "drop_invalid_sample", "mask_before_op"),
+    variable=("log_pi",),
+    line=("log_pi = nn.functional.log_softmax(logits, dim=-1)",),
+)
 
 
 class ToolHead(nn.Module):

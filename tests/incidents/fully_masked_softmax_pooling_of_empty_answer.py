@@ -8,16 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fully_masked_softmax",),
-    "op": ("_softmax", "softmax"),
-    "index": (2, 0, 0),
-    "masked": None,
-    "role": ("attention", "rewards"),
-    "fix": ("safe_softmax", "finite_mask_fill", "guard_empty", "drop_invalid_sample"),
-    "variable": "weight",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fully_masked_softmax",),
+    op=("_softmax", "softmax"),
+    index=(2, 0, 0),
+    masked=None,
+    role=("attention", "rewards"),
+    fix=("safe_softmax", "finite_mask_fill", "guard_empty", "drop_invalid_sample"),
+    variable=("weight",),
+    line=("weight = torch.softmax(score, dim=1)",),
+)
 
 
 class AnswerPooler(nn.Module):

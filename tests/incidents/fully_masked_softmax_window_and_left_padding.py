@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("fully_masked_softmax", "where_grad_trap"),
-    "op": ("_softmax", "softmax"),
-    "index": (1, 0, 0, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("safe_softmax", "finite_mask_fill", "guard_empty"),
-    "variable": "probs",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("fully_masked_softmax", "where_grad_trap"),
+    op=("_softmax", "softmax"),
+    index=(1, 0, 0, 0),
+    masked=True,
+    role=("attention",),
+    fix=("safe_softmax", "finite_mask_fill", "guard_empty"),
+    variable=("probs",),
+    line=("probs = scores.softmax(dim=-1)",),
+)
 
 
 class WindowAttention(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("log_zero",),
-    "op": ("log1p",),
-    "index": (4, 2),
-    "masked": False,
-    "role": ("log_probs",),
-    "fix": ("clamp_input", "drop_invalid_sample"),
-    "variable": "upper",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("log_zero",),
+    op=("log1p",),
+    index=(4, 2),
+    masked=False,
+    role=("log_probs",),
+    fix=("clamp_input", "drop_invalid_sample"),
+    variable=("upper",),
+    line=("upper = torch.log1p(-action)",),
+)
 
 
 class SquashedGaussian:

@@ -5,16 +5,22 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("hw_bitflip", "magnitude_overflow"),
-    "op": ("einsum", "bmm", "matmul"),
-    "index": None,
-    "masked": False,
-    "role": ("weights", "attention"),
-    "fix": ("fix_upstream", "reload_checkpoint", "skip_bad_step"),
-    "variable": "scores",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("hw_bitflip", "magnitude_overflow"),
+    op=("einsum", "bmm", "matmul"),
+    index=None,
+    masked=False,
+    role=("weights", "attention"),
+    fix=("fix_upstream", "reload_checkpoint", "skip_bad_step"),
+    variable=("layers.1.q_proj.weight", "scores"),
+    line=(
+        "q, k, v = (p(y).view(b, t, self.heads, w // self.heads) for p in (self.q_proj, self.k_proj, self.v_proj))",
+        'scores = torch.einsum("bqhd,bkhd->bhqk", q, k)',
+    ),
+)
 
 
 class Block(nn.Module):

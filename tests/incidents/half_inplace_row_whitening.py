@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "zero_div_zero"),
-    "op": ("div",),
-    "index": (2, 0),
-    "masked": False,
-    "role": ("advantages", "rewards"),
-    "fix": ("representable_eps", "upcast_fp32", "clamp_denominator"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "zero_div_zero"),
+    op=("div",),
+    index=(2, 0),
+    masked=False,
+    role=("advantages", "rewards"),
+    fix=("representable_eps", "upcast_fp32", "clamp_denominator"),
+    variable=("scores",),
+    line=("scores.div_(scores.std(dim=1, keepdim=True) + eps)",),
+)
 
 
 class Policy(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("eps_underflow", "zero_div_zero"),
-    "op": ("div",),
-    "index": (2, 0),
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("representable_eps", "upcast_fp32", "clamp_denominator"),
-    "variable": "step",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("eps_underflow", "zero_div_zero"),
+    op=("div",),
+    index=(2, 0),
+    masked=None,
+    role=("optimizer",),
+    fix=("representable_eps", "upcast_fp32", "clamp_denominator"),
+    variable=("step",),
+    line=("step = p.grad / denom",),
+)
 
 
 class LeanRMSprop(torch.optim.Optimizer):

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf", "plogp_zero"),
-    "op": ("sub",),
-    "index": (0, 6),
-    "masked": False,
-    "role": ("kl", "log_ratio"),
-    "fix": ("finite_mask_fill", "mask_before_op", "stable_function"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf", "plogp_zero"),
+    op=("sub",),
+    index=(0, 6),
+    masked=False,
+    role=("kl", "log_ratio"),
+    fix=("finite_mask_fill", "mask_before_op", "stable_function"),
+    variable=(None,),
+    line=('kl_divergence = F.kl_div(base_logprobs, logprobs, reduction="batchmean", log_target=True)',),
+)
 
 
 class LM(nn.Module):

@@ -8,16 +8,19 @@ import numpy as np
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("hw_bitflip", "magnitude_overflow"),
-    "op": ("addmm", "linear", "mm", "pow", "square"),
-    "index": (0, 5),
-    "masked": None,
-    "role": ("weights", "hidden"),
-    "fix": ("fix_upstream", "skip_bad_step", "reload_checkpoint"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("hw_bitflip", "magnitude_overflow"),
+    op=("addmm", "linear", "mm", "pow", "square"),
+    index=(0, 5),
+    masked=None,
+    role=("weights", "hidden"),
+    fix=("fix_upstream", "skip_bad_step", "reload_checkpoint"),
+    variable=("up_proj.weight",),
+    line=("return self.pi(torch.relu(self.up_proj(obs)).square())",),
+)
 
 
 def memory_upset(weight, row, column, bit=30):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("hw_bitflip", "magnitude_overflow"),
-    "op": ("mm", "linear", "matmul"),
-    "index": (0, 7),
-    "masked": None,
-    "role": ("weights", "logits"),
-    "fix": ("fix_upstream", "skip_bad_step", "reload_checkpoint"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("hw_bitflip", "magnitude_overflow"),
+    op=("mm", "linear", "matmul"),
+    index=(0, 7),
+    masked=None,
+    role=("weights", "logits"),
+    fix=("fix_upstream", "skip_bad_step", "reload_checkpoint"),
+    variable=("unembed.weight",),
+    line=("logits.append(self.unembed(state))",),
+)
 
 FAULTS = {6: (7, 1)}  # step -> cell of the unembedding
 

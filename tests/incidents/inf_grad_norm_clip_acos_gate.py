@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("inf_grad_norm_clip", "sqrt_zero_grad"),
-    "op": ("acos",),
-    "index": (2,),
-    "masked": None,
-    "role": ("grad", "hidden"),
-    "fix": ("clamp_input", "skip_bad_step", "fix_upstream", "avoid_singular_op"),
-    "variable": "angle",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("inf_grad_norm_clip", "sqrt_zero_grad"),
+    op=("acos",),
+    index=(2,),
+    masked=None,
+    role=("grad", "hidden"),
+    fix=("clamp_input", "skip_bad_step", "fix_upstream", "avoid_singular_op"),
+    variable=("angle",),
+    line=("angle = torch.acos(self.cosine)",),
+)
 
 
 class Rotate(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward", "optimizer"),
-    "cause": ("inf_grad_norm_clip", "fp16_overflow"),
-    "op": ("pow", "mul", "square", "sum"),
-    "index": (6, 2),
-    "masked": None,
-    "role": ("grad",),
-    "fix": ("upcast_fp32", "skip_bad_step", "clamp_input"),
-    "variable": "squares",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "optimizer"),
+    cause=("inf_grad_norm_clip", "fp16_overflow"),
+    op=("mul", "pow", "square", "sum"),
+    index=(6, 2),
+    masked=None,
+    role=("grad",),
+    fix=("upcast_fp32", "skip_bad_step", "clamp_input"),
+    variable=("squares",),
+    line=("squares = p.grad * p.grad",),
+)
 
 
 def clip_by_total_norm(params, limit):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward", "optimizer"),
-    "cause": ("inf_grad_norm_clip", "magnitude_overflow"),
-    "op": ("pow", "square", "sum"),
-    "index": (3, 1),
-    "masked": None,
-    "role": ("grad",),
-    "fix": ("skip_bad_step", "stable_function", "clamp_input", "fix_upstream", "upcast_fp32"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "optimizer"),
+    cause=("inf_grad_norm_clip", "magnitude_overflow"),
+    op=("pow", "square", "sum"),
+    index=(3, 1),
+    masked=None,
+    role=("grad",),
+    fix=("skip_bad_step", "stable_function", "clamp_input", "fix_upstream", "upcast_fp32"),
+    variable=(None,),
+    line=("energy = {name: g.pow(2).sum() for name, g in grads.items()}",),
+)
 
 
 @torch.no_grad()

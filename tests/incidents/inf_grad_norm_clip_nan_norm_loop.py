@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("inf_grad_norm_clip", "log_zero", "where_grad_trap"),
-    "op": ("log",),
-    "index": (4,),
-    "masked": True,
-    "role": ("grad", "advantages", "rewards", "hidden"),
-    "fix": ("clamp_input", "mask_before_op", "skip_bad_step", "where_on_detached", "clamp_denominator"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("inf_grad_norm_clip", "log_zero", "where_grad_trap"),
+    op=("log",),
+    index=(4,),
+    masked=True,
+    role=("grad", "advantages", "rewards", "hidden"),
+    fix=("clamp_input", "mask_before_op", "skip_bad_step", "where_on_detached", "clamp_denominator"),
+    variable=(None,),
+    line=("return torch.where(length > 0, self.slope * torch.log(length), 0.0)",),
+)
 
 
 class LengthBonus(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward", "backward"),
-    "cause": ("inf_minus_inf", "where_grad_trap"),
-    "op": ("logsumexp",),
-    "index": (2, 1),
-    "masked": None,
-    "role": ("log_probs", "logits"),
-    "fix": ("finite_mask_fill",),
-    "variable": "pooled",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("inf_minus_inf", "where_grad_trap"),
+    op=("logsumexp",),
+    index=(2, 1),
+    masked=None,
+    role=("log_probs", "logits"),
+    fix=("finite_mask_fill",),
+    variable=("pooled",),
+    line=("pooled = torch.logsumexp(log_p[:, None, :] + members, dim=-1)",),
+)
 
 
 class Verifier(nn.Module):

@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf",),
-    "op": ("sub",),
-    "index": (1,),
-    "masked": False,
-    "role": ("log_ratio", "log_probs"),
-    "fix": ("drop_invalid_sample", "finite_mask_fill"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf",),
+    op=("sub",),
+    index=(1,),
+    masked=False,
+    role=("log_ratio", "log_probs"),
+    fix=("drop_invalid_sample", "finite_mask_fill"),
+    variable=(None,),
+    line=("margin = (pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)",),
+)
 
 
 class LM(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf", "fully_masked_softmax"),
-    "op": ("sub",),
-    "index": (2, 0),
-    "masked": False,
-    "role": ("logits", "log_probs"),
-    "fix": ("finite_mask_fill", "drop_invalid_sample"),
-    "variable": "shifted",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf", "fully_masked_softmax"),
+    op=("sub",),
+    index=(2, 0),
+    masked=False,
+    role=("logits", "log_probs"),
+    fix=("finite_mask_fill", "drop_invalid_sample"),
+    variable=("shifted",),
+    line=("shifted = scores - top",),
+)
 
 
 class CandidateScorer(nn.Module):

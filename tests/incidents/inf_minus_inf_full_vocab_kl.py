@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf",),
-    "op": ("sub",),
-    "index": (0, 0, 9),
-    "masked": False,
-    "role": ("log_ratio", "kl"),
-    "fix": ("finite_mask_fill", "mask_before_op"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf",),
+    op=("sub",),
+    index=(0, 0, 9),
+    masked=False,
+    role=("log_ratio", "kl"),
+    fix=("finite_mask_fill", "mask_before_op"),
+    variable=(None,),
+    line=("return (s.exp() * (s - t)).sum(-1)",),
+)
 
 REAL_VOCAB = 13
 

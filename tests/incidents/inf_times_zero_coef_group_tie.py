@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_coef", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 2, 3),
-    "masked": False,
-    "role": ("is_weight", "ratio"),
-    "fix": ("clamp_exponent",),
-    "variable": "behave_imp_weight",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_coef", "exp_overflow"),
+    op=("exp",),
+    index=(1, 2, 3),
+    masked=False,
+    role=("is_weight", "ratio"),
+    fix=("clamp_exponent",),
+    variable=("behave_imp_weight",),
+    line=("behave_imp_weight = (prox_lp - behave_lp).exp()",),
+)
 
 
 class Decoder(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_coef", "exp_overflow"),
-    "op": ("exp",),
-    "index": (2, 3),
-    "masked": False,
-    "role": ("kl", "ratio"),
-    "fix": ("skip_disabled_term", "clamp_exponent"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_coef", "exp_overflow"),
+    op=("exp",),
+    index=(2, 3),
+    masked=False,
+    role=("kl", "ratio"),
+    fix=("skip_disabled_term", "clamp_exponent"),
+    variable=(None,),
+    line=("return torch.exp(d) - d - 1.0",),
+)
 
 
 class KLController:

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_coef", "zero_denominator"),
-    "op": ("div",),
-    "index": (3,),
-    "masked": False,
-    "role": ("rewards",),
-    "fix": ("skip_disabled_term", "clamp_denominator"),
-    "variable": "pressure",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_coef", "zero_denominator"),
+    op=("div",),
+    index=(3,),
+    masked=False,
+    role=("rewards",),
+    fix=("skip_disabled_term", "clamp_denominator"),
+    variable=("pressure",),
+    line=("pressure = used / remaining",),
+)
 
 
 class Speaker(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "log_zero", "plogp_zero"),
-    "op": ("log",),
-    "index": (1, 2),
-    "masked": True,
-    "role": ("log_probs", "loss"),
-    "fix": ("mask_before_op", "clamp_input"),
-    "variable": "log_p",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "log_zero", "plogp_zero"),
+    op=("log",),
+    index=(1, 2),
+    masked=True,
+    role=("log_probs", "loss"),
+    fix=("mask_before_op", "clamp_input"),
+    variable=("log_p",),
+    line=("log_p = torch.log(p)",),
+)
 
 
 class Ranker(nn.Module):

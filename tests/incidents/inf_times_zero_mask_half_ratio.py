@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "fp16_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (0, 1, 3),
-    "masked": True,
-    "role": ("ratio",),
-    "fix": ("mask_before_op", "upcast_fp32"),
-    "variable": "r",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "fp16_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(0, 1, 3),
+    masked=True,
+    role=("ratio",),
+    fix=("mask_before_op", "upcast_fp32"),
+    variable=("r",),
+    line=("r = (new - old).exp()",),
+)
 
 
 class Net(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input",),
-    "cause": ("inf_times_zero_mask", "bad_input"),
-    "op": ("input",),
-    "index": (1, 4),
-    "masked": True,
-    "role": ("is_weight", "ratio"),
-    "fix": ("mask_before_op",),
-    "variable": "tis_weights",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input",),
+    cause=("inf_times_zero_mask", "bad_input"),
+    op=("input",),
+    index=(1, 4),
+    masked=True,
+    role=("is_weight", "ratio"),
+    fix=("mask_before_op",),
+    variable=("tis_weights",),
+    line=("per_token = -tis_weights * advantages[:, None] * log_probs",),
+)
 
 
 class Chat(nn.Module):

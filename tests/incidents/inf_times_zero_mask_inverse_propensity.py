@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "zero_denominator"),
-    "op": ("reciprocal",),
-    "index": (4, 0),
-    "masked": True,
-    "role": ("is_weight", "ratio"),
-    "fix": ("mask_before_op", "clamp_denominator"),
-    "variable": "inv_propensity",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "zero_denominator"),
+    op=("reciprocal",),
+    index=(4, 0),
+    masked=True,
+    role=("is_weight", "ratio"),
+    fix=("mask_before_op", "clamp_denominator"),
+    variable=("inv_propensity",),
+    line=("inv_propensity = behaviour_prob.reciprocal()",),
+)
 
 
 class Agent(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 5),
-    "masked": True,
-    "role": ("kl", "ratio"),
-    "fix": ("mask_before_op", "clamp_exponent"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(1, 5),
+    masked=True,
+    role=("kl", "ratio"),
+    fix=("mask_before_op", "clamp_exponent"),
+    variable=(None,),
+    line=("return diff.exp() - diff - 1",),
+)
 
 PAD = 0
 

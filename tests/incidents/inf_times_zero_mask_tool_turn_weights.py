@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (7,),
-    "masked": True,
-    "role": ("is_weight", "ratio"),
-    "fix": ("mask_before_op", "clamp_exponent"),
-    "variable": "tis",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(7,),
+    masked=True,
+    role=("is_weight", "ratio"),
+    fix=("mask_before_op", "clamp_exponent"),
+    variable=("tis",),
+    line=("tis = (lp - engine_lp).float().exp()",),
+)
 
 
 class AgentLM(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "magnitude_overflow"),
-    "op": ("pow",),
-    "index": (0, 4),
-    "masked": True,
-    "role": ("loss",),
-    "fix": ("mask_before_op", "clamp_input"),
-    "variable": "err_a",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "magnitude_overflow"),
+    op=("pow",),
+    index=(0, 4),
+    masked=True,
+    role=("loss",),
+    fix=("mask_before_op", "clamp_input"),
+    variable=("err_a",),
+    line=("err_a = (values - returns) ** 2",),
+)
 
 UNKNOWN = 1e25
 

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("pow", "mul"),
-    "index": (2, 1),
-    "masked": False,
-    "role": ("loss",),
-    "fix": ("avoid_singular_op", "clamp_input", "representable_eps", "stable_function"),
-    "variable": "hardness",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("pow", "mul"),
+    index=(2, 1),
+    masked=False,
+    role=("loss",),
+    fix=("avoid_singular_op", "clamp_input", "representable_eps", "stable_function"),
+    variable=("hardness",),
+    line=("hardness = torch.pow(1.0 - prob, self.gamma)",),
+)
 
 
 class FocalStepLoss(nn.Module):

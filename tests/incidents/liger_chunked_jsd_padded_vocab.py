@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_minus_inf",),
-    "op": ("sub",),
-    "index": (0, 19),
-    "masked": False,
-    "role": ("kl", "log_ratio", "loss"),
-    "fix": ("finite_mask_fill", "mask_before_op", "stable_function"),
-    "variable": "log_ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_minus_inf",),
+    op=("sub",),
+    index=(0, 19),
+    masked=False,
+    role=("kl", "log_ratio", "loss"),
+    fix=("finite_mask_fill", "mask_before_op", "stable_function"),
+    variable=("log_ratio",),
+    line=("log_ratio = teacher_logps - student_logps",),
+)
 
 
 class FusedLinearDistillation(nn.Module):

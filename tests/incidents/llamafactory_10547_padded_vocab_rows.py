@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("weights",),
-    "cause": ("uninitialized", "poisoned_weights"),
-    "op": ("uninitialized", "embedding"),
-    "index": (1, 4, 0),
-    "masked": None,
-    "role": ("weights",),
-    "fix": ("initialise_memory", "fix_upstream"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights",),
+    cause=("uninitialized", "poisoned_weights"),
+    op=("uninitialized", "embedding"),
+    index=(1, 4, 0),
+    masked=None,
+    role=("weights",),
+    fix=("initialise_memory", "fix_upstream"),
+    variable=("embed_tokens.weight",),
+    line=("x = self.embed_tokens(input_ids)",),
+)
 
 
 class CausalLM(nn.Module):

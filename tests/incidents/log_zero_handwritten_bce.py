@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("log_zero",),
-    "op": ("log",),
-    "index": (2, 1),
-    "masked": False,
-    "role": ("loss", "log_probs"),
-    "fix": ("stable_function", "clamp_input"),
-    "variable": "neg",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("log_zero",),
+    op=("log",),
+    index=(2, 1),
+    masked=False,
+    role=("loss", "log_probs"),
+    fix=("stable_function", "clamp_input"),
+    variable=("neg",),
+    line=("neg = torch.log(1.0 - p)",),
+)
 
 
 class StepVerifier(nn.Module):

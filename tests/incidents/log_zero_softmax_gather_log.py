@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("log_zero",),
-    "op": ("log",),
-    "index": (1, 2),
-    "masked": False,
-    "role": ("log_probs",),
-    "fix": ("stable_function", "clamp_input"),
-    "variable": "logp",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("log_zero",),
+    op=("log",),
+    index=(1, 2),
+    masked=False,
+    role=("log_probs",),
+    fix=("stable_function", "clamp_input"),
+    variable=("logp",),
+    line=("logp = chosen.log()",),
+)
 
 
 class Net(nn.Module):

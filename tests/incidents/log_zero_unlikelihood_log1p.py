@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("log_zero",),
-    "op": ("log1p",),
-    "index": (1, 3),
-    "masked": False,
-    "role": ("loss", "log_probs"),
-    "fix": ("stable_function", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("log_zero",),
+    op=("log1p",),
+    index=(1, 3),
+    masked=False,
+    role=("loss", "log_probs"),
+    fix=("stable_function", "clamp_input"),
+    variable=(None,),
+    line=("penalty = -torch.log1p(-torch.exp(logp))",),
+)
 
 
 class Repeater(nn.Module):

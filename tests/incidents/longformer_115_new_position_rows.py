@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("uninitialized", "poisoned_weights", "nan_times_zero_mask"),
-    "op": ("uninitialized", "new_empty", "empty", "embedding"),
-    "index": None,
-    "masked": None,
-    "role": ("weights",),
-    "fix": ("initialise_memory", "fix_upstream"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("uninitialized", "poisoned_weights", "nan_times_zero_mask"),
+    op=("uninitialized", "new_empty", "empty", "embedding"),
+    index=None,
+    masked=None,
+    role=("weights",),
+    fix=("initialise_memory", "fix_upstream"),
+    variable=("encoder.position.weight",),
+    line=("x = self.word(ids) + self.position(places)",),
+)
 
 PAD = 1
 

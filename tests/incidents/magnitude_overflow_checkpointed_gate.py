@@ -6,16 +6,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("magnitude_overflow",),
-    "op": ("pow", "square", "mul"),
-    "index": (1, 2, 3),
-    "masked": None,
-    "role": ("hidden",),
-    "fix": ("clamp_input", "upcast_fp32", "avoid_singular_op"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("magnitude_overflow",),
+    op=("pow", "square", "mul"),
+    index=(1, 2, 3),
+    masked=None,
+    role=("hidden",),
+    fix=("clamp_input", "upcast_fp32", "avoid_singular_op"),
+    variable=(None,),
+    line=("return hidden + checkpoint(lambda h: self.mix(self.gated(h) + h.pow(2)), hidden, use_reentrant=self.use_reentrant)",),
+)
 
 
 class Block(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("magnitude_overflow",),
-    "op": ("pow", "mul", "square"),
-    "index": (1, 2, 6),
-    "masked": None,
-    "role": ("hidden",),
-    "fix": ("clamp_input", "avoid_singular_op", "stable_function", "fix_upstream"),
-    "variable": "act",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("magnitude_overflow",),
+    op=("pow", "mul", "square"),
+    index=(1, 2, 6),
+    masked=None,
+    role=("hidden",),
+    fix=("clamp_input", "avoid_singular_op", "stable_function", "fix_upstream"),
+    variable=("act",),
+    line=("act = torch.relu(pre) ** 2",),
+)
 
 
 def squared_relu(pre):

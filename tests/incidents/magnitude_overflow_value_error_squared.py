@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("magnitude_overflow",),
-    "op": ("square", "pow", "mul"),
-    "index": (2, 5),
-    "masked": False,
-    "role": ("loss", "rewards"),
-    "fix": ("clamp_input", "reject_input", "drop_invalid_sample", "fix_upstream", "stable_function"),
-    "variable": "err_raw",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("magnitude_overflow",),
+    op=("square", "pow", "mul"),
+    index=(2, 5),
+    masked=False,
+    role=("loss", "rewards"),
+    fix=("clamp_input", "reject_input", "drop_invalid_sample", "fix_upstream", "stable_function"),
+    variable=("err_raw",),
+    line=("err_raw = torch.square(values - returns)",),
+)
 
 
 class ClippedValueLoss(nn.Module):

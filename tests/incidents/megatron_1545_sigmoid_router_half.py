@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "zero_div_zero"),
-    "op": ("div",),
-    "index": (5, 0),
-    "masked": False,
-    "role": ("router",),
-    "fix": ("upcast_fp32", "clamp_denominator", "representable_eps"),
-    "variable": "probs",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "zero_div_zero"),
+    op=("div",),
+    index=(5, 0),
+    masked=False,
+    role=("router",),
+    fix=("upcast_fp32", "clamp_denominator", "representable_eps"),
+    variable=("probs",),
+    line=("probs = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)",),
+)
 
 
 class TopKRouter(nn.Module):

@@ -9,16 +9,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fully_masked_softmax", "nan_times_zero_mask"),
-    "op": ("_softmax",),
-    "index": (1, 0, 5, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("safe_softmax", "finite_mask_fill"),
-    "variable": "probs",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fully_masked_softmax", "nan_times_zero_mask"),
+    op=("_softmax",),
+    index=(1, 0, 5, 0),
+    masked=True,
+    role=("attention",),
+    fix=("safe_softmax", "finite_mask_fill"),
+    variable=("probs",),
+    line=("probs = scores.softmax(dim=-1)",),
+)
 
 
 class CoreAttention(nn.Module):

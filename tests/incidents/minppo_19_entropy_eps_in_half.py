@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "log_zero"),
-    "op": ("log",),
-    "index": (3,),
-    "masked": False,
-    "role": ("entropy",),
-    "fix": ("upcast_fp32", "representable_eps", "stable_function"),
-    "variable": "log_variance",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "log_zero"),
+    op=("log",),
+    index=(3,),
+    masked=False,
+    role=("entropy",),
+    fix=("upcast_fp32", "representable_eps", "stable_function"),
+    variable=("log_variance",),
+    line=("log_variance = torch.log(2 * math.pi * (std + eps) ** 2)",),
+)
 
 
 class GaussianActor(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero",),
-    "op": ("mul",),
-    "index": (0, 21),
-    "masked": False,
-    "role": ("kl", "loss", "entropy"),
-    "fix": ("finite_mask_fill", "stable_function"),
-    "variable": "weighted",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero",),
+    op=("mul",),
+    index=(0, 21),
+    masked=False,
+    role=("kl", "loss", "entropy"),
+    fix=("finite_mask_fill", "stable_function"),
+    variable=("weighted",),
+    line=("weighted = teacher_prob * student_logp",),
+)
 
 
 class PaddedHeadLM(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("bad_input",),
-    "op": ("input", "sub"),
-    "index": (16,),
-    "masked": False,
-    "role": ("rollout_log_probs", "old_log_probs"),
-    "fix": ("drop_invalid_sample", "reject_input", "mask_before_op", "clamp_input"),
-    "variable": "rollout_logprobs",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("bad_input",),
+    op=("input", "sub"),
+    index=(16,),
+    masked=False,
+    role=("rollout_log_probs", "old_log_probs"),
+    fix=("drop_invalid_sample", "reject_input", "mask_before_op", "clamp_input"),
+    variable=("rollout_logprobs",),
+    line=("log_ratio = logprobs - rollout_logprobs",),
+)
 
 
 def packed_logprobs(model, tokens):

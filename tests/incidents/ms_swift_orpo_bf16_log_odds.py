@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("log_zero", "where_grad_trap"),
-    "op": ("log1p",),
-    "index": (2,),
-    "masked": True,
-    "role": ("log_probs", "loss"),
-    "fix": ("stable_function", "upcast_fp32", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("log_zero", "where_grad_trap"),
+    op=("log1p",),
+    index=(2,),
+    masked=True,
+    role=("log_probs", "loss"),
+    fix=("stable_function", "upcast_fp32", "clamp_input"),
+    variable=(None,),
+    line=("chosen_log_1mp = torch.log1p(-torch.exp(policy_chosen_logps)).clamp(min=-30.0)",),
+)
 
 
 class BigramLM(nn.Module):

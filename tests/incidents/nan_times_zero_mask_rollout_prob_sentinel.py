@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("nan_times_zero_mask",),
-    "op": ("log",),
-    "index": (0, 0),
-    "masked": True,
-    "role": ("rollout_log_probs", "old_log_probs", "log_probs"),
-    "fix": ("mask_before_op", "clamp_input"),
-    "variable": "sampler_lp",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("nan_times_zero_mask",),
+    op=("log",),
+    index=(0, 0),
+    masked=True,
+    role=("rollout_log_probs", "old_log_probs", "log_probs"),
+    fix=("mask_before_op", "clamp_input"),
+    variable=("sampler_lp",),
+    line=("sampler_lp = sampler_prob.log()",),
+)
 
 
 class Causal(nn.Module):

@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("nan_times_zero_mask", "bad_input"),
-    "op": ("input", "huber_loss"),
-    "index": (3, 1),
-    "masked": True,
-    "role": ("loss", "rewards"),
-    "fix": ("mask_before_op",),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("nan_times_zero_mask", "bad_input"),
+    op=("input", "huber_loss"),
+    index=(3, 1),
+    masked=True,
+    role=("loss", "rewards"),
+    fix=("mask_before_op",),
+    variable=("target",),
+    line=('err = F.huber_loss(s.model(s.batch["obs"]), target, reduction="none", delta=2.0)',),
+)
 
 
 class DuelCritic(nn.Module):

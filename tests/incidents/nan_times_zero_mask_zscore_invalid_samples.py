@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("nan_times_zero_mask", "sqrt_negative"),
-    "op": ("sqrt",),
-    "index": (5,),
-    "masked": True,
-    "role": ("rewards", "advantages", "loss"),
-    "fix": ("mask_before_op", "clamp_input"),
-    "variable": "spread",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("nan_times_zero_mask", "sqrt_negative"),
+    op=("sqrt",),
+    index=(5,),
+    masked=True,
+    role=("rewards", "advantages", "loss"),
+    fix=("mask_before_op", "clamp_input"),
+    variable=("spread",),
+    line=("spread = torch.sqrt(variance)",),
+)
 
 
 class Scorer(nn.Module):

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("clamp_denominator", "guard_empty"),
-    "variable": "loss",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("clamp_denominator", "guard_empty"),
+    variable=("loss",),
+    line=("loss = per_token.sum() / supervised.sum()",),
+)
 
 
 class GPT(nn.Module):

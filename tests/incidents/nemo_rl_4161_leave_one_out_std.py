@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("sqrt_negative",),
-    "op": ("sqrt",),
-    "index": (11,),
-    "masked": False,
-    "role": ("advantages", "rewards"),
-    "fix": ("clamp_input", "clamp_denominator"),
-    "variable": "std",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("sqrt_negative",),
+    op=("sqrt",),
+    index=(11,),
+    masked=False,
+    role=("advantages", "rewards"),
+    fix=("clamp_input", "clamp_denominator"),
+    variable=("std",),
+    line=("std = (square_mean - baseline.square()).sqrt()",),
+)
 
 
 def calculate_baseline_and_std_per_prompt(prompts, rewards):

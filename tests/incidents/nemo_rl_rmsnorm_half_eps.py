@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("eps_underflow", "where_grad_trap"),
-    "op": ("rsqrt",),
-    "index": (0, 6, 0),
-    "masked": True,
-    "role": ("hidden",),
-    "fix": ("upcast_fp32", "clamp_denominator", "clamp_input", "representable_eps"),
-    "variable": "inv_rms",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("eps_underflow", "where_grad_trap"),
+    op=("rsqrt",),
+    index=(0, 6, 0),
+    masked=True,
+    role=("hidden",),
+    fix=("upcast_fp32", "clamp_denominator", "clamp_input", "representable_eps"),
+    variable=("inv_rms",),
+    line=("inv_rms = torch.rsqrt(variance + self.eps)",),
+)
 
 
 class RMSNorm(nn.Module):

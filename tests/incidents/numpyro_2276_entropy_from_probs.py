@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero", "log_zero"),
-    "op": ("log", "mul"),
-    "index": (2, 4),
-    "masked": False,
-    "role": ("entropy",),
-    "fix": ("stable_function", "finite_mask_fill", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero", "log_zero"),
+    op=("log", "mul"),
+    index=(2, 4),
+    masked=False,
+    role=("entropy",),
+    fix=("stable_function", "finite_mask_fill", "clamp_input"),
+    variable=(None,),
+    line=("return -(self.probs * torch.log(self.probs)).sum(-1)",),
+)
 
 
 class CategoricalProbs:

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (4,),
-    "masked": True,
-    "role": ("log_probs",),
-    "fix": ("clamp_denominator", "guard_empty", "drop_invalid_sample"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(4,),
+    masked=True,
+    role=("log_probs",),
+    fix=("clamp_denominator", "guard_empty", "drop_invalid_sample"),
+    variable=("all_logps",),
+    line=("return (per_token_logps * loss_mask).sum(-1) / loss_mask.sum(-1)",),
+)
 
 
 class CausalLM(nn.Module):

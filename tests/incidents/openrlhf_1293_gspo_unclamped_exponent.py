@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (2,),
-    "masked": False,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent",),
-    "variable": "ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(2,),
+    masked=False,
+    role=("ratio",),
+    fix=("clamp_exponent",),
+    variable=("ratio",),
+    line=("ratio = seq_log_ratio.exp()",),
+)
 
 
 class PolicyLoss(nn.Module):

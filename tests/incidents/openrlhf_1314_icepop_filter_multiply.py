@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (0, 4),
-    "masked": True,
-    "role": ("is_weight", "ratio"),
-    "fix": ("clamp_exponent", "mask_before_op"),
-    "variable": "vllm_is",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(0, 4),
+    masked=True,
+    role=("is_weight", "ratio"),
+    fix=("clamp_exponent", "mask_before_op"),
+    variable=("vllm_is",),
+    line=("vllm_is = torch.exp(old_log_probs - rollout_log_probs).detach()",),
+)
 
 
 class TokenPolicy(nn.Module):

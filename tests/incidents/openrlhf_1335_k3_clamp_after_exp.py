@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 3),
-    "masked": None,  # the token counts, and clamp rejects its value
-    "role": ("kl",),
-    "fix": ("clamp_exponent",),
-    "variable": "log_ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "exp_overflow"),
+    op=("exp",),
+    index=(1, 3),
+    masked=None,  # the token counts, and clamp rejects its value
+    role=("kl",),
+    fix=("clamp_exponent",),
+    variable=("log_ratio",),
+    line=("log_ratio = torch.exp(neg)",),
+)
 
 
 class Actor(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("bmm", "matmul"),
-    "index": (1, 3, 3),
-    "masked": False,
-    "role": ("attention",),
-    "fix": ("upcast_fp32", "clamp_input"),
-    "variable": "attn_scores",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("bmm", "matmul"),
+    index=(1, 3, 3),
+    masked=False,
+    role=("attention",),
+    fix=("upcast_fp32", "clamp_input"),
+    variable=("attn_scores",),
+    line=("attn_scores = torch.bmm(query, key.transpose(1, 2))",),
+)
 
 
 class CriticAttention(nn.Module):

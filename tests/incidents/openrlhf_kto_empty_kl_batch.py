@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("mean",),
-    "index": (),
-    "masked": None,
-    "role": ("kl", "log_ratio"),
-    "fix": ("guard_empty",),
-    "variable": "KL",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("mean",),
+    index=(),
+    masked=None,
+    role=("kl", "log_ratio"),
+    fix=("guard_empty",),
+    variable=("KL",),
+    line=("KL = (policy_KL_logps - reference_KL_logps).mean()",),
+)
 
 
 class KTOLoss(nn.Module):

@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("input", "forward"),
-    "cause": ("bad_input",),
-    "op": ("sub", "input"),
-    "index": (4,),
-    "masked": False,
-    "role": ("rewards", "loss", "logits"),
-    "fix": ("drop_invalid_sample", "reject_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input", "forward"),
+    cause=("bad_input",),
+    op=("sub", "input"),
+    index=(4,),
+    masked=False,
+    role=("rewards", "loss", "logits"),
+    fix=("drop_invalid_sample", "reject_input"),
+    variable=("margin",),
+    line=('packed = {"margin": torch.tensor([x["score_gap"] for x in samples])}',),
+)
 
 
 class RewardModel(nn.Module):

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("eps_underflow", "zero_div_zero"),
-    "op": ("div",),
-    "index": (0, 0),
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("representable_eps", "upcast_fp32", "clamp_denominator"),
-    "variable": "direction",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("eps_underflow", "zero_div_zero"),
+    op=("div",),
+    index=(0, 0),
+    masked=None,
+    role=("optimizer",),
+    fix=("representable_eps", "upcast_fp32", "clamp_denominator"),
+    variable=("direction",),
+    line=('direction = p.grad / (state["nu"].sqrt() + group["eps"])',),
+)
 
 
 class NovoGrad(torch.optim.Optimizer):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input",),
-    "cause": ("bad_input",),
-    "op": ("sub", "mse_loss"),
-    "index": (3,),
-    "masked": False,
-    "role": ("rewards",),
-    "fix": ("reject_input", "drop_invalid_sample"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input",),
+    cause=("bad_input",),
+    op=("sub", "mse_loss"),
+    index=(3,),
+    masked=False,
+    role=("rewards",),
+    fix=("reject_input", "drop_invalid_sample"),
+    variable=("scores",),
+    line=('scores = torch.tensor([float("nan") if r["score"] is None else float(r["score"]) for r in rows])',),
+)
 
 
 class RewardModel(nn.Module):

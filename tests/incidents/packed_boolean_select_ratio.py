@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (8,),
-    "masked": True,
-    "role": ("ratio",),
-    "fix": ("mask_before_op", "clamp_exponent"),
-    "variable": "weight",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(8,),
+    masked=True,
+    role=("ratio",),
+    fix=("mask_before_op", "clamp_exponent"),
+    variable=("weight",),
+    line=("weight = torch.exp(logp - behaviour_logp)",),
+)
 
 
 class Policy(nn.Module):

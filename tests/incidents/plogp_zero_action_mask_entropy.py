@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero",),
-    "op": ("mul",),
-    "index": (1, 0, 2),
-    "masked": False,
-    "role": ("entropy",),
-    "fix": ("stable_function", "finite_mask_fill"),
-    "variable": "surprise",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero",),
+    op=("mul",),
+    index=(1, 0, 2),
+    masked=False,
+    role=("entropy",),
+    fix=("stable_function", "finite_mask_fill"),
+    variable=("surprise",),
+    line=("surprise = log_p.exp() * log_p",),
+)
 
 
 class MaskedPolicy(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero", "log_zero"),
-    "op": ("log", "mul"),
-    "index": (0, 0, 1),
-    "masked": None,  # the top-k of a teacher is no mask of the loss, and yet it selects
-    "role": ("kl",),
-    "fix": ("stable_function", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero", "log_zero"),
+    op=("log", "mul"),
+    index=(0, 0, 1),
+    masked=None,  # the top-k of a teacher is no mask of the loss, and yet it selects
+    role=("kl",),
+    fix=("stable_function", "clamp_input"),
+    variable=(None,),
+    line=("cell = target * (torch.log(target) - q)",),
+)
 
 
 class StudentLM(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero", "log_zero"),
-    "op": ("log", "mul"),
-    "index": (3,),
-    "masked": False,
-    "role": ("router", "entropy"),
-    "fix": ("stable_function", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero", "log_zero"),
+    op=("log", "mul"),
+    index=(3,),
+    masked=False,
+    role=("router", "entropy"),
+    fix=("stable_function", "clamp_input"),
+    variable=(None,),
+    line=("return (load * load.log()).sum()",),
+)
 
 
 class TopKRouter(nn.Module):

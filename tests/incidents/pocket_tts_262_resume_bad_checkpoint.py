@@ -9,16 +9,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("weights",),
-    "cause": ("poisoned_weights",),
-    "op": ("previous_step", "mm", "addmm"),
-    "index": (0, 5),
-    "masked": None,
-    "role": ("weights",),
-    "fix": ("fix_upstream", "skip_bad_step"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights",),
+    cause=("poisoned_weights",),
+    op=("previous_step", "mm", "addmm"),
+    index=(0, 5),
+    masked=None,
+    role=("weights",),
+    fix=("fix_upstream", "skip_bad_step"),
+    variable=("out_proj.weight",),
+    line=("x = x + self.out_proj(F.silu(gate) * up)",),
+)
 
 
 class Backbone(nn.Module):

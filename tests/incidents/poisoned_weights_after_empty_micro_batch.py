@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("clamp_denominator", "guard_empty", "clamp_input", "representable_eps", "drop_invalid_sample", "skip_bad_step"),
-    "variable": "token_mean",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("clamp_denominator", "guard_empty", "clamp_input", "representable_eps", "drop_invalid_sample", "skip_bad_step"),
+    variable=("token_mean",),
+    line=("token_mean = (-ratio * adv[:, None] * keep).sum() / keep.sum()",),
+)
 
 
 class Lm(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("optimizer", "weights"),
-    "fix": ("clamp_denominator", "guard_empty", "clamp_input", "representable_eps", "skip_bad_step"),
-    "variable": "trust",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("optimizer", "weights"),
+    fix=("clamp_denominator", "guard_empty", "clamp_input", "representable_eps", "skip_bad_step"),
+    variable=("trust",),
+    line=("trust = p.norm() / avg.norm()",),
+)
 
 
 class LayerAdaptive(torch.optim.Optimizer):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("poisoned_weights", "zero_div_zero"),
-    "op": ("addmm", "linear", "previous_step"),
-    "index": (0, 4),
-    "masked": None,
-    "role": ("weights", "hidden"),
-    "fix": ("fix_upstream", "skip_bad_step", "reload_checkpoint"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("poisoned_weights", "zero_div_zero"),
+    op=("addmm", "linear", "previous_step"),
+    index=(0, 4),
+    masked=None,
+    role=("weights", "hidden"),
+    fix=("fix_upstream", "skip_bad_step", "reload_checkpoint"),
+    variable=("experts.1.fc.bias",),
+    line=("return torch.relu(self.fc(x))",),
+)
 
 
 class Expert(nn.Module):

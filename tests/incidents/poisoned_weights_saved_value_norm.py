@@ -8,16 +8,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("poisoned_weights",),
-    "op": ("mul", "previous_step"),
-    "index": (0, 0, 3),
-    "masked": None,
-    "role": ("weights", "hidden"),
-    "fix": ("fix_upstream", "skip_bad_step", "reload_checkpoint"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("poisoned_weights",),
+    op=("mul", "previous_step"),
+    index=(0, 0, 3),
+    masked=None,
+    role=("weights", "hidden"),
+    fix=("fix_upstream", "skip_bad_step", "reload_checkpoint"),
+    variable=("gain.scale",),
+    line=("return self.scale * x",),
+)
 
 
 class Gain(nn.Module):

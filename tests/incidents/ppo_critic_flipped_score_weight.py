@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("hw_bitflip", "magnitude_overflow"),
-    "op": ("pow", "square"),
-    "index": (0, 0),
-    "masked": False,
-    "role": ("weights", "loss"),
-    "fix": ("fix_upstream", "reload_checkpoint", "skip_bad_step", "clamp_input"),
-    "variable": "vf_loss1",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("hw_bitflip", "magnitude_overflow"),
+    op=("pow", "square"),
+    index=(0, 0),
+    masked=False,
+    role=("weights", "loss"),
+    fix=("fix_upstream", "reload_checkpoint", "skip_bad_step", "clamp_input"),
+    variable=("score.weight", "vf_loss1"),
+    line=("return self.score(hidden).squeeze(-1)", "vf_loss1 = (values - returns) ** 2"),
+)
 
 
 class Critic(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward", "input"),
-    "cause": ("uninitialized",),
-    "op": ("empty",),
-    "index": (0, 5),
-    "masked": False,
-    "role": ("advantages",),
-    "fix": ("initialise_memory",),
-    "variable": "advantages",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward", "input"),
+    cause=("uninitialized",),
+    op=("empty",),
+    index=(0, 5),
+    masked=False,
+    role=("advantages",),
+    fix=("initialise_memory",),
+    variable=("advantages",),
+    line=("advantages = torch.empty(rewards.shape)",),
+)
 
 
 class ActorCritic(nn.Module):

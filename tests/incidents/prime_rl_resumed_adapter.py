@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("poisoned_weights",),
-    "op": ("mm", "previous_step", "matmul", "linear"),
-    "index": (0, 6),
-    "masked": None,
-    "role": ("weights",),
-    "fix": ("fix_upstream", "skip_bad_step", "reload_checkpoint"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("poisoned_weights",),
+    op=("mm", "previous_step", "matmul", "linear"),
+    index=(0, 6),
+    masked=None,
+    role=("weights",),
+    fix=("fix_upstream", "skip_bad_step", "reload_checkpoint"),
+    variable=("layers.1.lora_B",),
+    line=("lora_out = torch.mm(torch.mm(x, self.lora_A.t()), self.lora_B.t())",),
+)
 
 
 class MultiLoRALinear(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "exp_overflow"),
-    "op": ("exp",),
-    "index": (3,),
-    "masked": True,
-    "role": ("loss", "rewards", "hidden"),
-    "fix": ("clamp_exponent", "mask_before_op", "where_on_detached"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "exp_overflow"),
+    op=("exp",),
+    index=(3,),
+    masked=True,
+    role=("loss", "rewards", "hidden"),
+    fix=("clamp_exponent", "mask_before_op", "where_on_detached"),
+    variable=(None,),
+    line=("return torch.where(excess <= 0, torch.exp(excess), 1 + excess)",),
+)
 
 
 class LengthRegulariser(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (1,),
-    "masked": False,
-    "role": ("loss", "log_probs"),
-    "fix": ("clamp_denominator", "guard_empty"),
-    "variable": "segment_mean",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(1,),
+    masked=False,
+    role=("loss", "log_probs"),
+    fix=("clamp_denominator", "guard_empty"),
+    variable=("segment_mean",),
+    line=("segment_mean = total / count",),
+)
 
 
 class SegmentMeanLoss(nn.Module):

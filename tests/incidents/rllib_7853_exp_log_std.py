@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("exp_overflow",),
-    "op": ("exp",),
-    "index": (4, 1),
-    "masked": False,
-    "role": ("kl", "logits", "hidden", "log_probs", "ratio"),
-    "fix": ("clamp_exponent", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("exp_overflow",),
+    op=("exp",),
+    index=(4, 1),
+    masked=False,
+    role=("kl", "logits", "hidden", "log_probs", "ratio"),
+    fix=("clamp_exponent", "clamp_input"),
+    variable=(None,),
+    line=("self.dist = torch.distributions.normal.Normal(self.mean, torch.exp(log_std), validate_args=False)",),
+)
 
 
 class TorchDiagGaussian:

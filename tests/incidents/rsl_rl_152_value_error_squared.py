@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("magnitude_overflow",),
-    "op": ("pow",),
-    "index": (5, 0),
-    "masked": False,
-    "role": ("loss", "rewards"),
-    "fix": ("clamp_input", "drop_invalid_sample", "reject_input", "stable_function"),
-    "variable": "error",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("magnitude_overflow",),
+    op=("pow",),
+    index=(5, 0),
+    masked=False,
+    role=("loss", "rewards"),
+    fix=("clamp_input", "drop_invalid_sample", "reject_input", "stable_function"),
+    variable=("error",),
+    line=("error = (value - returns).pow(2)",),
+)
 
 
 class ActorCritic(nn.Module):

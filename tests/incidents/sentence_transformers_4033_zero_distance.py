@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("sqrt", "div"),
-    "index": (3,),
-    "masked": False,
-    "role": ("loss", "hidden"),
-    "fix": ("avoid_singular_op", "clamp_denominator"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("sqrt", "div"),
+    index=(3,),
+    masked=False,
+    role=("loss", "hidden"),
+    fix=("avoid_singular_op", "clamp_denominator"),
+    variable=(None,),
+    line=("return -torch.sqrt(torch.sum((a - b) ** 2, dim=-1))",),
+)
 
 
 def pairwise_euclidean_sim(a, b):

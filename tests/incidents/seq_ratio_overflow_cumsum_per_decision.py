@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 from torch.distributions import Categorical
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (36, 1),
-    "masked": False,
-    "role": ("is_weight", "ratio"),
-    "fix": ("clamp_exponent",),
-    "variable": "rho",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(36, 1),
+    masked=False,
+    role=("is_weight", "ratio"),
+    fix=("clamp_exponent",),
+    variable=("rho",),
+    line=("rho = torch.exp(running)",),
+)
 
 
 def policy_net():

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (2,),
-    "masked": False,
-    "role": ("ratio", "is_weight"),
-    "fix": ("clamp_exponent",),
-    "variable": "seq_weight",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(2,),
+    masked=False,
+    role=("ratio", "is_weight"),
+    fix=("clamp_exponent",),
+    variable=("seq_weight",),
+    line=("seq_weight = log_ratio.sum(dim=-1).exp()",),
+)
 
 
 class Bigram(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (3,),
-    "masked": False,
-    "role": ("is_weight", "ratio"),
-    "fix": ("clamp_exponent",),
-    "variable": "correction",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(3,),
+    masked=False,
+    role=("is_weight", "ratio"),
+    fix=("clamp_exponent",),
+    variable=("correction",),
+    line=("correction = self.per_sequence(drift, owner).exp()",),
+)
 
 
 class NextToken(nn.Module):

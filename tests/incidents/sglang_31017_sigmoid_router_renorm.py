@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (5, 0),
-    "masked": False,
-    "role": ("router",),
-    "fix": ("clamp_denominator", "representable_eps"),
-    "variable": "share",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(5, 0),
+    masked=False,
+    role=("router",),
+    fix=("clamp_denominator", "representable_eps"),
+    variable=("share",),
+    line=("share = picked / picked.sum(dim=-1, keepdim=True)",),
+)
 
 
 class BiasedTopKRouter(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "exp_overflow"),
-    "op": ("exp",),
-    "index": (9,),
-    "masked": True,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent", "mask_before_op"),
-    "variable": "ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "exp_overflow"),
+    op=("exp",),
+    index=(9,),
+    masked=True,
+    role=("ratio",),
+    fix=("clamp_exponent", "mask_before_op"),
+    variable=("ratio",),
+    line=("ratio = (-ppo_kl).exp()",),
+)
 
 
 class TinyActor(nn.Module):

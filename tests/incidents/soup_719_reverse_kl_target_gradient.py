@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("plogp_zero", "zero_div_zero", "log_zero"),
-    "op": ("div", "xlogy"),
-    "index": (0, 5),
-    "masked": False,
-    "role": ("kl",),
-    "fix": ("stable_function",),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("plogp_zero", "zero_div_zero", "log_zero"),
+    op=("div", "xlogy"),
+    index=(0, 5),
+    masked=False,
+    role=("kl",),
+    fix=("stable_function",),
+    variable=(None,),
+    line=('term = F.kl_div(F.log_softmax(t, dim=-1), F.softmax(s, dim=-1), reduction="none").sum(-1)',),
+)
 
 
 class Net(nn.Module):

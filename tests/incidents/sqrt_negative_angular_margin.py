@@ -9,16 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("sqrt_negative",),
-    "op": ("sqrt",),
-    "index": (3, 1),
-    "masked": None,
-    "role": ("logits", "hidden"),
-    "fix": ("clamp_input", "avoid_singular_op", "clamp_denominator", "stable_function", "representable_eps"),
-    "variable": "sine",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("sqrt_negative",),
+    op=("sqrt",),
+    index=(3, 1),
+    masked=None,
+    role=("logits", "hidden"),
+    fix=("clamp_input", "avoid_singular_op", "clamp_denominator", "stable_function", "representable_eps"),
+    variable=("sine",),
+    line=("sine = torch.sqrt(1.0 - cosine.pow(2))",),
+)
 
 
 class MarginScorer(nn.Module):

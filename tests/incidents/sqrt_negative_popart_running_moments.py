@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("sqrt_negative",),
-    "op": ("sqrt",),
-    "index": (2,),
-    "masked": None,
-    "role": ("rewards", "advantages", "loss"),
-    "fix": ("clamp_input", "avoid_singular_op", "clamp_denominator", "stable_function"),
-    "variable": "sigma",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("sqrt_negative",),
+    op=("sqrt",),
+    index=(2,),
+    masked=None,
+    role=("rewards", "advantages", "loss"),
+    fix=("clamp_input", "avoid_singular_op", "clamp_denominator", "stable_function"),
+    variable=("sigma",),
+    line=("sigma = torch.sqrt(self.second - self.first**2)",),
+)
 
 
 class TaskMoments:

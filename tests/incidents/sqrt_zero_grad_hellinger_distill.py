@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("sqrt",),
-    "index": (7, 3),
-    "masked": None,
-    "role": ("loss", "kl", "log_probs", "logits"),
-    "fix": ("clamp_input", "avoid_singular_op", "stable_function", "clamp_denominator", "representable_eps"),
-    "variable": "root_student",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("sqrt",),
+    index=(7, 3),
+    masked=None,
+    role=("loss", "kl", "log_probs", "logits"),
+    fix=("clamp_input", "avoid_singular_op", "stable_function", "clamp_denominator", "representable_eps"),
+    variable=("root_student",),
+    line=("root_student = (student_logits / self.temperature).softmax(dim=-1).sqrt()",),
+)
 
 
 class SquaredHellinger(nn.Module):

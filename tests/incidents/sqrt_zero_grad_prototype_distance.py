@@ -8,16 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("sqrt",),
-    "index": (1, 4, 2),
-    "masked": None,
-    "role": ("hidden", "logits", "router"),
-    "fix": ("clamp_input", "avoid_singular_op", "clamp_denominator", "representable_eps"),
-    "variable": "dist",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("sqrt",),
+    index=(1, 4, 2),
+    masked=None,
+    role=("hidden", "logits", "router"),
+    fix=("clamp_input", "avoid_singular_op", "clamp_denominator", "representable_eps"),
+    variable=("dist",),
+    line=("dist = torch.sqrt((delta * delta).sum(dim=-1))",),
+)
 
 
 class PrototypeHead(nn.Module):

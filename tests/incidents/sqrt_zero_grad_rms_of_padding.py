@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("pow",),
-    "index": (0, 5, 0),
-    "masked": True,
-    "role": ("hidden",),
-    "fix": ("clamp_input", "avoid_singular_op", "mask_before_op", "clamp_denominator", "representable_eps", "where_on_detached"),
-    "variable": "rms",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("pow",),
+    index=(0, 5, 0),
+    masked=True,
+    role=("hidden",),
+    fix=("clamp_input", "avoid_singular_op", "mask_before_op", "clamp_denominator", "representable_eps", "where_on_detached"),
+    variable=("rms",),
+    line=("rms = x.square().mean(dim=-1, keepdim=True) ** 0.5",),
+)
 
 PAD = 0
 

@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("magnitude_overflow",),
-    "op": ("mse_loss",),
-    "index": (5,),
-    "masked": False,
-    "role": ("loss",),
-    "fix": ("clamp_input", "reject_input", "drop_invalid_sample"),
-    "variable": "value_loss",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("magnitude_overflow",),
+    op=("mse_loss",),
+    index=(5,),
+    masked=False,
+    role=("loss",),
+    fix=("clamp_input", "reject_input", "drop_invalid_sample"),
+    variable=("value_loss",),
+    line=('value_loss = F.mse_loss(d.returns, values, reduction="none")',),
+)
 
 
 class ActorCriticPolicy(nn.Module):

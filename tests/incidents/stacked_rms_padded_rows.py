@@ -6,16 +6,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("uninitialized",),
-    "op": ("empty", "new_empty"),
-    "index": (1, 8),
-    "masked": None,
-    "role": ("optimizer",),
-    "fix": ("initialise_memory",),
-    "variable": "packed",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("uninitialized",),
+    op=("empty", "new_empty"),
+    index=(1, 8),
+    masked=None,
+    role=("optimizer",),
+    fix=("initialise_memory",),
+    variable=("packed",),
+    line=("packed = torch.empty(len(members), longest)",),
+)
 
 
 class PackedRmsSGD(torch.optim.Optimizer):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("std_single",),
-    "op": ("var",),
-    "index": (0,),
-    "masked": False,
-    "role": ("hidden",),
-    "fix": ("guard_small_group",),
-    "variable": "variance",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("std_single",),
+    op=("var",),
+    index=(0,),
+    masked=False,
+    role=("hidden",),
+    fix=("guard_small_group",),
+    variable=("variance",),
+    line=("variance = z.var(dim=0)",),
+)
 
 
 class BatchStandardise(nn.Module):

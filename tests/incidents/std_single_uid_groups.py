@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("std_single",),
-    "op": ("std",),
-    "index": (),
-    "masked": False,
-    "role": ("advantages", "rewards"),
-    "fix": ("guard_small_group",),
-    "variable": "width",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("std_single",),
+    op=("std",),
+    index=(),
+    masked=False,
+    role=("advantages", "rewards"),
+    fix=("guard_small_group",),
+    variable=("width",),
+    line=("center, width = group.mean(), torch.std(group)",),
+)
 
 
 class TinyActor(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("std_single",),
-    "op": ("std",),
-    "index": (),
-    "masked": None,  # nothing selects
-    "role": ("advantages",),
-    "fix": ("guard_small_group",),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("std_single",),
+    op=("std",),
+    index=(),
+    masked=None,  # nothing selects
+    role=("advantages",),
+    fix=("guard_small_group",),
+    variable=(None,),
+    line=("return (x - x.mean()) / (x.std() + eps)",),
+)
 
 
 class Seq2Score(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("optimizer",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (0, 0),
-    "masked": None,
-    "role": ("optimizer", "grad"),
-    "fix": ("clamp_denominator", "representable_eps", "skip_bad_step"),
-    "variable": "X",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("optimizer",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(0, 0),
+    masked=None,
+    role=("optimizer", "grad"),
+    fix=("clamp_denominator", "representable_eps", "skip_bad_step"),
+    variable=("X",),
+    line=("X = X / X.norm()",),
+)
 
 
 def zeropower_via_newtonschulz5(G, steps=4):

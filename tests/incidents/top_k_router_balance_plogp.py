@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("plogp_zero", "log_zero"),
-    "op": ("log",),
-    "index": (0, 0, 1),
-    "masked": False,
-    "role": ("router", "entropy"),
-    "fix": ("stable_function", "clamp_input", "mask_before_op"),
-    "variable": "log_gate",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("plogp_zero", "log_zero"),
+    op=("log",),
+    index=(0, 0, 1),
+    masked=False,
+    role=("router", "entropy"),
+    fix=("stable_function", "clamp_input", "mask_before_op"),
+    variable=("log_gate",),
+    line=("log_gate = gate.log()",),
+)
 
 
 class Router(nn.Module):

@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("sqrt_zero_grad",),
-    "op": ("sqrt", "div"),
-    "index": (1, 0, 5, 0),
-    "masked": True,
-    "role": ("attention", "hidden"),
-    "fix": ("avoid_singular_op", "clamp_input", "representable_eps"),
-    "variable": "norm",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("sqrt_zero_grad",),
+    op=("sqrt", "div"),
+    index=(1, 0, 5, 0),
+    masked=True,
+    role=("attention", "hidden"),
+    fix=("avoid_singular_op", "clamp_input", "representable_eps"),
+    variable=("norm",),
+    line=("norm = x.square().sum(dim=-1, keepdim=True).sqrt()",),
+)
 
 
 def l2norm(x, eps=1e-6):

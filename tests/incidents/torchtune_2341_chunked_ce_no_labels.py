@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("guard_empty", "clamp_denominator"),
-    "variable": "mean_loss",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("guard_empty", "clamp_denominator"),
+    variable=("mean_loss",),
+    line=("mean_loss = total / kept",),
+)
 
 
 class ChunkedCE(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 10),
-    "masked": False,
-    "role": ("ratio", "is_weight"),
-    "fix": ("clamp_exponent",),
-    "variable": "trace",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(1, 10),
+    masked=False,
+    role=("ratio", "is_weight"),
+    fix=("clamp_exponent",),
+    variable=("trace",),
+    line=("trace = drift.exp()",),
+)
 
 
 class Policy(nn.Module):

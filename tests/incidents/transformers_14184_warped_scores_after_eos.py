@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("inf_times_zero_mask",),
-    "op": ("mul", "gather", "_log_softmax"),
-    "index": (1, 3),
-    "masked": True,
-    "role": ("log_probs",),
-    "fix": ("mask_before_op", "finite_mask_fill"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("inf_times_zero_mask",),
+    op=("mul", "gather", "_log_softmax"),
+    index=(1, 3),
+    masked=True,
+    role=("log_probs",),
+    fix=("mask_before_op", "finite_mask_fill"),
+    variable=(None,),
+    line=("sequence_log_prob = (log_probs * not_pad).sum(-1)",),
+)
 
 
 class Decoder(nn.Module):

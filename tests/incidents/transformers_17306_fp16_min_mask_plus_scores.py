@@ -7,16 +7,22 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fully_masked_softmax", "fp16_overflow"),
-    "op": ("_softmax", "add"),
-    "index": (1, 0, 0, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("upcast_fp32", "safe_softmax", "finite_mask_fill"),
-    "variable": "attn_weights",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fully_masked_softmax", "fp16_overflow"),
+    op=("_softmax", "add"),
+    index=(1, 0, 0, 0),
+    masked=True,
+    role=("attention",),
+    fix=("upcast_fp32", "safe_softmax", "finite_mask_fill"),
+    variable=("attn_weights",),
+    line=(
+        "attn_weights = nn.functional.softmax(attn_weights, dim=-1)",
+        "attn_weights = torch.matmul(q, k.transpose(-1, -2)) + attention_mask",
+    ),
+)
 
 
 class OPTAttention(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("mm", "linear", "matmul", "addmm"),
-    "index": (3, 5),
-    "masked": False,
-    "role": ("hidden",),
-    "fix": ("upcast_fp32",),
-    "variable": "y",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("mm", "linear", "matmul", "addmm"),
+    index=(3, 5),
+    masked=False,
+    role=("hidden",),
+    fix=("upcast_fp32",),
+    variable=("y",),
+    line=("y = self.wo(y)",),
+)
 
 
 class ScaleNorm(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("fp16_overflow",),
-    "op": ("mm",),
-    "index": (7, 2),
-    "masked": False,
-    "role": ("hidden",),
-    "fix": ("upcast_fp32",),
-    "variable": "h",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("fp16_overflow",),
+    op=("mm",),
+    index=(7, 2),
+    masked=False,
+    role=("hidden",),
+    fix=("upcast_fp32",),
+    variable=("h",),
+    line=("h = self.wo(h)",),
+)
 
 
 class T5LayerNorm(nn.Module):

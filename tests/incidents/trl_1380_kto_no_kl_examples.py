@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("empty_mask_mean", "zero_div_zero"),
-    "op": ("mean",),
-    "index": (),
-    "masked": None,
-    "role": ("kl",),
-    "fix": ("guard_empty",),
-    "variable": "kl",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("empty_mask_mean", "zero_div_zero"),
+    op=("mean",),
+    index=(),
+    masked=None,
+    role=("kl",),
+    fix=("guard_empty",),
+    variable=("kl",),
+    line=("kl = (policy[kind == 2] - reference[kind == 2]).mean().detach()",),
+)
 
 
 class LM(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("input",),
-    "cause": ("nan_times_zero_mask", "bad_input"),
-    "op": ("sub",),
-    "index": (1, 2),
-    "masked": True,
-    "role": ("rollout_log_probs",),
-    "fix": ("mask_before_op", "reject_input", "drop_invalid_sample"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("input",),
+    cause=("nan_times_zero_mask", "bad_input"),
+    op=("sub",),
+    index=(1, 2),
+    masked=True,
+    role=("rollout_log_probs",),
+    fix=("mask_before_op", "reject_input", "drop_invalid_sample"),
+    variable=("sampling_per_token_logps",),
+    line=('per_token_logps_diff = (old_per_token_logps - inputs["sampling_per_token_logps"]) * mask',),
+)
 
 
 class Trainer:

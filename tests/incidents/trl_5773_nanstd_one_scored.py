@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("std_single", "zero_denominator", "zero_div_zero"),
-    "op": ("div", "mul"),
-    "index": (2,),
-    "masked": False,
-    "role": ("advantages",),
-    "fix": ("guard_small_group", "clamp_denominator"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("std_single", "zero_denominator", "zero_div_zero"),
+    op=("div", "mul"),
+    index=(2,),
+    masked=False,
+    role=("advantages",),
+    fix=("guard_small_group", "clamp_denominator"),
+    variable=("bessel",),
+    line=("bessel = count / (count - 1)",),
+)
 
 
 def nanstd(tensor, dim):

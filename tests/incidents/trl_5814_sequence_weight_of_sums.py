@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (2, 0),
-    "masked": False,
-    "role": ("is_weight", "ratio"),
-    "fix": ("clamp_exponent",),
-    "variable": "mismatch_weight",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(2, 0),
+    masked=False,
+    role=("is_weight", "ratio"),
+    fix=("clamp_exponent",),
+    variable=("mismatch_weight",),
+    line=("mismatch_weight = torch.exp(sequence_difference)",),
+)
 
 
 def token_logps(model, ids):

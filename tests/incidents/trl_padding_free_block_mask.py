@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("fully_masked_softmax", "where_grad_trap"),
-    "op": ("_softmax", "softmax"),
-    "index": (0, 13, 0),
-    "masked": True,
-    "role": ("attention",),
-    "fix": ("safe_softmax", "finite_mask_fill"),
-    "variable": "attn_weights",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("fully_masked_softmax", "where_grad_trap"),
+    op=("_softmax", "softmax"),
+    index=(0, 13, 0),
+    masked=True,
+    role=("attention",),
+    fix=("safe_softmax", "finite_mask_fill"),
+    variable=("attn_weights",),
+    line=("attn_weights = torch.softmax(attn_scores, dim=-1)",),
+)
 
 
 def block_causal_mask(cu_seqlens, total):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("seq_ratio_overflow", "exp_overflow"),
-    "op": ("exp",),
-    "index": (3,),
-    "masked": False,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent",),
-    "variable": "coef_1",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("seq_ratio_overflow", "exp_overflow"),
+    op=("exp",),
+    index=(3,),
+    masked=False,
+    role=("ratio",),
+    fix=("clamp_exponent",),
+    variable=("coef_1",),
+    line=("coef_1 = torch.exp(logprobs - old_logprobs)",),
+)
 
 
 def selective_log_softmax(logits, index):

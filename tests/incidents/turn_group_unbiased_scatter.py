@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("std_single", "zero_div_zero"),
-    "op": ("div",),
-    "index": (2,),
-    "masked": False,
-    "role": ("advantages", "rewards"),
-    "fix": ("guard_small_group", "clamp_denominator"),
-    "variable": "spread",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("std_single", "zero_div_zero"),
+    op=("div",),
+    index=(2,),
+    masked=False,
+    role=("advantages", "rewards"),
+    fix=("guard_small_group", "clamp_denominator"),
+    variable=("spread",),
+    line=("spread = torch.zeros(prompts).scatter_add_(0, prompt, gap * gap) / (size - 1)",),
+)
 
 
 class Policy(nn.Module):

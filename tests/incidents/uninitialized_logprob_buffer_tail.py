@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward", "input"),
-    "cause": ("uninitialized",),
-    "op": ("empty", "new_empty", "uninitialized", "empty_like"),
-    "index": (6, 0),
-    "masked": None,
-    "role": ("old_log_probs", "log_probs"),
-    "fix": ("initialise_memory", "fix_upstream"),
-    "variable": "buffer",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward", "input"),
+    cause=("uninitialized",),
+    op=("empty", "new_empty", "uninitialized", "empty_like"),
+    index=(6, 0),
+    masked=None,
+    role=("old_log_probs", "log_probs"),
+    fix=("initialise_memory", "fix_upstream"),
+    variable=("buffer",),
+    line=("buffer = torch.empty(ids.shape[0], ids.shape[1] - 1)",),
+)
 
 
 def logps(policy, ids):

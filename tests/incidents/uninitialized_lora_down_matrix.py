@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("weights", "forward"),
-    "cause": ("uninitialized", "poisoned_weights"),
-    "op": ("mm", "linear", "matmul", "empty", "uninitialized"),
-    "index": (0, 0),
-    "masked": None,
-    "role": ("weights", "hidden"),
-    "fix": ("initialise_memory", "fix_upstream"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("weights", "forward"),
+    cause=("uninitialized", "poisoned_weights"),
+    op=("mm", "linear", "matmul", "empty", "uninitialized"),
+    index=(0, 0),
+    masked=None,
+    role=("weights", "hidden"),
+    fix=("initialise_memory", "fix_upstream"),
+    variable=("body.down",),
+    line=("low = torch.mm(x, self.down)",),
+)
 
 
 class LowRank(nn.Module):

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("uninitialized", "nan_times_zero_mask"),
-    "op": ("new_empty", "empty", "uninitialized"),
-    "index": (0, 4, 0),
-    "masked": True,
-    "role": ("hidden",),
-    "fix": ("initialise_memory", "mask_before_op"),
-    "variable": "dense",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("uninitialized", "nan_times_zero_mask"),
+    op=("new_empty", "empty", "uninitialized"),
+    index=(0, 4, 0),
+    masked=True,
+    role=("hidden",),
+    fix=("initialise_memory", "mask_before_op"),
+    variable=("dense",),
+    line=("dense = packed.new_empty(len(lengths), longest, packed.shape[-1])",),
+)
 
 
 def unpack(packed, lengths, longest):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "log_zero"),
-    "op": ("log1p",),
-    "index": (2, 3),
-    "masked": True,
-    "role": ("log_probs", "loss"),
-    "fix": ("mask_before_op", "clamp_input", "stable_function", "where_on_detached"),
-    "variable": "push_down",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "log_zero"),
+    op=("log1p",),
+    index=(2, 3),
+    masked=True,
+    role=("log_probs", "loss"),
+    fix=("mask_before_op", "clamp_input", "stable_function", "where_on_detached"),
+    variable=(None,),
+    line=("push_down = -torch.log1p(-logp.exp())",),
+)
 
 
 class SignedTokenLoss(nn.Module):

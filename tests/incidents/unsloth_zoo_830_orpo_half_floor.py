@@ -8,16 +8,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("eps_underflow", "log_zero"),
-    "op": ("log",),
-    "index": (1,),
-    "masked": False,
-    "role": ("log_probs",),
-    "fix": ("representable_eps", "upcast_fp32", "stable_function", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("eps_underflow", "log_zero"),
+    op=("log",),
+    index=(1,),
+    masked=False,
+    role=("log_probs",),
+    fix=("representable_eps", "upcast_fp32", "stable_function", "clamp_input"),
+    variable=(None,),
+    line=("log_odds = (logp_c - torch.log(val_c)) - (logp_r - torch.log(val_r))",),
+)
 
 
 class ChatModel(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (0, 6),
-    "masked": True,
-    "role": ("kl", "ratio"),
-    "fix": ("mask_before_op", "clamp_exponent"),
-    "variable": "odds",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(0, 6),
+    masked=True,
+    role=("kl", "ratio"),
+    fix=("mask_before_op", "clamp_exponent"),
+    variable=("odds",),
+    line=("odds = delta.exp()",),
+)
 
 PAD = 0
 

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 4),
-    "masked": True,
-    "role": ("kl", "ratio"),
-    "fix": ("clamp_exponent", "mask_before_op"),
-    "variable": "ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("where_grad_trap", "inf_times_zero_mask", "exp_overflow"),
+    op=("exp",),
+    index=(1, 4),
+    masked=True,
+    role=("kl", "ratio"),
+    fix=("clamp_exponent", "mask_before_op"),
+    variable=("ratio",),
+    line=("ratio = torch.exp(kl)",),
+)
 
 
 def kl_penalty(logprob, ref_logprob, kl_penalty_type="low_var_kl"):

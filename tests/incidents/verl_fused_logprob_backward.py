@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward",),
-    "cause": ("zero_denominator", "where_grad_trap"),
-    "op": ("div",),
-    "index": (7,),
-    "masked": False,
-    "role": ("grad", "log_probs"),
-    "fix": ("clamp_denominator", "stable_function"),
-    "variable": "grad_probs",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward",),
+    cause=("zero_denominator", "where_grad_trap"),
+    op=("div",),
+    index=(7,),
+    masked=False,
+    role=("grad", "log_probs"),
+    fix=("clamp_denominator", "stable_function"),
+    variable=("grad_probs",),
+    line=("grad_probs = grad_output / label_probs",),
+)
 
 
 class _FusedLogProb(torch.autograd.Function):

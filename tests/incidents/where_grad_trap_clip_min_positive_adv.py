@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "exp_overflow"),
-    "op": ("exp",),
-    "index": (1, 2),
-    "masked": True,
-    "role": ("ratio",),
-    "fix": ("clamp_exponent",),
-    "variable": "ratio",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "exp_overflow"),
+    op=("exp",),
+    index=(1, 2),
+    masked=True,
+    role=("ratio",),
+    fix=("clamp_exponent",),
+    variable=("ratio",),
+    line=("ratio = (lp - old_lp).exp()",),
+)
 
 
 class Head(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "exp_overflow", "inf_times_zero_mask"),
-    "op": ("exp",),
-    "index": (6,),
-    "masked": True,
-    "role": ("ratio",),
-    "fix": ("mask_before_op", "clamp_exponent"),
-    "variable": "coef",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "exp_overflow", "inf_times_zero_mask"),
+    op=("exp",),
+    index=(6,),
+    masked=True,
+    role=("ratio",),
+    fix=("mask_before_op", "clamp_exponent"),
+    variable=("coef",),
+    line=('coef = torch.exp(lp - s.batch["old"])',),
+)
 
 
 class FlatLM(nn.Module):

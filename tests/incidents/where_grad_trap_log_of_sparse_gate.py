@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "log_zero", "plogp_zero"),
-    "op": ("log",),
-    "index": (0, 2),
-    "masked": True,
-    "role": ("router", "entropy"),
-    "fix": ("mask_before_op", "clamp_input"),
-    "variable": None,
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "log_zero", "plogp_zero"),
+    op=("log",),
+    index=(0, 2),
+    masked=True,
+    role=("router", "entropy"),
+    fix=("mask_before_op", "clamp_input"),
+    variable=(None,),
+    line=("terms = torch.where(g > 0, g * torch.log(g), torch.zeros_like(g))",),
+)
 
 
 class SparseGate(nn.Module):

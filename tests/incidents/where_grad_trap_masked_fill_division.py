@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "zero_div_zero"),
-    "op": ("div",),
-    "index": (1, 2, 0),
-    "masked": True,
-    "role": ("hidden",),
-    "fix": ("clamp_denominator",),
-    "variable": "pooled",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "zero_div_zero"),
+    op=("div",),
+    index=(1, 2, 0),
+    masked=True,
+    role=("hidden",),
+    fix=("clamp_denominator",),
+    variable=("pooled",),
+    line=("pooled = torch.bmm(weight, h) / mass",),
+)
 
 
 class SpanRewardModel(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "zero_div_zero"),
-    "op": ("div",),
-    "index": (4,),
-    "masked": None,  # replaced, not masked
-    "role": ("rewards", "hidden", "loss"),
-    "fix": ("clamp_denominator",),
-    "variable": "cosine",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "zero_div_zero"),
+    op=("div",),
+    index=(4,),
+    masked=None,  # replaced, not masked
+    role=("rewards", "hidden", "loss"),
+    fix=("clamp_denominator",),
+    variable=("cosine",),
+    line=("cosine = dot / (a.norm(dim=-1) * b.norm(dim=-1))",),
+)
 
 
 class Embedder(nn.Module):

@@ -7,16 +7,19 @@ import torch
 import torch.nn as nn
 from torch.distributions import Normal
 
-EXPECTED = {
-    "phase": ("backward", "forward"),
-    "cause": ("where_grad_trap", "log_zero"),
-    "op": ("log",),
-    "index": (3, 1),
-    "masked": True,
-    "role": ("log_probs",),
-    "fix": ("clamp_input", "stable_function"),
-    "variable": "correction",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("backward", "forward"),
+    cause=("where_grad_trap", "log_zero"),
+    op=("log",),
+    index=(3, 1),
+    masked=True,
+    role=("log_probs",),
+    fix=("clamp_input", "stable_function"),
+    variable=("correction",),
+    line=("correction = torch.log(slack)",),
+)
 
 
 class SquashedGaussian(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_denominator", "zero_div_zero"),
-    "op": ("div",),
-    "index": (3,),
-    "masked": False,
-    "role": ("rewards",),
-    "fix": ("clamp_denominator", "validate_config"),
-    "variable": "scaled",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_denominator", "zero_div_zero"),
+    op=("div",),
+    index=(3,),
+    masked=False,
+    role=("rewards",),
+    fix=("clamp_denominator", "validate_config"),
+    variable=("scaled",),
+    line=("scaled = rewards / self.std",),
+)
 
 
 class RunningScale(nn.Module):

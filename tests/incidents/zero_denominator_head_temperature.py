@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_denominator",),
-    "op": ("div",),
-    "index": (0, 2, 0, 0),
-    "masked": False,
-    "role": ("attention", "logits"),
-    "fix": ("clamp_denominator", "validate_config"),
-    "variable": "scores",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_denominator",),
+    op=("div",),
+    index=(0, 2, 0, 0),
+    masked=False,
+    role=("attention", "logits"),
+    fix=("clamp_denominator", "validate_config"),
+    variable=("scores",),
+    line=("scores = torch.matmul(q, k.mT) / self.temperature",),
+)
 
 
 class ScaledHeads(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_denominator",),
-    "op": ("reciprocal", "div"),
-    "index": (),
-    "masked": None,
-    "role": ("loss",),
-    "fix": ("validate_config", "clamp_denominator"),
-    "variable": "goal",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_denominator",),
+    op=("reciprocal", "div"),
+    index=(),
+    masked=None,
+    role=("loss",),
+    fix=("validate_config", "clamp_denominator"),
+    variable=("goal",),
+    line=("goal = 1.0 / (2.0 * tau)",),
+)
 
 
 class PreferenceLM(nn.Module):

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_denominator", "zero_div_zero"),
-    "op": ("div",),
-    "index": (),
-    "masked": None,
-    "role": ("entropy", "loss", "advantages"),
-    "fix": ("validate_config",),
-    "variable": "ramp",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_denominator", "zero_div_zero"),
+    op=("div",),
+    index=(),
+    masked=None,
+    role=("entropy", "loss", "advantages"),
+    fix=("validate_config",),
+    variable=(None,),
+    line=("ramp = torch.clamp(step / ramp_steps, max=1.0)",),
+)
 
 
 class Actor(nn.Module):

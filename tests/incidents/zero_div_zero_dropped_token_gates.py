@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (5, 0),
-    "masked": False,
-    "role": ("router",),
-    "fix": ("clamp_denominator",),
-    "variable": "gates",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(5, 0),
+    masked=False,
+    role=("router",),
+    fix=("clamp_denominator",),
+    variable=("gates",),
+    line=("gates = kept_probs / kept_probs.sum(dim=-1, keepdim=True)",),
+)
 
 
 def capacity_mask(choice, experts, capacity):

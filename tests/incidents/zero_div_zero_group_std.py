@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (0, 2),
-    "masked": False,
-    "role": ("advantages",),
-    "fix": ("clamp_denominator", "representable_eps"),
-    "variable": "normed",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(0, 2),
+    masked=False,
+    role=("advantages",),
+    fix=("clamp_denominator", "representable_eps"),
+    variable=("normed",),
+    line=("normed = torch.div(centred, spread)",),
+)
 
 
 class CompactLM(nn.Module):

@@ -6,16 +6,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (0, 1, 3, 0),
-    "masked": False,
-    "role": ("attention", "hidden"),
-    "fix": ("clamp_denominator",),
-    "variable": "ctx",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(0, 1, 3, 0),
+    masked=False,
+    role=("attention", "hidden"),
+    fix=("clamp_denominator",),
+    variable=("ctx",),
+    line=("ctx = numer / denom",),
+)
 
 
 class LinearAttention(nn.Module):

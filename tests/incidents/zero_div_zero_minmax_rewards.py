@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-EXPECTED = {
-    "phase": ("forward",),
-    "cause": ("zero_div_zero",),
-    "op": ("div",),
-    "index": (4,),
-    "masked": False,
-    "role": ("rewards", "advantages"),
-    "fix": ("clamp_denominator",),
-    "variable": "scaled",
-}
+from expected import Expected
+
+EXPECTED = Expected(
+    phase=("forward",),
+    cause=("zero_div_zero",),
+    op=("div",),
+    index=(4,),
+    masked=False,
+    role=("rewards", "advantages"),
+    fix=("clamp_denominator",),
+    variable=("scaled",),
+    line=("scaled = (rewards - low[prompt_id]) / (high - low)[prompt_id]",),
+)
 
 
 class Generator(nn.Module):
