@@ -125,10 +125,10 @@ def test_every_cell_is_there(whole: Atlas) -> None:
 
 
 LOG_RATIOS = {
-    "logprobs": lambda batch: batch.logprobs - batch.old_logprobs,
-    "old_logprobs": lambda batch: batch.logprobs - batch.old_logprobs,
-    "ref_logprobs": lambda batch: batch.ref_logprobs - batch.logprobs,
-    "rollout_logprobs": lambda batch: batch.old_logprobs - batch.rollout_logprobs,
+    "log_probs": lambda batch: batch.log_probs - batch.old_log_probs,
+    "old_log_probs": lambda batch: batch.log_probs - batch.old_log_probs,
+    "ref_log_probs": lambda batch: batch.ref_log_probs - batch.log_probs,
+    "rollout_log_probs": lambda batch: batch.old_log_probs - batch.rollout_log_probs,
 }
 VALUES = {Kind.NAN: float("nan"), Kind.NEGATIVE_INFINITY: float("-inf")}
 
@@ -139,7 +139,7 @@ def test_a_fault_is_what_it_says_and_nothing_else(fault: Fault) -> None:
     before, after = healthy(fault.advantage), faulty(fault)
     differs = {part.name: where_different(getattr(before, part.name), getattr(after, part.name)) for part in fields(before)}
     assert [name for name, places in differs.items() if places] == [fault.tensor]
-    assert after.logprobs.requires_grad and after.advantages[0] == fault.advantage
+    assert after.log_probs.requires_grad and after.advantages[0] == fault.advantage
     if fault.kind is Kind.EMPTY:
         rows = {row for row, _ in differs["mask"]}
         assert not after.mask[sorted(rows)].any() and (rows == {0} if fault.where is Where.ROW else rows == {0, 1, 2})
@@ -190,7 +190,7 @@ def test_a_part_of_the_atlas_is_a_part_of_it(whole: Atlas, data: st.DataObject) 
 
 def test_what_a_loss_does_not_read_does_nothing(whole: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults in tensors that a loss does without are not run; running them gives the same."""
-    unread = [fault for fault in FAULTS if fault.tensor in ("ref_logprobs", "rollout_logprobs")]
+    unread = [fault for fault in FAULTS if fault.tensor in ("ref_log_probs", "rollout_log_probs")]
     assert sum(len(room.unread(path)) for path in PATHS) > len(PATHS), "most losses read neither ref nor rollout"
     monkeypatch.setattr(room, "unread", lambda path: frozenset())
     everything = atlas(faults=unread)
@@ -222,7 +222,7 @@ def test_the_data_are_plain(whole: Atlas) -> None:
     assert row["cells"][names.index("policy −inf masked A>0")] == "LM"
     assert {code for path in data["paths"] for cell in path["cells"] for code in cell} == set(data["codes"])
     fault = data["faults"][names.index("ref −200 masked A<0")]
-    assert fault["sets"] == "ref_logprobs := logprobs − 200, so that ref − policy = −200"
+    assert fault["sets"] == "ref_log_probs := log_probs − 200, so that ref − policy = −200"
 
 
 PLANTED = (

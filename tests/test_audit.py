@@ -281,12 +281,12 @@ def grouped(seed: int = 0) -> LossInputs:
     rewards = torch.rand(4, 4)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     batch = rows(*[(int(length), 0.0) for length in torch.randint(1, 9, (16,))], width=9)
-    return LossInputs(batch.logprobs, batch.old_logprobs, None, None, advantages.reshape(-1), batch.mask)
+    return LossInputs(batch.log_probs, batch.old_log_probs, None, None, advantages.reshape(-1), batch.mask)
 
 
 def whitened(batch: LossInputs) -> LossInputs:
     advantages = whiten(batch.advantages.float()[:, None].expand(batch.mask.shape), batch.mask)
-    return LossInputs(batch.logprobs, batch.old_logprobs, None, None, advantages, batch.mask)
+    return LossInputs(batch.log_probs, batch.old_log_probs, None, None, advantages, batch.mask)
 
 
 def test_advantages_that_were_normalised_twice_are_told_and_once_are_not() -> None:
@@ -295,7 +295,7 @@ def test_advantages_that_were_normalised_twice_are_told_and_once_are_not() -> No
     assert "normalised_twice" not in {finding.slug for finding in audit([once], "trl.bnpo").findings}
     finding = found(audit([twice], "trl.bnpo"), "normalised_twice")
     assert (finding.effect, finding.sure) == (Effect.CHANGES, Sure.MEASURED)
-    halves = [LossInputs(twice.logprobs[s], None, None, None, twice.advantages[s], twice.mask[s]) for s in (slice(8), slice(8, 16))]
+    halves = [LossInputs(twice.log_probs[s], None, None, None, twice.advantages[s], twice.mask[s]) for s in (slice(8), slice(8, 16))]
     assert found(audit(halves, "trl.bnpo"), "normalised_twice").figures == pytest.approx(finding.figures)
 
 
@@ -312,7 +312,7 @@ def test_settings_tell_what_the_numbers_cannot(trainer: dict[str, Any], twice: b
     """A critic's advantages that are whitened and whitened again look like once."""
     batch = rows((3, 0.4), (5, -0.1))
     torch.manual_seed(0)
-    critic = LossInputs(batch.logprobs, batch.old_logprobs, None, None, torch.randn(2, 5), batch.mask)
+    critic = LossInputs(batch.log_probs, batch.old_log_probs, None, None, torch.randn(2, 5), batch.mask)
     slugs = {f.slug: f.sure for f in audit([critic], "trl.bnpo", trainer=trainer).findings}
     assert (slugs.get("normalised_twice") is Sure.SETTINGS) is twice
 
@@ -338,9 +338,9 @@ def test_the_gradient_norm_and_the_loss_of_a_first_step_are_those_of_the_framewo
     """Held against autograd."""
     first = rows((3, -1.0), (1, 1.0), (2, 0.4), drift=0.0)
     for key in ("trl.grpo", "trl.dapo", "tinker.ppo"):
-        first.logprobs.requires_grad_()
+        first.log_probs.requires_grad_()
         loss = framework_loss(key, first).loss
-        (gradient,) = torch.autograd.grad(loss, first.logprobs)
+        (gradient,) = torch.autograd.grad(loss, first.log_probs)
         figures = found(audit([first], key), "first_step").figures
         assert figures["expected"] == pytest.approx(loss.item())
         assert figures["gradient_norm"] == pytest.approx(gradient.norm().item())
@@ -363,12 +363,12 @@ def test_a_later_step_is_not_explained_away() -> None:
 def test_what_the_mask_excludes_reaches_no_figure() -> None:
     """NaN and −inf in padding change nothing; in a valid token they are counted, and left out of the values only."""
     clean, dirty = rows((3, 0.5), (5, 0.3)), rows((3, 0.5), (5, 0.3))
-    dirty.logprobs[0, 4] = NAN
-    assert dirty.old_logprobs is not None
-    dirty.old_logprobs[0, 3] = -float("inf")
+    dirty.log_probs[0, 4] = NAN
+    assert dirty.old_log_probs is not None
+    dirty.old_log_probs[0, 3] = -float("inf")
     for key in ("trl.grpo", "verl.gspo", "trl.rloo"):  # by token, and with one ratio for the row
         assert audit([dirty], key) == audit([clean], key)
-    dirty.logprobs[1, 0] = NAN
+    dirty.log_probs[1, 0] = NAN
     hurt = audit([dirty], "trl.grpo")
     assert hurt.left_out == 1
     assert found(hurt, "rows_unequal").figures["weight"] == pytest.approx(5 / 3)

@@ -89,7 +89,7 @@ def test_the_losses_that_a_scheme_names_reduce_like_it(scheme: Scheme) -> None:
     torch.manual_seed(1)
     log_probs = -torch.rand(2, 4, dtype=torch.float64)
     batch = LossInputs(log_probs, log_probs - 0.05 * torch.randn(2, 4), None, log_probs, torch.tensor([0.7, -0.4]).double(), MASK.double())
-    ratio = torch.exp(batch.logprobs - batch.old_logprobs) if batch.old_logprobs is not None else torch.ones(2, 4)
+    ratio = torch.exp(batch.log_probs - batch.old_log_probs) if batch.old_log_probs is not None else torch.ones(2, 4)
     advantages = batch.advantages[:, None]
     clipped = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     wanted = reduce(clipped, batch.mask, SCHEMES[scheme].reduction).item()

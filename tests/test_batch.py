@@ -93,11 +93,11 @@ def test_the_batch_comes_out_however_the_loss_is_written(loss) -> None:
     """Masked by a product, a where, a fill or a pick, before or after, clamped, negated, in chunks: the batch is the same."""
     snapshot = record(loss, wanting(), OLD, ADV, MASK).snapshot()
     found = loss_inputs(snapshot)
-    assert torch.equal(found.logprobs, LP) and found.logprobs.requires_grad and found.logprobs.is_leaf
-    assert found.old_logprobs is not None and torch.equal(found.old_logprobs, OLD)
+    assert torch.equal(found.log_probs, LP) and found.log_probs.requires_grad and found.log_probs.is_leaf
+    assert found.old_log_probs is not None and torch.equal(found.old_log_probs, OLD)
     assert torch.equal(found.mask, MASK)
     assert torch.equal(found.advantages * MASK, ADV[:, None] * MASK)
-    assert (found.ref_logprobs, found.rollout_logprobs, found.entropy) == (None, None, None)
+    assert (found.ref_log_probs, found.rollout_log_probs, found.entropy) == (None, None, None)
 
 
 def with_reference(logps, old_logps, ref_logps, advantages, mask):
@@ -127,9 +127,9 @@ def unnamed_old(logps, z, advantages, mask):
 def test_an_unnamed_anchor_is_told_by_what_it_is_for() -> None:
     """Inside exp(d) − d − 1 it is the reference, under a ratio it is the old policy."""
     found = loss_inputs(record(unnamed_reference, wanting(), OLD, REF, ADV, MASK).snapshot())
-    assert torch.equal(found.old_logprobs, OLD) and torch.equal(found.ref_logprobs, REF)
+    assert torch.equal(found.old_log_probs, OLD) and torch.equal(found.ref_log_probs, REF)
     found = loss_inputs(record(unnamed_old, wanting(), OLD, ADV, MASK).snapshot())
-    assert torch.equal(found.old_logprobs, OLD) and found.ref_logprobs is None
+    assert torch.equal(found.old_log_probs, OLD) and found.ref_log_probs is None
 
 
 def sampler_only(logps, vllm_logps, advantages, mask):
@@ -145,13 +145,13 @@ def with_bonus(logps, old_logps, advantages, mask, entropy):
 def test_reference_entropy_and_sampler_are_found() -> None:
     """Each role goes to its own place; where the sampler is the only anchor it also stands for the old policy."""
     found = loss_inputs(record(with_reference, wanting(), OLD, REF, ADV, MASK).snapshot())
-    assert torch.equal(found.old_logprobs, OLD) and torch.equal(found.ref_logprobs, REF)
+    assert torch.equal(found.old_log_probs, OLD) and torch.equal(found.ref_log_probs, REF)
     entropy = torch.rand(2, 3)
     found = loss_inputs(record(with_bonus, wanting(), OLD, ADV, MASK, entropy).snapshot())
     assert torch.equal(found.entropy, entropy)
     batch = recorded_batch(record(sampler_only, wanting(), OLD, ADV, MASK).snapshot())
-    assert torch.equal(batch.inputs.rollout_logprobs, OLD) and torch.equal(batch.inputs.old_logprobs, OLD)
-    assert dict(batch.sources)["old_logprobs"] == "vllm_logps"
+    assert torch.equal(batch.inputs.rollout_log_probs, OLD) and torch.equal(batch.inputs.old_log_probs, OLD)
+    assert dict(batch.sources)["old_log_probs"] == "vllm_logps"
 
 
 def flat(logps, old_logps, advantages, mask):
@@ -163,7 +163,7 @@ def test_a_packed_batch_is_one_row(shape: tuple[int, ...]) -> None:
     """[N] and [1, N] become [1, N], with the advantages per token."""
     tokens = [tensor.reshape(shape) for tensor in (LP, OLD, ADV[:, None].expand(2, 3), MASK)]
     found = loss_inputs(record(flat, tokens[0].clone().requires_grad_(), *tokens[1:]).snapshot())
-    assert found.logprobs.shape == found.mask.shape == found.advantages.shape == (1, 6)
+    assert found.log_probs.shape == found.mask.shape == found.advantages.shape == (1, 6)
     assert torch.equal(found.advantages[0], ADV[:, None].expand(2, 3).reshape(-1))
 
 
@@ -171,7 +171,7 @@ def test_groups_of_rows_are_rows() -> None:
     """[G, B, T] is [G·B, T]."""
     grouped = [tensor.reshape(2, 1, 3) for tensor in (LP, OLD, MASK)]
     found = loss_inputs(record(flat, grouped[0].clone().requires_grad_(), grouped[1], ADV.reshape(2, 1, 1), grouped[2]).snapshot())
-    assert found.logprobs.shape == (2, 3) and torch.equal(found.advantages, ADV[:, None])
+    assert found.log_probs.shape == (2, 3) and torch.equal(found.advantages, ADV[:, None])
 
 
 def per_sequence(logps, old_logps, advantages):
@@ -228,7 +228,7 @@ def test_tags_name_what_names_do_not(tmp_path: Path) -> None:
         loss = ((-torch.min(r * a, r.clamp(0.8, 1.2) * a) + 0.04 * (torch.exp(d) - d - 1)) * m).sum() / m.sum()
         loss.backward()
     found = loss_inputs(scope.snapshots[0])
-    for tensor, wanted in ((found.logprobs, LP), (found.old_logprobs, OLD), (found.ref_logprobs, REF), (found.mask, MASK)):
+    for tensor, wanted in ((found.log_probs, LP), (found.old_log_probs, OLD), (found.ref_log_probs, REF), (found.mask, MASK)):
         assert tensor is not None and torch.equal(tensor, wanted)
 
 
@@ -236,9 +236,9 @@ def test_another_dtype_gives_log_probs_of_their_own() -> None:
     """`on_leaf` casts what is a float and leaves the recorded batch without a gradient."""
     found = loss_inputs(record(grpo, wanting(), OLD, ADV, MASK).snapshot())
     double = on_leaf(found, torch.float64)
-    double.logprobs.sum().backward()
-    assert double.logprobs.grad is not None and found.logprobs.grad is None
-    assert {t.dtype for t in (double.logprobs, double.old_logprobs, double.advantages, double.mask)} == {torch.float64}
+    double.log_probs.sum().backward()
+    assert double.log_probs.grad is not None and found.log_probs.grad is None
+    assert {t.dtype for t in (double.log_probs, double.old_log_probs, double.advantages, double.mask)} == {torch.float64}
 
 
 # -- real runs -----------------------------------------------------------------------------------------------------------------
@@ -257,15 +257,15 @@ def incident(name: str, folder: Path) -> Snapshot:
 
 # What a person reads in each script: shape, tokens that the loss leaves out, and what it calls its parts.
 READ = {
-    "exp_overflow_packed_ppo": ((1, 18), 5, {"logprobs": "lp", "old_logprobs": "old_lp", "advantages": "adv"}),
-    "verl_891_low_var_kl_on_padding": ((3, 6), 2, {"ref_logprobs": "data['ref_log_prob']", "mask": "data['response_mask']"}),
-    "openrlhf_1293_gspo_unclamped_exponent": ((4, 7), 6, {"logprobs": "log_probs", "old_logprobs": "old_log_probs", "mask": "action_mask"}),
-    "openrlhf_1314_icepop_filter_multiply": ((2, 7), 2, {"old_logprobs": "old_log_probs", "rollout_logprobs": "rollout_log_probs"}),
-    "trl_5413_inline_is_ratio_nan": ((3, 6), 4, {"logprobs": "per_token_logps", "old_logprobs": "old_per_token_logps", "mask": "mask"}),
-    "inf_times_zero_mask_k3_padding": ((3, 8), 4, {"logprobs": "lp", "ref_logprobs": "ref_lp", "mask": "mask"}),
-    "inf_times_zero_mask_half_ratio": ((6, 5), 3, {"logprobs": "new", "old_logprobs": "old", "mask": "mask", "advantages": "adv"}),
-    "seq_ratio_overflow_gspo_sum": ((4, 64), 72, {"logprobs": "logps", "old_logprobs": "old_logps", "advantages": "advantages"}),
-    "where_grad_trap_indexing_after_exp": ((1, 16), 6, {"logprobs": "lp", "mask": "response", "advantages": "adv"}),
+    "exp_overflow_packed_ppo": ((1, 18), 5, {"log_probs": "lp", "old_log_probs": "old_lp", "advantages": "adv"}),
+    "verl_891_low_var_kl_on_padding": ((3, 6), 2, {"ref_log_probs": "data['ref_log_prob']", "mask": "data['response_mask']"}),
+    "openrlhf_1293_gspo_unclamped_exponent": ((4, 7), 6, {"log_probs": "log_probs", "old_log_probs": "old_log_probs", "mask": "action_mask"}),
+    "openrlhf_1314_icepop_filter_multiply": ((2, 7), 2, {"old_log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs"}),
+    "trl_5413_inline_is_ratio_nan": ((3, 6), 4, {"log_probs": "per_token_logps", "old_log_probs": "old_per_token_logps", "mask": "mask"}),
+    "inf_times_zero_mask_k3_padding": ((3, 8), 4, {"log_probs": "lp", "ref_log_probs": "ref_lp", "mask": "mask"}),
+    "inf_times_zero_mask_half_ratio": ((6, 5), 3, {"log_probs": "new", "old_log_probs": "old", "mask": "mask", "advantages": "adv"}),
+    "seq_ratio_overflow_gspo_sum": ((4, 64), 72, {"log_probs": "logps", "old_log_probs": "old_logps", "advantages": "advantages"}),
+    "where_grad_trap_indexing_after_exp": ((1, 16), 6, {"log_probs": "lp", "mask": "response", "advantages": "adv"}),
 }  # fmt: skip
 NOT_A_POLICY_LOSS = ("exp_overflow_awr_temperature", "inf_minus_inf_dpo_banned_token", "trl_1380_kto_no_kl_examples")
 
@@ -275,7 +275,7 @@ def test_an_incident_gives_its_batch(name: str, tmp_path: Path) -> None:
     """From the file alone, what a person would have read in the script."""
     shape, left_out, names = READ[name]
     batch = recorded_batch(incident(name, tmp_path))
-    assert batch.inputs.logprobs.shape == shape
+    assert batch.inputs.log_probs.shape == shape
     assert int((batch.inputs.mask == 0).sum()) == left_out
     assert {field: dict(batch.sources)[field] for field in names} == names
 
@@ -316,8 +316,8 @@ def test_the_demo_gives_the_batch_that_its_loss_was_called_with(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("script", "step", "names"),
     [
-        ("plain_loop.py", 6, {"logprobs": "log_probs", "old_logprobs": "rollout_log_probs", "mask": "mask"}),
-        ("trl_grpo.py", 5, {"logprobs": "logps", "old_logprobs": "old_per_token_logps", "mask": "mask", "advantages": "advantages"}),
+        ("plain_loop.py", 6, {"log_probs": "log_probs", "old_log_probs": "rollout_log_probs", "mask": "mask"}),
+        ("trl_grpo.py", 5, {"log_probs": "logps", "old_log_probs": "old_per_token_logps", "mask": "mask", "advantages": "advantages"}),
     ],
     ids=["plain loop", "TRL"],
 )
@@ -329,8 +329,8 @@ def test_an_example_gives_its_batch(script: str, step: int, names: dict[str, str
     subprocess.run(command, capture_output=True, timeout=300, cwd=tmp_path, check=False)
     batch = recorded_batch(load(tmp_path / f"step-{step:06d}.rank0.safetensors"))
     assert {field: dict(batch.sources)[field] for field in names} == names
-    assert batch.inputs.old_logprobs is not None
-    stale = (batch.inputs.logprobs - batch.inputs.old_logprobs > 88).nonzero()
+    assert batch.inputs.old_log_probs is not None
+    stale = (batch.inputs.log_probs - batch.inputs.old_log_probs > 88).nonzero()
     assert len(stale) == 1 and batch.inputs.mask[tuple(stale[0])] == 0
 
 

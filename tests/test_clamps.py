@@ -67,16 +67,16 @@ def test_not_asked_for_is_as_the_framework_has_it(key: str, name: str) -> None:
 
 def batch(stale: float, at: tuple[int, int] = (0, 2)) -> LossInputs:
     """Two rows of three tokens; the last of each is masked. stale: Δ and d at one of them, in nat."""
-    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
-    old, ref = logprobs - 0.1, logprobs + 0.2
-    old[at], ref[at] = logprobs[at] - stale, logprobs[at] + stale
+    log_probs = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
+    old, ref = log_probs - 0.1, log_probs + 0.2
+    old[at], ref[at] = log_probs[at] - stale, log_probs[at] + stale
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    return LossInputs(logprobs.requires_grad_(), old, ref, old.clone(), torch.tensor([-0.5, 1.5]), mask)
+    return LossInputs(log_probs.requires_grad_(), old, ref, old.clone(), torch.tensor([-0.5, 1.5]), mask)
 
 
 def gradient(key: str, inputs: LossInputs, **settings: object) -> tuple[float, Tensor]:
     trace = framework_loss(key, inputs, **settings)  # type: ignore[arg-type]
-    return trace.loss.item(), torch.autograd.grad(trace.loss, inputs.logprobs)[0]
+    return trace.loss.item(), torch.autograd.grad(trace.loss, inputs.log_probs)[0]
 
 
 @pytest.mark.parametrize("key", ("trl.grpo", "trl.dapo", "verl.clip_cov", "nemo_rl.clipped_pg", "slime.policy"))
@@ -95,7 +95,7 @@ def test_a_clamp_before_exp_saves_the_step_and_one_after_it_does_not(key: str) -
 def test_the_kl_is_clamped_in_either_order_too(key: str) -> None:
     """k3 has an exp of its own, and the same two orders."""
     quiet = batch(0.1)
-    inputs = LossInputs(quiet.logprobs, None, batch(200.0, (0, 1)).ref_logprobs, None, quiet.advantages, quiet.mask)
+    inputs = LossInputs(quiet.log_probs, None, batch(200.0, (0, 1)).ref_log_probs, None, quiet.advantages, quiet.mask)
     how = {"beta": 0.04, "kl_output_clamp_value": None}
     assert not gradient(key, inputs, kl_input_clamp_value=None, **how)[1].isfinite().all()
     loss, before = gradient(key, inputs, kl_input_clamp_value=20.0, **how)

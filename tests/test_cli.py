@@ -281,7 +281,7 @@ def test_a_step_is_replayed_under_other_losses(run_dir: Path, tmp_path: Path) ->
     text = " ".join(done.stdout.split())
     assert "verl.vanilla would have survived this batch" in text and "my_losses:mine would have survived" in text
     assert "trl.dapo:epsilon=0.3 would not have survived" in text and "1 masked token" in text
-    assert "logprobs ← logps, old_logprobs ← old_logps" in text
+    assert "log_probs ← logps, old_log_probs ← old_logps" in text
     data = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     rows = {row["id"]: row["works"] for row in data["rows"] if row["kind"] == "objective"}
     assert rows == {"verl.vanilla": True, "trl.dapo": False, "my_losses:mine": True}

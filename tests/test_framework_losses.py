@@ -50,7 +50,7 @@ def recorded_batch(values: dict[str, Any], path: dict[str, Any]) -> LossInputs:
 
 
 def gradient(trace: LossTrace, inputs: LossInputs) -> Tensor:
-    return torch.autograd.grad(trace.loss, inputs.logprobs, retain_graph=True)[0]
+    return torch.autograd.grad(trace.loss, inputs.log_probs, retain_graph=True)[0]
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -125,7 +125,7 @@ def with_value(inputs: LossInputs, name: str, at: tuple[int, int], value: float)
     """The batch with one element of one tensor replaced."""
     tensor = getattr(inputs, name).detach().clone()
     tensor[at] = value
-    return replace(inputs, **{name: tensor.requires_grad_(name == "logprobs")})
+    return replace(inputs, **{name: tensor.requires_grad_(name == "log_probs")})
 
 
 # The same objective under different names: key, settings. On one rank and one micro-batch they are one number.
@@ -186,54 +186,54 @@ MASKED, VALID = (0, 4), (0, 0)  # in `batch` with a first row that is shorter th
 # L: the loss is not finite. V: a gradient of a valid token. M: the gradient of a masked one. Empty: clean.
 # Each row: loss, settings, the sign of A in the faulty row, tensor, place, value, harm.
 FAULTS = (
-    ("trl.dapo", {}, 1, "old_logprobs", MASKED, -200.0, "M"),
-    ("trl.dapo", {}, -1, "old_logprobs", MASKED, -200.0, "LM"),
-    ("trl.dapo", {}, 1, "old_logprobs", VALID, -200.0, "V"),
-    ("trl.dapo", {}, -1, "old_logprobs", VALID, -200.0, "LV"),
-    ("trl.dapo", {}, 0, "old_logprobs", VALID, -200.0, "LV"),
-    ("trl.cispo", {"epsilon_high": 5.0}, 0, "old_logprobs", VALID, -200.0, ""),
-    ("trl.cispo", {"epsilon_high": 5.0}, -1, "old_logprobs", VALID, -200.0, ""),
-    ("trl.sapo", {}, 1, "old_logprobs", VALID, -200.0, "V"),
-    ("trl.vespo", {}, 1, "old_logprobs", VALID, NAN, ""),
-    ("trl.dapo", {}, 1, "old_logprobs", MASKED, NAN, "LM"),
-    ("trl.dapo", {"beta": 0.04}, 1, "logprobs", MASKED, -INF, "LM"),
-    ("trl.dapo", {}, 1, "logprobs", MASKED, -INF, ""),
-    ("trl.grpo", {"delta": 4.0}, -1, "old_logprobs", VALID, -200.0, "V"),
-    ("trl.grpo", {"importance_sampling_level": "sequence"}, 1, "old_logprobs", MASKED, NAN, "LVM"),
-    ("trl.gmpo", {}, 0, "old_logprobs", VALID, INF, ""),
-    ("verl.geo_mean", {}, 0, "old_logprobs", VALID, INF, "LVM"),
-    ("liger.dapo", {"beta": 0.0}, 1, "old_logprobs", MASKED, -200.0, "M"),
-    ("liger.dapo", {}, 1, "logprobs", MASKED, -INF, "LM"),
-    ("unsloth.grpo", {}, -1, "old_logprobs", MASKED, -200.0, ""),
-    ("unsloth.grpo", {"importance_sampling_level": "sequence"}, 1, "old_logprobs", MASKED, NAN, ""),
-    ("unsloth.grpo", {}, -1, "old_logprobs", VALID, -200.0, "LV"),
-    ("verl.vanilla", {}, -1, "old_logprobs", MASKED, -200.0, ""),
-    ("verl.vanilla", {}, -1, "old_logprobs", MASKED, NAN, ""),
-    ("verl.vanilla", {"loss_agg_mode": "seq-mean-token-mean"}, -1, "old_logprobs", MASKED, NAN, "L"),
-    ("verl.vanilla", {}, 1, "old_logprobs", VALID, NAN, "L"),
-    ("verl.clip_cov", {}, 1, "old_logprobs", VALID, -200.0, "V"),
-    ("verl.cispo", {}, 1, "old_logprobs", MASKED, NAN, "M"),
-    ("verl.dro", {"dro_beta": 0.1}, 1, "old_logprobs", MASKED, NAN, "M"),
-    ("verl.kl_loss", {"kl_loss_type": "low_var_kl"}, 1, "ref_logprobs", VALID, 200.0, ""),
-    ("verl.kl_loss", {"kl_loss_type": "k2"}, 1, "logprobs", MASKED, NAN, "M"),
-    ("nemo_rl.clipped_pg", {"reference_policy_kl_penalty": 0.0}, 1, "old_logprobs", MASKED, -200.0, "M"),
-    ("nemo_rl.clipped_pg", {}, 1, "logprobs", MASKED, -INF, "M"),
-    ("nemo_rl.clipped_pg", {"kl_input_clamp_value": None}, 1, "ref_logprobs", VALID, 200.0, "V"),
-    ("skyrl.regular", {}, -1, "old_logprobs", MASKED, -200.0, ""),
-    ("skyrl.regular", {}, -1, "old_logprobs", MASKED, NAN, "L"),
-    ("skyrl.importance_sampling", {}, 1, "old_logprobs", VALID, -200.0, "LV"),
-    ("openrlhf.ppo", {}, -1, "old_logprobs", MASKED, -200.0, ""),
-    ("openrlhf.ppo", {"through_actor": True}, 1, "logprobs", MASKED, -INF, "L"),
-    ("openrlhf.kl_loss", {"kl_estimator": "k2"}, 1, "logprobs", VALID, -INF, "V"),
-    ("openrlhf.kl_loss", {"kl_estimator": "k3"}, 1, "logprobs", VALID, -200.0, ""),
-    ("areal.ppo_actor", {}, -1, "old_logprobs", MASKED, -200.0, "M"),
-    ("areal.ppo_actor", {"importance_sampling_level": "sequence"}, 1, "old_logprobs", MASKED, NAN, ""),
-    ("torchtitan.dapo", {}, -1, "old_logprobs", MASKED, -200.0, ""),
-    ("torchtitan.dapo", {}, -1, "old_logprobs", VALID, -INF, ""),
-    ("slime.policy", {}, 1, "old_logprobs", MASKED, -200.0, "M"),
-    ("slime.kl_loss", {"kl_loss_type": "low_var_kl"}, 1, "ref_logprobs", VALID, 200.0, "V"),
-    ("slime.kl_loss", {"kl_loss_type": "k3"}, 1, "ref_logprobs", VALID, 200.0, "LV"),
-    ("prime_rl.default", {}, 1, "old_logprobs", MASKED, -200.0, "LM"),
+    ("trl.dapo", {}, 1, "old_log_probs", MASKED, -200.0, "M"),
+    ("trl.dapo", {}, -1, "old_log_probs", MASKED, -200.0, "LM"),
+    ("trl.dapo", {}, 1, "old_log_probs", VALID, -200.0, "V"),
+    ("trl.dapo", {}, -1, "old_log_probs", VALID, -200.0, "LV"),
+    ("trl.dapo", {}, 0, "old_log_probs", VALID, -200.0, "LV"),
+    ("trl.cispo", {"epsilon_high": 5.0}, 0, "old_log_probs", VALID, -200.0, ""),
+    ("trl.cispo", {"epsilon_high": 5.0}, -1, "old_log_probs", VALID, -200.0, ""),
+    ("trl.sapo", {}, 1, "old_log_probs", VALID, -200.0, "V"),
+    ("trl.vespo", {}, 1, "old_log_probs", VALID, NAN, ""),
+    ("trl.dapo", {}, 1, "old_log_probs", MASKED, NAN, "LM"),
+    ("trl.dapo", {"beta": 0.04}, 1, "log_probs", MASKED, -INF, "LM"),
+    ("trl.dapo", {}, 1, "log_probs", MASKED, -INF, ""),
+    ("trl.grpo", {"delta": 4.0}, -1, "old_log_probs", VALID, -200.0, "V"),
+    ("trl.grpo", {"importance_sampling_level": "sequence"}, 1, "old_log_probs", MASKED, NAN, "LVM"),
+    ("trl.gmpo", {}, 0, "old_log_probs", VALID, INF, ""),
+    ("verl.geo_mean", {}, 0, "old_log_probs", VALID, INF, "LVM"),
+    ("liger.dapo", {"beta": 0.0}, 1, "old_log_probs", MASKED, -200.0, "M"),
+    ("liger.dapo", {}, 1, "log_probs", MASKED, -INF, "LM"),
+    ("unsloth.grpo", {}, -1, "old_log_probs", MASKED, -200.0, ""),
+    ("unsloth.grpo", {"importance_sampling_level": "sequence"}, 1, "old_log_probs", MASKED, NAN, ""),
+    ("unsloth.grpo", {}, -1, "old_log_probs", VALID, -200.0, "LV"),
+    ("verl.vanilla", {}, -1, "old_log_probs", MASKED, -200.0, ""),
+    ("verl.vanilla", {}, -1, "old_log_probs", MASKED, NAN, ""),
+    ("verl.vanilla", {"loss_agg_mode": "seq-mean-token-mean"}, -1, "old_log_probs", MASKED, NAN, "L"),
+    ("verl.vanilla", {}, 1, "old_log_probs", VALID, NAN, "L"),
+    ("verl.clip_cov", {}, 1, "old_log_probs", VALID, -200.0, "V"),
+    ("verl.cispo", {}, 1, "old_log_probs", MASKED, NAN, "M"),
+    ("verl.dro", {"dro_beta": 0.1}, 1, "old_log_probs", MASKED, NAN, "M"),
+    ("verl.kl_loss", {"kl_loss_type": "low_var_kl"}, 1, "ref_log_probs", VALID, 200.0, ""),
+    ("verl.kl_loss", {"kl_loss_type": "k2"}, 1, "log_probs", MASKED, NAN, "M"),
+    ("nemo_rl.clipped_pg", {"reference_policy_kl_penalty": 0.0}, 1, "old_log_probs", MASKED, -200.0, "M"),
+    ("nemo_rl.clipped_pg", {}, 1, "log_probs", MASKED, -INF, "M"),
+    ("nemo_rl.clipped_pg", {"kl_input_clamp_value": None}, 1, "ref_log_probs", VALID, 200.0, "V"),
+    ("skyrl.regular", {}, -1, "old_log_probs", MASKED, -200.0, ""),
+    ("skyrl.regular", {}, -1, "old_log_probs", MASKED, NAN, "L"),
+    ("skyrl.importance_sampling", {}, 1, "old_log_probs", VALID, -200.0, "LV"),
+    ("openrlhf.ppo", {}, -1, "old_log_probs", MASKED, -200.0, ""),
+    ("openrlhf.ppo", {"through_actor": True}, 1, "log_probs", MASKED, -INF, "L"),
+    ("openrlhf.kl_loss", {"kl_estimator": "k2"}, 1, "log_probs", VALID, -INF, "V"),
+    ("openrlhf.kl_loss", {"kl_estimator": "k3"}, 1, "log_probs", VALID, -200.0, ""),
+    ("areal.ppo_actor", {}, -1, "old_log_probs", MASKED, -200.0, "M"),
+    ("areal.ppo_actor", {"importance_sampling_level": "sequence"}, 1, "old_log_probs", MASKED, NAN, ""),
+    ("torchtitan.dapo", {}, -1, "old_log_probs", MASKED, -200.0, ""),
+    ("torchtitan.dapo", {}, -1, "old_log_probs", VALID, -INF, ""),
+    ("slime.policy", {}, 1, "old_log_probs", MASKED, -200.0, "M"),
+    ("slime.kl_loss", {"kl_loss_type": "low_var_kl"}, 1, "ref_log_probs", VALID, 200.0, "V"),
+    ("slime.kl_loss", {"kl_loss_type": "k3"}, 1, "ref_log_probs", VALID, 200.0, "LV"),
+    ("prime_rl.default", {}, 1, "old_log_probs", MASKED, -200.0, "LM"),
 )
 
 
@@ -286,7 +286,7 @@ def test_a_fully_masked_row_dilutes_or_is_left_out() -> None:
 def test_verl_reads_clip_ratio_only_where_its_two_sides_are_unset() -> None:
     """verl's actor config gives both sides 0.2: clip_ratio alone changes nothing."""
     wide = {"clip_ratio": 5.0}
-    inputs = with_value(batch(), "old_logprobs", VALID, -9.0)
+    inputs = with_value(batch(), "old_log_probs", VALID, -9.0)
     loss = framework_loss("verl.gspo", inputs).loss
     assert framework_loss("verl.gspo", inputs, **wide).loss == loss
     assert framework_loss("verl.gspo", inputs, clip_ratio_low=None, clip_ratio_high=None, **wide).loss != loss
@@ -331,7 +331,7 @@ def test_counts_of_the_whole_batch_replace_those_of_the_micro_batch() -> None:
     parts = 0.0
     for rows in (slice(0, 1), slice(1, 4)):
         part = LossInputs(
-            inputs.logprobs[rows], inputs.old_logprobs[rows], None, None, inputs.advantages[rows], inputs.mask[rows]
+            inputs.log_probs[rows], inputs.old_log_probs[rows], None, None, inputs.advantages[rows], inputs.mask[rows]
         )  # fmt: skip
         parts += framework_loss("verl.vanilla", part, batch_num_tokens=tokens, dp_size=2).loss.item() / 2
     assert parts == pytest.approx(whole, rel=1e-5)
@@ -420,7 +420,7 @@ def test_what_is_not_known_is_one_clear_error(key: str, settings: dict[str, Any]
         ("vespo", {"beta": 0.0}),
     ],
 )
-@pytest.mark.parametrize("fault", [None, ("old_logprobs", -INF), ("logprobs", -INF), ("old_logprobs", NAN), ("old_logprobs", -200.0), ("ref_logprobs", 200.0)])  # fmt: skip
+@pytest.mark.parametrize("fault", [None, ("old_log_probs", -INF), ("log_probs", -INF), ("old_log_probs", NAN), ("old_log_probs", -200.0), ("ref_log_probs", 200.0)])  # fmt: skip
 def test_liger_itself_answers_the_same(kind: str, settings: dict[str, Any], fault: tuple[str, float] | None) -> None:
     """Liger's own loss, where it is installed: the same values where finite, and the same elements that are not."""
     grpo = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed")
@@ -429,16 +429,16 @@ def test_liger_itself_answers_the_same(kind: str, settings: dict[str, Any], faul
             inputs = batch(seed) if fault is None else with_value(batch(seed), fault[0], at, fault[1])
             inputs.mask[:, -1] = 0
             own, *_ = grpo.LigerFusedLinearGRPOFunction.ppo_loss_fn(
-                inputs.logprobs,
+                inputs.log_probs,
                 inputs.mask,
                 inputs.advantages,
                 inputs.mask,
-                ref_per_token_logps=inputs.ref_logprobs,
-                old_per_token_logps=inputs.old_logprobs,
+                ref_per_token_logps=inputs.ref_log_probs,
+                old_per_token_logps=inputs.old_log_probs,
                 loss_type=kind,
                 **settings,
             )
             found = framework_loss(f"liger.{kind}", inputs, **settings)
-            pair = [torch.cat([x.detach().reshape(1), torch.autograd.grad(x, inputs.logprobs)[0].reshape(-1)]) for x in (found.loss, own)]
+            pair = [torch.cat([x.detach().reshape(1), torch.autograd.grad(x, inputs.log_probs)[0].reshape(-1)]) for x in (found.loss, own)]
             assert torch.equal(pair[0].isfinite(), pair[1].isfinite())
             assert distance(*(torch.where(x.isfinite(), x, 0.0) for x in pair)) <= TOLERANCE

@@ -134,6 +134,6 @@ def test_hidden_states_beyond_the_budget_are_made_again(tmp_path: Path, budget: 
     (incident,) = scope.verdict.incidents
     assert (incident.origin.variable, incident.origin.index, incident.origin.masked) == ("coef_1", (0, 4), True)
     recorded = loss_inputs(nanscope.load(str(incident.snapshot)))
-    assert torch.allclose(recorded.logprobs, torch.log_softmax(head(model(ids)), -1).gather(-1, ids[..., None])[..., 0], atol=1e-5)
-    assert recorded.old_logprobs is not None and torch.equal(recorded.old_logprobs, old)
+    assert torch.allclose(recorded.log_probs, torch.log_softmax(head(model(ids)), -1).gather(-1, ids[..., None])[..., 0], atol=1e-5)
+    assert recorded.old_log_probs is not None and torch.equal(recorded.old_log_probs, old)
     assert ("kernel_opened" in {note.slug for note in incident.notes}) and incident.fixes[0].works

@@ -315,13 +315,13 @@ def test_the_recorded_batch_replays_under_the_settings_that_were_read(tmp_path: 
     scope, losses, healthy, batch = run(tmp_path, case.framework, case.fault, case.settings)
     snapshot = nanscope.load(str(scope.paths[0]))
     inputs = loss_inputs(snapshot)
-    assert torch.allclose(inputs.logprobs, batch.log_probs, atol=1e-6)
-    assert inputs.old_logprobs is not None and torch.allclose(inputs.old_logprobs, batch.old, equal_nan=True)
+    assert torch.allclose(inputs.log_probs, batch.log_probs, atol=1e-6)
+    assert inputs.old_log_probs is not None and torch.allclose(inputs.old_log_probs, batch.old, equal_nan=True)
     assert bool((inputs.mask.bool() == batch.mask).all())
     assert same(objective(snapshot, inputs), losses[1])
-    mended = {"old_logprobs": healthy.old}
-    mended |= {} if inputs.ref_logprobs is None else {"ref_logprobs": healthy.ref}
-    mended |= {} if inputs.rollout_logprobs is None else {"rollout_logprobs": healthy.rollout}
+    mended = {"old_log_probs": healthy.old}
+    mended |= {} if inputs.ref_log_probs is None else {"ref_log_probs": healthy.ref}
+    mended |= {} if inputs.rollout_log_probs is None else {"rollout_log_probs": healthy.rollout}
     assert same(objective(snapshot, replace(inputs, **mended)), losses[0])
 
 

@@ -203,10 +203,10 @@ def with_fault(inputs: LossInputs, name: str, at: tuple[int, int], value: float)
     """Set one element if `value` is not finite, move it by `value` if it is."""
     tensor = getattr(inputs, name).detach().clone()
     tensor[at] = tensor[at] + value if math.isfinite(value) else value
-    return replace(inputs, **{name: tensor.requires_grad_(name == "logprobs")})
+    return replace(inputs, **{name: tensor.requires_grad_(name == "log_probs")})
 
 
-TENSORS = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+TENSORS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 VALUES = (-INF, NAN, 200.0, -200.0)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 MASKED, VALID = (0, 3), (0, 0)
@@ -228,7 +228,7 @@ def faulty_batches() -> dict[str, LossInputs]:
             found[f"{title}, {name} {value:g}"] = with_fault(found[title], name, VALID, value)
     for name, value in itertools.product(("entropy",), (NAN, INF)):
         found[f"{name} {value:g}"] = with_fault(usual, name, MASKED, value)
-    found["no old log-probs"] = replace(usual, old_logprobs=None)
+    found["no old log-probs"] = replace(usual, old_log_probs=None)
     found["advantages per token"] = replace(usual, advantages=torch.linspace(-1, 1, 12).reshape(3, 4))
     return found
 
@@ -251,8 +251,8 @@ def refuses(key: str, chosen: Settings, inputs: LossInputs) -> type[Exception] |
 
 def answer(loss: Tensor, inputs: LossInputs) -> Tensor:
     """Return loss and gradient in one line, float64; a loss that does not depend on ℓ has the gradient 0."""
-    gradient = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)[0]
-    gradient = torch.zeros_like(inputs.logprobs) if gradient is None else gradient
+    gradient = torch.autograd.grad(loss, inputs.log_probs, allow_unused=True)[0]
+    gradient = torch.zeros_like(inputs.log_probs) if gradient is None else gradient
     return torch.cat([loss.detach().reshape(1).double(), gradient.reshape(-1).double()])
 
 
@@ -281,7 +281,7 @@ def compared(key: str, chosen: Settings, inputs: LossInputs) -> str | None:
     torch.manual_seed(1)
     wanted = answer(native_loss(key, inputs, **chosen), inputs)
     torch.manual_seed(1)
-    return disagreement(answer(framework_loss(key, inputs, **chosen).loss, inputs), wanted, inputs.logprobs.dtype)
+    return disagreement(answer(framework_loss(key, inputs, **chosen).loss, inputs), wanted, inputs.log_probs.dtype)
 
 
 def thinned(key: str) -> Iterator[tuple[Settings, str, LossInputs]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import fields, replace
 
 import pytest
@@ -52,7 +53,7 @@ def batch(seed: int = 0, rows: int = 2, columns: int = 4, dtype: torch.dtype = t
 
 
 def gradient(inputs: LossInputs, chosen: LossSettings) -> Tensor:
-    return torch.autograd.grad(objective(inputs, chosen).loss, inputs.logprobs)[0]
+    return torch.autograd.grad(objective(inputs, chosen).loss, inputs.log_probs)[0]
 
 
 # Losses whose gradient is the derivative of their value: nothing in them is held constant.
@@ -85,22 +86,22 @@ def test_the_gradient_is_the_derivative(name: str, seed: int) -> None:
     """In float64, against finite differences, where nothing is held constant."""
     inputs = batch(seed)
 
-    def loss(logprobs: Tensor) -> Tensor:
-        return objective(replace(inputs, logprobs=logprobs), SMOOTH[name]).loss
+    def loss(log_probs: Tensor) -> Tensor:
+        return objective(replace(inputs, log_probs=log_probs), SMOOTH[name]).loss
 
-    assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
+    assert torch.autograd.gradcheck(loss, (inputs.log_probs,))
 
 
 def test_what_is_held_constant_has_the_gradient_of_its_formula() -> None:
     """CISPO: −clip(r)·A / N. VESPO: −φA / N. The ratio against itself: value −A, gradient −A. The straight-through KL: −d."""
     inputs = batch(1)
     mask, tokens = inputs.mask, inputs.mask.sum()
-    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    ratio = (inputs.log_probs - inputs.old_log_probs).detach().exp()
     torch.testing.assert_close(
         gradient(inputs, LossSettings(Cispo(Bounds(0.9, 1.1)))), -ratio.clamp(0.9, 1.1) * inputs.advantages * mask / tokens
     )
 
-    drift = ((inputs.logprobs - inputs.old_logprobs).detach() * mask).sum(-1, keepdim=True)
+    drift = ((inputs.log_probs - inputs.old_log_probs).detach() * mask).sum(-1, keepdim=True)
     phi = torch.where(inputs.advantages >= 0, (3 + 2 * drift - 3 * drift.exp()).exp(), (2 + 3 * drift - 2 * drift.exp()).exp())
     torch.testing.assert_close(gradient(inputs, LossSettings(Vespo())), -phi * inputs.advantages * mask / tokens, rtol=1e-6, atol=1e-9)
 
@@ -109,7 +110,7 @@ def test_what_is_held_constant_has_the_gradient_of_its_formula() -> None:
     assert objective(inputs, own).loss.item() == pytest.approx((-inputs.advantages * mask).sum().item() / tokens.item())
 
     through = LossSettings(None, kl=Kl(1.0, Estimator.K1, straight_through=True))
-    torch.testing.assert_close(gradient(inputs, through), (inputs.logprobs - inputs.ref_logprobs).detach() * mask / tokens)
+    torch.testing.assert_close(gradient(inputs, through), (inputs.log_probs - inputs.ref_log_probs).detach() * mask / tokens)
     assert objective(inputs, through).loss.item() == pytest.approx(
         objective(inputs, LossSettings(None, kl=Kl(1.0, Estimator.K1))).loss.item()
     )
@@ -162,7 +163,7 @@ def test_counts_given_are_counts_used() -> None:
 def test_a_clamp_before_exp_is_not_a_clamp_after_it() -> None:
     """The same finite loss at an overflow; a gradient that is 0 in one case and NaN in the other."""
     inputs = batch(dtype=torch.float32)
-    inputs.old_logprobs[0, 0] = -200.0
+    inputs.old_log_probs[0, 0] = -200.0
     inputs = replace(inputs, advantages=-torch.ones(2, 4))
     before = LossSettings(ImportanceSampling(), Ratio(clamp=Bounds(high=math.log(4.0))))
     after = LossSettings(Ppo(clip=Bounds(high=4.0)))
@@ -181,7 +182,7 @@ MASKS = {
     "where on the ratio": (LossSettings(ImportanceSampling(), Ratio(mask_ratio=Masking.WHERE)), False, True),
     "where before exp": (LossSettings(ImportanceSampling(), Ratio(mask_log_ratio=Masking.WHERE)), False, False),
     "clamp before exp": (LossSettings(ImportanceSampling(), Ratio(clamp=SAFE)), False, False),
-    "where on the inputs": (LossSettings(ImportanceSampling(), mask_logprobs=Masking.WHERE, mask_others=Masking.WHERE), False, False),
+    "where on the inputs": (LossSettings(ImportanceSampling(), mask_log_probs=Masking.WHERE, mask_others=Masking.WHERE), False, False),
 }
 
 
@@ -190,13 +191,15 @@ def test_only_what_stands_before_exp_helps_a_masked_token(name: str) -> None:
     """A mask after exp cleans the loss at best."""
     chosen, in_loss, in_gradient = MASKS[name]
     inputs = batch(dtype=torch.float32)
-    inputs.old_logprobs[0, -1] = -200.0
+    inputs.old_log_probs[0, -1] = -200.0
     assert objective(inputs, chosen).loss.isfinite().item() is not in_loss
     assert gradient(inputs, chosen).isfinite().all().item() is not in_gradient
 
 
 @given(
-    seed=st.integers(0, 50), value=st.sampled_from([NAN, INF, -INF, 200.0, -200.0]), name=st.sampled_from(["old_logprobs", "ref_logprobs"])
+    seed=st.integers(0, 50),
+    value=st.sampled_from([NAN, INF, -INF, 200.0, -200.0]),
+    name=st.sampled_from(["old_log_probs", "ref_log_probs"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_masked_inputs_cannot_reach_anything_where_they_are_replaced_first(seed: int, value: float, name: str) -> None:
@@ -204,7 +207,7 @@ def test_masked_inputs_cannot_reach_anything_where_they_are_replaced_first(seed:
     clean = batch(seed, dtype=torch.float32)
     dirty = replace(clean, **{name: getattr(clean, name).clone()})
     getattr(dirty, name)[:, -1] = value
-    chosen = LossSettings(kl=Kl(0.1), mask_logprobs=Masking.WHERE, mask_others=Masking.WHERE)
+    chosen = LossSettings(kl=Kl(0.1), mask_log_probs=Masking.WHERE, mask_others=Masking.WHERE)
     assert torch.equal(objective(clean, chosen).loss, objective(dirty, chosen).loss)
     assert torch.equal(gradient(clean, chosen), gradient(dirty, chosen))
 
@@ -212,7 +215,7 @@ def test_masked_inputs_cannot_reach_anything_where_they_are_replaced_first(seed:
 def test_a_zero_advantage_does_not_protect() -> None:
     """inf · 0 is NaN: a group without variance keeps the overflow, and a detached, clipped ratio does not have it."""
     inputs = replace(batch(dtype=torch.float32), advantages=torch.zeros(2))
-    inputs.old_logprobs[0, 0] = -200.0
+    inputs.old_log_probs[0, 0] = -200.0
     assert objective(inputs, LossSettings()).loss.isnan()
     assert gradient(inputs, LossSettings())[0, 0].isnan()
     clipped = LossSettings(Cispo(Bounds(high=5.0)))
@@ -223,7 +226,7 @@ def test_a_zero_advantage_does_not_protect() -> None:
 def test_a_coefficient_of_zero_keeps_a_nan_and_none_does_not() -> None:
     """A term is left out by None only."""
     inputs = batch(dtype=torch.float32)
-    inputs.ref_logprobs[0, 0] = NAN
+    inputs.ref_log_probs[0, 0] = NAN
     assert objective(inputs, LossSettings(kl=Kl(0.0))).loss.isnan()
     assert objective(inputs, LossSettings(kl=None)).loss.isfinite()
     inputs.entropy[0, 0] = NAN
@@ -235,7 +238,7 @@ def test_weights_that_cannot_be_formed() -> None:
     """A NaN of the rollout engine is weight 1 (unscored), weight 0 (finite), a dropped token (drop), or a NaN."""
     inputs = batch(dtype=torch.float32)
     inputs.mask[0, 0] = 1
-    inputs.rollout_logprobs[0, 0] = NAN
+    inputs.rollout_log_probs[0, 0] = NAN
 
     def weight(correction: Correction) -> float:
         found = objective(inputs, LossSettings(correction=correction)).weight
@@ -252,10 +255,10 @@ def test_weights_that_cannot_be_formed() -> None:
 def test_gates_take_tokens_or_rows() -> None:
     """A gate on the mask removes a token, or with whole_row its row; a NaN passes where the framework lets it."""
     inputs = replace(batch(dtype=torch.float32), mask=torch.ones(2, 4))
-    rollout = inputs.old_logprobs.clone()
+    rollout = inputs.old_log_probs.clone()
     rollout[0, 1] -= 3.0
     rollout[1, 2] = NAN
-    inputs = replace(inputs, rollout_logprobs=rollout)
+    inputs = replace(inputs, rollout_log_probs=rollout)
 
     def left(gate: Gate) -> list[list[float]]:
         return objective(inputs, LossSettings(correction=Correction(gates=(gate,), weigh=False))).mask_BT.tolist()
@@ -269,10 +272,10 @@ def test_gates_take_tokens_or_rows() -> None:
 
 def test_a_trust_region_looks_at_the_side_that_the_advantage_pushes() -> None:
     """A token that became more likely is dropped where A > 0, and kept where A < 0."""
-    logprobs, old = torch.tensor([[-0.2, -0.2, -2.0, -2.0]]), torch.tensor([[-1.5, -1.5, -0.5, -0.5]])
+    log_probs, old = torch.tensor([[-0.2, -0.2, -2.0, -2.0]]), torch.tensor([[-1.5, -1.5, -0.5, -0.5]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     for divergence in Divergence:
-        assert TrustRegion(divergence).holds(logprobs, old, advantages).tolist() == [[0.0, 1.0, 1.0, 0.0]]
+        assert TrustRegion(divergence).holds(log_probs, old, advantages).tolist() == [[0.0, 1.0, 1.0, 0.0]]
 
 
 def test_the_trace_names_what_it_holds() -> None:
@@ -311,18 +314,28 @@ def test_advantages_per_row_and_per_token_are_one_thing() -> None:
 
 def test_without_old_log_probs_the_ratio_is_one() -> None:
     """The first update after sampling."""
-    trace = objective(replace(batch(), old_logprobs=None), LossSettings())
+    trace = objective(replace(batch(), old_log_probs=None), LossSettings())
     assert trace.ratio.eq(1).all()
+
+
+def test_a_batch_answers_to_the_former_spelling_of_its_fields() -> None:
+    """`logprobs` and its relatives are accepted where a batch is made, changed and read."""
+    x = torch.ones(1, 2)
+    former = LossInputs(logprobs=x, old_logprobs=2 * x, ref_logprobs=3 * x, rollout_logprobs=4 * x, advantages=x, mask=x)
+    changed = replace(former, old_logprobs=5 * x)
+    assert (former.log_probs is former.logprobs) and torch.equal(changed.old_log_probs, 5 * x) and torch.equal(changed.ref_logprobs, 3 * x)
+    assert torch.equal(former.rollout_logprobs, 4 * x) and not hasattr(former, "logprob")
+    assert pickle.loads(pickle.dumps(former)).old_logprobs.sum() == 4
 
 
 # What the batch lacks or has wrong, the settings that read it, the slug.
 WRONG = (
-    ({"ref_logprobs": None}, LossSettings(kl=Kl(0.1)), "missing-input", "ref_logprobs"),
-    ({"rollout_logprobs": None}, LossSettings(correction=Correction()), "missing-input", "rollout_logprobs"),
+    ({"ref_log_probs": None}, LossSettings(kl=Kl(0.1)), "missing-input", "ref_log_probs"),
+    ({"rollout_log_probs": None}, LossSettings(correction=Correction()), "missing-input", "rollout_log_probs"),
     ({"entropy": None}, LossSettings(entropy=Entropy(0.1)), "missing-input", "entropy"),
     ({"mask": torch.ones(2, 3)}, LossSettings(), "shape-mismatch", "mask"),
     ({"advantages": torch.ones(3)}, LossSettings(), "shape-mismatch", "advantages"),
-    ({"logprobs": torch.ones(8)}, LossSettings(), "shape-mismatch", "logprobs"),
+    ({"log_probs": torch.ones(8)}, LossSettings(), "shape-mismatch", "log_probs"),
     ({}, LossSettings(surrogate=None), "empty-loss", "surrogate"),
 )
 

@@ -47,8 +47,8 @@ def test_every_path_is_finite_on_the_healthy_batch(path: LossPath) -> None:
     inputs = healthy()
     loss = framework_loss(path.key, inputs, **dict(path.settings)).loss
     loss.backward()
-    assert loss.isfinite() and inputs.logprobs.grad is not None and inputs.logprobs.grad.isfinite().all()
-    assert inputs.logprobs.grad.any()
+    assert loss.isfinite() and inputs.log_probs.grad is not None and inputs.log_probs.grad.isfinite().all()
+    assert inputs.log_probs.grad.any()
 
 
 def test_prefixes_choose() -> None:

@@ -101,7 +101,9 @@ def test_heads_stand_over_their_cells() -> None:
 
 def test_the_first_sentence_counts(whole: Atlas) -> None:
     """How many paths have a bad gradient after a masked overflow, framework by framework, and under how many the loss is finite."""
-    position = [n for n, f in enumerate(FAULTS) if (f.tensor, f.kind, f.where) == ("old_logprobs", Kind.PLUS, Where.MASKED) and f.advantage]
+    position = [
+        n for n, f in enumerate(FAULTS) if (f.tensor, f.kind, f.where) == ("old_log_probs", Kind.PLUS, Where.MASKED) and f.advantage
+    ]
     assert len(position) == 2
     cells = {path: [row[n] for n in position] for path, row in zip(whole.paths, whole.cells, strict=True) if not path.supposed}
     bad = [path for path, both in cells.items() if any(harm & GRADIENT for harm in both)]

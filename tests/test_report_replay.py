@@ -59,7 +59,7 @@ def test_a_sweep_without_a_good_bound_or_an_objective_says_so() -> None:
 
 def batch(name: str) -> RecordedBatch:
     ones = torch.ones(2, 3)
-    return RecordedBatch(LossInputs(ones, ones, None, None, ones, ones), (("logprobs", name), ("mask", "mask")))
+    return RecordedBatch(LossInputs(ones, ones, None, None, ones, ones), (("log_probs", name), ("mask", "mask")))
 
 
 def test_a_sentence_for_every_objective_with_its_mark() -> None:
@@ -67,13 +67,13 @@ def test_a_sentence_for_every_objective_with_its_mark() -> None:
     outcomes = (
         Outcome("verl.vanilla", "", 0.5, 0, 4, 0, 2, 0.0),
         Outcome("trl.dapo", "", 0.5, 0, 4, 1, 2, 0.0),
-        Outcome("verl.kl_loss", "", None, 0, 4, 0, 2, None, "this loss reads ref_logprobs, and the batch has none"),
+        Outcome("verl.kl_loss", "", None, 0, 4, 0, 2, None, "this loss reads ref_log_probs, and the batch has none"),
     )
     stream = io.StringIO()
     print_alternatives(Alternatives(batch("logps"), outcomes), file=stream)
     lines = [line.strip() for line in stream.getvalue().splitlines()]
     assert [line[:1] for line in lines if line[1:2] == " "] == ["✓", "✗", "–"]
-    assert "batch [2, 3]: logprobs ← logps, mask ← mask" in lines
+    assert "batch [2, 3]: log_probs ← logps, mask ← mask" in lines
 
 
 def test_nothing_is_wider_than_a_terminal() -> None:

@@ -80,7 +80,7 @@ def test_an_outcome_is_what_the_loss_gives_on_the_batch(key: str, with_reference
     except NanscopeError as error:
         assert outcome.loss is None and str(error).startswith(outcome.note)
         return
-    grad = torch.autograd.grad(loss, batch.logprobs)[0]
+    grad = torch.autograd.grad(loss, batch.log_probs)[0]
     assert outcome.loss is not None
     assert torch.equal(torch.tensor(outcome.loss), loss.detach()) or (math.isnan(outcome.loss) and bool(loss.isnan()))
     bad = ~grad.isfinite()
@@ -110,7 +110,7 @@ def test_a_batch_without_reference_is_run_without_the_kl(snapshot: Snapshot, wit
     """And that is said; a loss that is nothing but the KL is not run at all."""
     left_out, alone = replay_under(snapshot, ["trl.grpo:beta=0.04,log_ratio_clamp_value=20", "verl.kl_loss"]).outcomes
     assert left_out.works and "without its KL" in left_out.sentence
-    assert alone.loss is None and "ref_logprobs" in alone.sentence
+    assert alone.loss is None and "ref_log_probs" in alone.sentence
     (whole,) = replay_under(with_reference, ["trl.grpo:beta=0.04,log_ratio_clamp_value=20"]).outcomes
     assert whole.works and "without" not in whole.sentence and whole.loss != left_out.loss
 
@@ -144,7 +144,7 @@ def guarded(log_probs, old_log_probs, advantages, mask, entropy=None):
     return -(delta.exp() * advantages * mask).sum() / mask.sum()
 
 def whole(inputs):
-    return -((inputs.logprobs - inputs.old_logprobs).exp() * inputs.advantages * inputs.mask).sum() / inputs.mask.sum()
+    return -((inputs.log_probs - inputs.old_log_probs).exp() * inputs.advantages * inputs.mask).sum() / inputs.mask.sum()
 
 def needs_reference(log_probs, ref_log_probs): return (log_probs - ref_log_probs).sum()
 def asks_for_more(log_probs, temperature): return log_probs.sum()
@@ -175,7 +175,7 @@ def test_a_function_of_ones_own_runs_beside_the_others(mine: str, snapshot: Snap
     framework, guarded, whole = replay_under(snapshot, ["verl.vanilla"], [f"{mine}:guarded", f"{mine}:whole"]).outcomes
     assert framework.id == "verl.vanilla"
     batch = loss_inputs(snapshot)
-    wanted = -((batch.logprobs - OLD).exp() * batch.advantages)[MASK > 0].sum() / MASK.sum()
+    wanted = -((batch.log_probs - OLD).exp() * batch.advantages)[MASK > 0].sum() / MASK.sum()
     assert guarded.works and guarded.loss == pytest.approx(wanted.item(), rel=1e-6)
     assert guarded.distortion == 0 and guarded.row.kind == "objective"
     assert not whole.works and (whole.bad_counted, whole.bad_masked) == (0, 1) and math.isnan(whole.loss)
@@ -235,7 +235,7 @@ SENTENCES = [
     ({"bad_counted": 2, "bad_masked": 1}, False, "at 2 counted tokens and 1 masked token."),
     ({"loss": math.nan, "bad_counted": 4}, False, "loss NaN, and a non-finite gradient at 4 counted tokens."),
     ({"loss": math.inf}, False, "loss inf, though every gradient is finite."),
-    ({"loss": None, "note": "it reads ref_logprobs"}, False, "x.y was not run: it reads ref_logprobs."),
+    ({"loss": None, "note": "it reads ref_log_probs"}, False, "x.y was not run: it reads ref_log_probs."),
 ]
 
 

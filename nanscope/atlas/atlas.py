@@ -117,10 +117,10 @@ class Fault:
 
 
 SHORT = {
-    "logprobs": "policy",
-    "old_logprobs": "old",
-    "ref_logprobs": "ref",
-    "rollout_logprobs": "rollout",
+    "log_probs": "policy",
+    "old_log_probs": "old",
+    "ref_log_probs": "ref",
+    "rollout_log_probs": "rollout",
     "entropy": "entropy",
     "mask": "mask",
 }
@@ -132,10 +132,10 @@ _CONSTANT = {Kind.NEGATIVE_INFINITY: float("-inf"), Kind.NAN: float("nan")}
 
 # tensor: (what it is set against, the sign with which it enters its log-ratio, that log-ratio)
 _STANDS_IN = {
-    "logprobs": ("old_logprobs", 1.0, "log_ratio = policy − old"),
-    "old_logprobs": ("logprobs", -1.0, "log_ratio = policy − old"),
-    "ref_logprobs": ("logprobs", 1.0, "ref − policy"),
-    "rollout_logprobs": ("old_logprobs", -1.0, "old − rollout"),
+    "log_probs": ("old_log_probs", 1.0, "log_ratio = policy − old"),
+    "old_log_probs": ("log_probs", -1.0, "log_ratio = policy − old"),
+    "ref_log_probs": ("log_probs", 1.0, "ref − policy"),
+    "rollout_log_probs": ("old_log_probs", -1.0, "old − rollout"),
 }
 
 
@@ -149,7 +149,7 @@ FAULTS: tuple[Fault, ...] = (
             (1, -1),
         )
     ),
-    *(Fault("old_logprobs", Kind.PLUS, where, 0) for where in (Where.MASKED, Where.VALID)),  # a group whose rewards are all alike
+    *(Fault("old_log_probs", Kind.PLUS, where, 0) for where in (Where.MASKED, Where.VALID)),  # a group whose rewards are all alike
     *(Fault("entropy", Kind.NAN, where) for where in (Where.MASKED, Where.VALID)),
     Fault("mask", Kind.EMPTY, Where.ROW),
     Fault("mask", Kind.EMPTY, Where.BATCH),
@@ -189,7 +189,7 @@ def faulty(fault: Fault) -> LossInputs:
     else:
         base, sign, _ = _STANDS_IN[fault.tensor]
         changed[_SPOT[fault.where]] = _tensor(batch, base).detach()[_SPOT[fault.where]] + sign * _LOG_RATIO[fault.kind]
-    return replace(batch, **{fault.tensor: changed.requires_grad_(fault.tensor == "logprobs")})
+    return replace(batch, **{fault.tensor: changed.requires_grad_(fault.tensor == "log_probs")})
 
 
 def _tensor(inputs: LossInputs, name: str) -> Tensor:
@@ -217,7 +217,7 @@ class Outcome:
         """Run a path on a batch, forward and backward."""
         torch.default_generator.manual_seed(0)  # clip_cov draws tokens; `torch.manual_seed` would cost as much as the loss
         loss = evaluated(path, inputs)
-        (gradient_BT,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True, materialize_grads=True)
+        (gradient_BT,) = torch.autograd.grad(loss, inputs.log_probs, allow_unused=True, materialize_grads=True)
         return cls(loss.detach().float(), gradient_BT.float())
 
     def like(self, other: Outcome, counted_BT: Tensor) -> bool:
@@ -270,14 +270,14 @@ def _reference(fault: Fault) -> LossInputs:
         return batch
     others = slice(_FAULTY + 1, None)
     cut = {part.name: _tensor(batch, part.name).detach()[others] for part in fields(batch)}
-    return LossInputs(**cut | {"logprobs": cut["logprobs"].requires_grad_()})
+    return LossInputs(**cut | {"log_probs": cut["log_probs"].requires_grad_()})
 
 
 def unread(path: LossPath) -> frozenset[str]:
     """Return which of ref and rollout log-probs the objective of a path does without."""
     inputs = healthy()
     loss = evaluate(path, inputs)
-    lacking = {"ref_logprobs": replace(inputs, ref_logprobs=None), "rollout_logprobs": replace(inputs, rollout_logprobs=None)}
+    lacking = {"ref_log_probs": replace(inputs, ref_log_probs=None), "rollout_log_probs": replace(inputs, rollout_log_probs=None)}
     found = []
     for name, batch in lacking.items():
         try:

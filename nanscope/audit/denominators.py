@@ -48,10 +48,10 @@ def emptied_under(how: LossSettings) -> Emptied:
 
 
 def _survives(how: LossSettings, mask_BT: Tensor) -> bool:
-    logprobs_BT, zeros_BT = torch.zeros(mask_BT.shape, requires_grad=True), torch.zeros(mask_BT.shape)
+    log_probs_BT, zeros_BT = torch.zeros(mask_BT.shape, requires_grad=True), torch.zeros(mask_BT.shape)
     advantages_B = torch.linspace(-1.0, 1.0, len(mask_BT))
-    batch = LossInputs(logprobs_BT, zeros_BT, zeros_BT, zeros_BT, advantages_B, mask_BT, zeros_BT)
+    batch = LossInputs(log_probs_BT, zeros_BT, zeros_BT, zeros_BT, advantages_B, mask_BT, zeros_BT)
     with torch.enable_grad():
         loss = objective(batch, how).loss
-    (gradient,) = torch.autograd.grad(loss, logprobs_BT, allow_unused=True)
+    (gradient,) = torch.autograd.grad(loss, log_probs_BT, allow_unused=True)
     return bool(torch.isfinite(loss)) and (gradient is None or bool(torch.isfinite(gradient).all()))

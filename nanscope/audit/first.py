@@ -66,8 +66,8 @@ def _why(step: Step, size: float) -> str:
 
 def _pooled(step: Step) -> LossInputs:
     """The step as one batch on which every ratio is 1."""
-    logprobs_BT = stacked([part.inputs.logprobs for part in step.parts])
-    return LossInputs(logprobs_BT, logprobs_BT.clone(), None, None, step.advantages(), step.mask_BT)
+    log_probs_BT = stacked([part.inputs.log_probs for part in step.parts])
+    return LossInputs(log_probs_BT, log_probs_BT.clone(), None, None, step.advantages(), step.mask_BT)
 
 
 def _value(batch: LossInputs, key: str, settings: tuple[tuple[str, Setting], ...]) -> float:

@@ -104,7 +104,7 @@ def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, 
     inputs = loss_inputs(snapshot, run)
     assert run is not None  # without a program there are no inputs
     part = part_of(inputs, LossSettings(), source=source, rank=snapshot.rank, share=share, weigh=False)
-    part = replace(part, drift=None if inputs.old_logprobs is None else part.drift)  # a loss without a ratio has no first step
+    part = replace(part, drift=None if inputs.old_log_probs is None else part.drift)  # a loss without a ratio has no first step
     part = replace(part, loss=None if snapshot.loss is None else snapshot.loss.double().sum().item())
     found = recorded_weights(snapshot, run, part.mask_BT)
     if found is None:
@@ -165,7 +165,7 @@ def _finite(token_loss: Tensor, mask_BT: Tensor) -> tuple[Tensor, int]:
 
 
 def _drift(inputs: LossInputs) -> float | None:
-    delta_N = (inputs.logprobs - (inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs))[inputs.mask > 0]
+    delta_N = (inputs.log_probs - (inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs))[inputs.mask > 0]
     return delta_N.abs().max().item() if len(delta_N) else None
 
 

@@ -23,14 +23,6 @@ from nanscope.objective.settings import LossInputs
 from nanscope.program.program import Program
 from nanscope.roles import Role
 
-FIELDS = {
-    Role.OLD_LOG_PROBS: "old_logprobs",
-    Role.REF_LOG_PROBS: "ref_logprobs",
-    Role.ROLLOUT_LOG_PROBS: "rollout_logprobs",
-    Role.ADVANTAGES: "advantages",
-    Role.MASK: "mask",
-}  # of LossInputs
-
 
 def kernel_of(glimpses: Sequence[Glimpse]) -> tuple[Kernel, Glimpse] | None:
     """Return the kernel among the loss functions that were seen, None if there is none."""
@@ -95,14 +87,15 @@ def _by_formula(kernel: Kernel, seen: Glimpse, log_probs: Tensor, taken: Mapping
 
 def _by_objective(kernel: Kernel, seen: Glimpse, log_probs: Tensor, taken: Mapping[str, Tensor], tape: Tape) -> Tensor:
     read = objective_of([seen])
-    parts: dict[str, Tensor | None] = dict.fromkeys(FIELDS.values())
+    parts: dict[str, Tensor | None] = dict.fromkeys(LossInputs.__slots__)
+    parts[Role.LOG_PROBS] = log_probs
     tape.tag(str(Role.LOG_PROBS), log_probs)
     for name, role in kernel.tensors:
-        if name in taken and role in FIELDS:
-            parts[FIELDS[role]] = taken[name]
+        if name in taken and role in parts:
+            parts[role] = taken[name]
             tape.tag(str(role), taken[name])
     settings = framework_settings(read["key"], **read["settings"])
-    return objective(LossInputs(logprobs=log_probs, **parts), settings).loss  # type: ignore[arg-type]
+    return objective(LossInputs(**parts), settings).loss  # type: ignore[arg-type]
 
 
 def _with_roles(program: Program, ids: Mapping[int, int], kernel: Kernel, taken: Mapping[str, Tensor], log_probs: Tensor) -> Program:

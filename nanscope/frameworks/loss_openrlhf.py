@@ -88,7 +88,7 @@ class Policy(Aggregation):
             ratio=ratio,
             correction=self.correction() if corrected and by_token else None,
             reduction=_aggregation(self, self.token_level_loss and by_token),
-            mask_logprobs=Masking.MULTIPLY if self.through_actor else Masking.NONE,
+            mask_log_probs=Masking.MULTIPLY if self.through_actor else Masking.NONE,
         )
 
     def correction(self) -> Correction:

@@ -19,7 +19,7 @@ from nanscope.objective.surrogates import Cispo, CrossEntropy, Dro, ImportanceSa
 
 @dataclass(frozen=True, slots=True)
 class Torchtitan:
-    """`DAPOLoss.Config`. Its old policy is the generator: pass the generator's log-probs as old_logprobs."""
+    """`DAPOLoss.Config`. Its old policy is the generator: pass the generator's log-probs as old_log_probs."""
 
     ratio_clip_low: float = 0.2
     ratio_clip_high: float = 0.2
@@ -37,7 +37,7 @@ class Torchtitan:
 
 @dataclass(frozen=True, slots=True)
 class Areal:
-    """`ppo_actor_loss_fn`. The ratio is against its proximal policy: pass proximal_logprobs as old_logprobs."""
+    """`ppo_actor_loss_fn`. The ratio is against its proximal policy: pass proximal_logprobs as old_log_probs."""
 
     eps_clip: float = 0.2
     eps_clip_higher: float | None = None

@@ -140,7 +140,7 @@ class RLOO:
     epsilon_high: float | None = None
 
     def settings(self) -> LossSettings:
-        ratio = Ratio(level=Level.SEQUENCE_LOGPROB, mask_log_ratio=Masking.MULTIPLY)
+        ratio = Ratio(level=Level.SEQUENCE_LOG_PROBS, mask_log_ratio=Masking.MULTIPLY)
         return LossSettings(surrogate=Ppo(clip(self.epsilon, self.epsilon_high)), ratio=ratio, reduction=ROW_VALUES)
 
 
@@ -180,7 +180,7 @@ class Unsloth(Family):
             ratio=replace(settings.ratio, clamp=SAFE) if self.rollout_logps_as_old else settings.ratio,
             correction=_correction(self, _CORRECTION | _GEOMETRIC),
             kl=None if settings.kl is None else replace(settings.kl, clamp=SAFE, cap=Bounds(-10.0, 10.0)),
-            mask_logprobs=Masking.WHERE,  # ℓ, ℓ_old and ℓ_ref share 0 where masked, so that every ratio is 1 there
+            mask_log_probs=Masking.WHERE,  # ℓ, ℓ_old and ℓ_ref share 0 where masked, so that every ratio is 1 there
             mask_others=Masking.WHERE,
         )
 

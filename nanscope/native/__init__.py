@@ -25,7 +25,7 @@ ADAPTERS: tuple[Adapter, ...] = (trl.ADAPTER, liger.ADAPTER, verl.ADAPTER, skyrl
 
 
 def native_loss(key: str, inputs: LossInputs, **settings: Setting) -> Tensor:
-    """Return the loss that the installed framework computes, a scalar whose gradient flows to `inputs.logprobs`.
+    """Return the loss that the installed framework computes, a scalar whose gradient flows to `inputs.log_probs`.
 
     Raises NanscopeError: `framework-not-installed` if the framework does not import here, `no-native-loss` if there is no way to call
     this loss or this setting, and as `framework_loss` for keys, settings and values that are not known.

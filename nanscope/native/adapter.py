@@ -39,9 +39,9 @@ def present(tensor: Tensor | None, name: str) -> Tensor:
     return tensor.detach()
 
 
-def old_logprobs(inputs: LossInputs) -> Tensor:
+def old_log_probs(inputs: LossInputs) -> Tensor:
     """Return ℓ_old, or sg ℓ where the batch has none: every framework's first update after sampling."""
-    return (inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs).detach()
+    return (inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs).detach()
 
 
 def per_token(advantages: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, out_of_reach, per_row, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, out_of_reach, per_row, present
 from nanscope.native.trl import rollout_ratio
 from nanscope.objective.settings import LossInputs
 
@@ -35,14 +35,14 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
     if settings.get("num_processes", 1) != 1 or settings.get("steps_per_generation") is not None:
         raise out_of_reach("num_processes or steps_per_generation", "Liger asks torch.distributed, and knows one step")
     if said.get("max_completion_length") is None:
-        said["max_completion_length"] = inputs.logprobs.shape[1]
+        said["max_completion_length"] = inputs.log_probs.shape[1]
     loss: Tensor = ppo_loss_fn(
-        inputs.logprobs,
+        inputs.log_probs,
         inputs.mask.long(),
         per_row(inputs.advantages),
         inputs.mask.long(),
-        ref_per_token_logps=None if settings.get("beta") == 0.0 else present(inputs.ref_logprobs, "ref_logprobs"),
-        old_per_token_logps=old_logprobs(inputs),
+        ref_per_token_logps=None if settings.get("beta") == 0.0 else present(inputs.ref_log_probs, "ref_log_probs"),
+        old_per_token_logps=old_log_probs(inputs),
         loss_type=kind,
         vllm_is_ratio=_ratio(kind, inputs, settings),
         **said,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
 
 _COUNTS = ("global_valid_seqs", "global_valid_toks")
@@ -32,8 +32,8 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
     losses = load()
     said = only(settings, {*_COUNTS, *losses.ClippedPGLossConfig.model_fields})
     config = losses.ClippedPGLossConfig(**{name: value for name, value in said.items() if name not in _COUNTS})
-    mask_BT = inputs.mask.to(inputs.logprobs.dtype)
-    old_BT = old_logprobs(inputs)
+    mask_BT = inputs.mask.to(inputs.log_probs.dtype)
+    old_BT = old_log_probs(inputs)
     data = {
         "token_mask": _whole(mask_BT),
         "sample_mask": torch.ones_like(mask_BT[:, 0]),
@@ -42,10 +42,10 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
         "generation_logprobs": _whole(_rollout(config, inputs, old_BT)),
     }
     if config.reference_policy_kl_penalty != 0:
-        data["reference_policy_logprobs"] = _whole(present(inputs.ref_logprobs, "ref_logprobs"))
+        data["reference_policy_logprobs"] = _whole(present(inputs.ref_log_probs, "ref_log_probs"))
     rows, tokens = said.get("global_valid_seqs"), said.get("global_valid_toks")
     loss: Tensor = losses.ClippedPGLossFn(config)(
-        inputs.logprobs,
+        inputs.log_probs,
         data,
         torch.tensor(float(len(mask_BT)) if rows is None else rows),
         mask_BT.sum() if tokens is None else torch.tensor(tokens),
@@ -55,7 +55,7 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
 
 def _rollout(config: Any, inputs: LossInputs, old_BT: Tensor) -> Tensor:
     needed = config.use_importance_sampling_correction or config.use_on_policy_kl_approximation
-    return present(inputs.rollout_logprobs, "rollout_logprobs") if needed or inputs.rollout_logprobs is not None else old_BT
+    return present(inputs.rollout_log_probs, "rollout_log_probs") if needed or inputs.rollout_log_probs is not None else old_BT
 
 
 def _whole(x_BT: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
 
 _PACKAGE = "openrlhf.models"
@@ -63,11 +63,11 @@ def _policy(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> T
     mask_BT = inputs.mask.long()
     own, counts, around = _apart(settings, signature(losses.PolicyLoss).parameters, ("through_actor",))
     loss: Tensor = losses.PolicyLoss(policy_loss_type=kind, **own)(
-        inputs.logprobs * mask_BT if around.get("through_actor") else inputs.logprobs,
-        old_logprobs(inputs),
-        per_token(inputs.advantages, inputs.logprobs),
+        inputs.log_probs * mask_BT if around.get("through_actor") else inputs.log_probs,
+        old_log_probs(inputs),
+        per_token(inputs.advantages, inputs.log_probs),
         mask_BT,
-        None if inputs.rollout_logprobs is None else inputs.rollout_logprobs.detach(),
+        None if inputs.rollout_log_probs is None else inputs.rollout_log_probs.detach(),
         **counts,
     )[0]
     return loss
@@ -76,7 +76,7 @@ def _policy(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> T
 def _kl_loss(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
     losses, utils = load()
     own, counts, around = _apart(settings, signature(utils.compute_approx_kl).parameters, ("token_level_loss",))
-    kl_BT = utils.compute_approx_kl(inputs.logprobs, present(inputs.ref_logprobs, "ref_logprobs"), old_logprobs(inputs), **own)
+    kl_BT = utils.compute_approx_kl(inputs.log_probs, present(inputs.ref_log_probs, "ref_log_probs"), old_log_probs(inputs), **own)
     loss: Tensor = losses.aggregate_loss(kl_BT, inputs.mask.long(), **around, **counts)
     return loss
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
 
 _ROOT = "skyrl.backends.skyrl_train.utils"
@@ -53,26 +53,26 @@ def call(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tens
     if kind == "kl_loss":
         return _kl(inputs, settings)
     config = _config(ppo.AlgorithmConfig, only({**settings, "policy_loss_type": kind}, _names(ppo.AlgorithmConfig)))
-    mask_BT = inputs.mask.to(inputs.logprobs.dtype)
+    mask_BT = inputs.mask.to(inputs.log_probs.dtype)
     rows, columns = mask_BT.shape
     advantages_BT = ppo.apply_loss_reduction_to_advantages_minibatch(
-        per_token(inputs.advantages, inputs.logprobs) * mask_BT,  # as SkyRL's estimators return them
+        per_token(inputs.advantages, inputs.log_probs) * mask_BT,  # as SkyRL's estimators return them
         mask_BT,
         config.loss_reduction,
         micro_batch_size=rows,
         max_seq_len=columns if config.max_seq_len is None else config.max_seq_len,
         prompt_boundaries=[(0, rows)],
     )
-    rollout = None if inputs.rollout_logprobs is None else inputs.rollout_logprobs.detach()
-    loss: Tensor = ppo.PolicyLossRegistry.get(kind)(inputs.logprobs, old_logprobs(inputs), advantages_BT, config, mask_BT, rollout)[0]
+    rollout = None if inputs.rollout_log_probs is None else inputs.rollout_log_probs.detach()
+    loss: Tensor = ppo.PolicyLossRegistry.get(kind)(inputs.log_probs, old_log_probs(inputs), advantages_BT, config, mask_BT, rollout)[0]
     return loss + config.kl_loss_coef * _kl(inputs, settings) if settings.get("use_kl_loss", False) else loss
 
 
 def _kl(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
     ppo = load()
-    mask_BT = inputs.mask.to(inputs.logprobs.dtype)
+    mask_BT = inputs.mask.to(inputs.log_probs.dtype)
     estimator = only(settings, _names(ppo.AlgorithmConfig)).get("kl_estimator_type", ppo.AlgorithmConfig().kl_estimator_type)
-    kl_BT = ppo.compute_approx_kl(inputs.logprobs, present(inputs.ref_logprobs, "ref_logprobs"), mask_BT, estimator)
+    kl_BT = ppo.compute_approx_kl(inputs.log_probs, present(inputs.ref_log_probs, "ref_log_probs"), mask_BT, estimator)
     loss: Tensor = ppo.masked_mean(kl_BT, mask_BT, dim=-1).mean()
     return loss
 

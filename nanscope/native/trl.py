@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, per_row, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, per_row, present
 from nanscope.objective.settings import LossInputs
 
 # where the loss type lives: module, trainer, config; every other type is one of GRPO's
@@ -59,7 +59,7 @@ def _args(config: Any, settings: Mapping[str, Setting]) -> SimpleNamespace:
 
 
 def _trainer(trainer_class: Any, args: SimpleNamespace, inputs: LossInputs, settings: Mapping[str, Setting]) -> Any:
-    entropy = torch.zeros_like(inputs.logprobs).detach() if inputs.entropy is None else inputs.entropy
+    entropy = torch.zeros_like(inputs.log_probs).detach() if inputs.entropy is None else inputs.entropy
     taken = ("beta", "max_completion_length", "use_vllm", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "loss_type")
     trainer = object.__new__(trainer_class)
     for name, value in vars(args).items():
@@ -79,7 +79,7 @@ def _trainer(trainer_class: Any, args: SimpleNamespace, inputs: LossInputs, sett
         sync_gradients=True,
     )
     trainer._metrics = {"train": defaultdict(list)}
-    trainer._get_per_token_logps_and_entropies = lambda *ignored, **also: (inputs.logprobs, entropy, None)
+    trainer._get_per_token_logps_and_entropies = lambda *ignored, **also: (inputs.log_probs, entropy, None)
     return trainer
 
 
@@ -94,15 +94,15 @@ def _batch(kind: str, inputs: LossInputs, args: SimpleNamespace, settings: Mappi
         "completion_mask": torch.ones_like(mask),
         "tool_mask": mask,
         "advantages": per_row(inputs.advantages) if kind in _HOME else inputs.advantages.detach(),
-        "old_per_token_logps": None if inputs.old_logprobs is None else inputs.old_logprobs.detach(),
+        "old_per_token_logps": None if inputs.old_log_probs is None else inputs.old_log_probs.detach(),
         "num_items_in_batch": mask.sum() if count is None else torch.tensor(count),
     }
     if kind == "rloo":  # knows no tool_mask, and sums the row when it generates (rloo_trainer.py:1610)
-        batch |= {"completion_mask": mask, "old_logps": (old_logprobs(inputs) * mask).sum(1)}
+        batch |= {"completion_mask": mask, "old_logps": (old_log_probs(inputs) * mask).sum(1)}
     if args.beta != 0.0 and kind != "rloo":
-        batch["ref_per_token_logps"] = present(inputs.ref_logprobs, "ref_logprobs")
+        batch["ref_per_token_logps"] = present(inputs.ref_log_probs, "ref_log_probs")
     if args.use_vllm and args.vllm_importance_sampling_correction:
-        batch["sampling_per_token_logps"] = present(inputs.rollout_logprobs, "rollout_logprobs")
+        batch["sampling_per_token_logps"] = present(inputs.rollout_log_probs, "rollout_log_probs")
         batch["importance_sampling_ratio"] = rollout_ratio(inputs, args)
     return batch
 
@@ -113,7 +113,7 @@ def rollout_ratio(inputs: LossInputs, args: Any) -> Tensor:
     args: has vllm_importance_sampling_mode, _clip_min and _clip_max. A NaN difference is a token that vLLM did not score: weight 1.
     """
     difference = torch.nan_to_num(
-        (old_logprobs(inputs) - present(inputs.rollout_logprobs, "rollout_logprobs")) * inputs.mask.long(), nan=0.0
+        (old_log_probs(inputs) - present(inputs.rollout_log_probs, "rollout_log_probs")) * inputs.mask.long(), nan=0.0
     )
     if args.vllm_importance_sampling_mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)

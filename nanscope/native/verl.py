@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.options import Setting
-from nanscope.native.adapter import Adapter, old_logprobs, only, per_token, present
+from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
 
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
@@ -45,9 +45,9 @@ def _policy(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> T
     core, *_ = load()
     config = _config({**settings, "loss_mode": kind})
     loss: Tensor = core.get_policy_loss_fn(kind)(
-        old_log_prob=old_logprobs(inputs),
-        log_prob=inputs.logprobs,
-        advantages=per_token(inputs.advantages, inputs.logprobs),
+        old_log_prob=old_log_probs(inputs),
+        log_prob=inputs.log_probs,
+        advantages=per_token(inputs.advantages, inputs.log_probs),
         response_mask=inputs.mask.bool(),
         loss_agg_mode=config.loss_agg_mode,
         config=config,
@@ -59,7 +59,7 @@ def _policy(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> T
 def _kl_loss(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor:
     core, *_ = load()
     config = _config(settings)
-    kl_BT = core.kl_penalty(inputs.logprobs, present(inputs.ref_logprobs, "ref_logprobs"), config.kl_loss_type)
+    kl_BT = core.kl_penalty(inputs.log_probs, present(inputs.ref_log_probs, "ref_log_probs"), config.kl_loss_type)
     loss: Tensor = core.agg_loss(kl_BT, inputs.mask.bool(), config.loss_agg_mode, **config.global_batch_info)
     return loss
 
@@ -74,14 +74,14 @@ def _site(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Ten
         "responses": torch.zeros(mask.shape, dtype=torch.long),
         "attention_mask": torch.ones(len(mask), 1 + mask.shape[1], dtype=torch.long),
         "response_mask": mask,
-        "old_log_probs": old_logprobs(inputs),
-        "advantages": per_token(inputs.advantages, inputs.logprobs) * mask,
+        "old_log_probs": old_log_probs(inputs),
+        "advantages": per_token(inputs.advantages, inputs.log_probs) * mask,
         "rollout_is_weights": _weights(inputs, settings),
-        "ref_log_prob": present(inputs.ref_logprobs, "ref_logprobs") if config.use_kl_loss else None,
+        "ref_log_prob": present(inputs.ref_log_probs, "ref_log_probs") if config.use_kl_loss else None,
     }
     counts = {name: settings.get(name, 1 if name == "dp_size" else None) for name in _COUNTS[:3]}
     data = tensordict.get_tensordict({name: tensor for name, tensor in tensors.items() if tensor is not None}, counts)
-    output = {"log_probs": _unpadded(inputs.logprobs)}
+    output = {"log_probs": _unpadded(inputs.log_probs)}
     if inputs.entropy is not None:
         output["entropy"] = _unpadded(inputs.entropy)
     loss: Tensor = losses.ppo_loss(config, output, data)[0]
@@ -113,7 +113,7 @@ def _weights(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor | No
     if settings.get("rollout_is") is None:
         return None
     said = {name: value for name, value in settings.items() if name in _CORRECTION}
-    log_ratio_BT = old_logprobs(inputs) - present(inputs.rollout_logprobs, "rollout_logprobs")
+    log_ratio_BT = old_log_probs(inputs) - present(inputs.rollout_log_probs, "rollout_log_probs")
     weights: Tensor = load()[3].compute_rollout_correction_weights(log_ratio_BT, inputs.mask.bool(), **said)[0]
     return weights
 

@@ -1,6 +1,6 @@
 """The policy objective of RL post-training, written once; what the frameworks do differently is a setting.
 
-    trace = objective(LossInputs(logprobs, old, ref, rollout, advantages, mask), LossSettings(Ppo(clip=Bounds(0.8, 1.2)), kl=Kl(0.04)))
+    trace = objective(LossInputs(log_probs, old, ref, rollout, advantages, mask), LossSettings(Ppo(clip=Bounds(0.8, 1.2)), kl=Kl(0.04)))
     trace.loss          one number, with its gradient
     trace.ratio         exp Δ, Δ = ℓ − ℓ_old; and so on for every intermediate
 
@@ -97,7 +97,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
     """
     batch = _Batch.of(inputs, settings)
     mask_BT, advantages = batch.mask_BT, batch.advantages
-    log_ratio_BT = batch.logprobs_BT - batch.anchor(settings.ratio.against)
+    log_ratio_BT = batch.log_probs_BT - batch.anchor(settings.ratio.against)
     exponent = _exponent(log_ratio_BT, batch, settings.ratio)
     powered = settings.ratio.clamp.exp().clamp(exponent.exp()) if settings.ratio.clamp_after else exponent.exp()
     ratio = masked(powered, mask_BT, settings.ratio.mask_ratio)
@@ -105,9 +105,9 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
     weight, gated_BT = _correct(batch, settings.correction)
     policy = policy_loss = None
     if settings.surrogate is not None:
-        policy = settings.surrogate(Terms(batch.logprobs_BT, log_ratio_BT, ratio, advantages, mask_BT, weight))
+        policy = settings.surrogate(Terms(batch.log_probs_BT, log_ratio_BT, ratio, advantages, mask_BT, weight))
         if settings.trust is not None:
-            policy = policy * settings.trust.holds(batch.logprobs_BT, batch.anchor(settings.ratio.against), advantages)
+            policy = policy * settings.trust.holds(batch.log_probs_BT, batch.anchor(settings.ratio.against), advantages)
         if weight is not None and not isinstance(settings.surrogate, Vespo):
             policy = policy * weight
         policy_loss = reduce(policy, gated_BT, settings.reduction)
@@ -163,7 +163,7 @@ class _Batch:
     """The inputs after the masks that come before everything else."""
 
     inputs: LossInputs
-    logprobs_BT: Tensor
+    log_probs_BT: Tensor
     advantages: Tensor
     sign: Tensor
     mask_BT: Tensor
@@ -172,9 +172,9 @@ class _Batch:
     @classmethod
     def of(cls, inputs: LossInputs, settings: LossSettings) -> _Batch:
         _check(inputs)
-        mask_BT = inputs.mask.to(inputs.logprobs.dtype)
+        mask_BT = inputs.mask.to(inputs.log_probs.dtype)
         if settings.drop_unscored:
-            mask_BT = mask_BT * torch.isfinite(_present(inputs.old_logprobs, "old_logprobs"))
+            mask_BT = mask_BT * torch.isfinite(_present(inputs.old_log_probs, "old_log_probs"))
         given = inputs.advantages.detach().unsqueeze(1) if inputs.advantages.dim() == 1 else inputs.advantages.detach()
         advantages = masked(given, mask_BT, settings.mask_advantages)
         sign = torch.sign(advantages)
@@ -183,42 +183,42 @@ class _Batch:
             advantages = total_B1 / GUARDED[settings.mean_advantages](tokens_B1(mask_BT))
         if settings.scale_advantages is not None:
             advantages = advantages / divisor(mask_BT, settings.scale_advantages) * settings.scale_advantages.factor
-        logprobs_BT = masked(inputs.logprobs, mask_BT, settings.mask_logprobs)
-        return cls(inputs, logprobs_BT, advantages, sign, mask_BT, settings.mask_others)
+        log_probs_BT = masked(inputs.log_probs, mask_BT, settings.mask_log_probs)
+        return cls(inputs, log_probs_BT, advantages, sign, mask_BT, settings.mask_others)
 
     def anchor(self, which: Anchor) -> Tensor:
         """Return the log-probs that a ratio is taken against, [B, T], detached."""
-        if which is Anchor.ROLLOUT or (which is Anchor.SAMPLER and self.inputs.rollout_logprobs is not None):
-            return _present(self.inputs.rollout_logprobs, "rollout_logprobs").detach()
+        if which is Anchor.ROLLOUT or (which is Anchor.SAMPLER and self.inputs.rollout_log_probs is not None):
+            return _present(self.inputs.rollout_log_probs, "rollout_log_probs").detach()
         if which is Anchor.REF:
-            return masked(_present(self.inputs.ref_logprobs, "ref_logprobs").detach(), self.mask_BT, self.mask_others)
-        if which is Anchor.SELF or self.inputs.old_logprobs is None:
-            return self.logprobs_BT.detach()
-        return masked(self.inputs.old_logprobs.detach(), self.mask_BT, self.mask_others)
+            return masked(_present(self.inputs.ref_log_probs, "ref_log_probs").detach(), self.mask_BT, self.mask_others)
+        if which is Anchor.SELF or self.inputs.old_log_probs is None:
+            return self.log_probs_BT.detach()
+        return masked(self.inputs.old_log_probs.detach(), self.mask_BT, self.mask_others)
 
 
 def _check(inputs: LossInputs) -> None:
-    for name in ("logprobs", "advantages", "mask"):
+    for name in ("log_probs", "advantages", "mask"):
         if not isinstance(getattr(inputs, name), Tensor):
             raise NanscopeError(f"{name} is {type(getattr(inputs, name)).__name__}: a batch needs it as a tensor", slug="missing-input")
-    if not inputs.logprobs.is_floating_point():
-        raise NanscopeError(f"logprobs are {inputs.logprobs.dtype}: they are floating-point numbers", slug="bad-argument")
-    shape = inputs.logprobs.shape
+    if not inputs.log_probs.is_floating_point():
+        raise NanscopeError(f"log_probs are {inputs.log_probs.dtype}: they are floating-point numbers", slug="bad-argument")
+    shape = inputs.log_probs.shape
     if len(shape) != 2:
-        raise NanscopeError(f"logprobs is {tuple(shape)}: a batch is [B, T], rows by response tokens", slug="shape-mismatch")
-    for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "mask", "entropy", "advantages"):
+        raise NanscopeError(f"log_probs is {tuple(shape)}: a batch is [B, T], rows by response tokens", slug="shape-mismatch")
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "mask", "entropy", "advantages"):
         tensor: Tensor | None = getattr(inputs, name)
         fits = tensor is None or tensor.shape == shape or (name == "advantages" and tensor.shape in (shape[:1], (shape[0], 1)))
         if tensor is not None and not fits:
             raise NanscopeError(
-                f"{name} is {tuple(tensor.shape)} and logprobs is {tuple(shape)}: they must be alike", slug="shape-mismatch"
+                f"{name} is {tuple(tensor.shape)} and log_probs is {tuple(shape)}: they must be alike", slug="shape-mismatch"
             )
 
 
 def _exponent(log_ratio_BT: Tensor, batch: _Batch, how: Ratio) -> Tensor:
     """mask → clip → level → clamp: what exp is applied to, [B, T] or [B, 1]."""
-    if how.level is Level.SEQUENCE_LOGPROB:
-        rows = (masked(x_BT, batch.mask_BT, how.mask_log_ratio) for x_BT in (batch.logprobs_BT, batch.anchor(how.against)))
+    if how.level is Level.SEQUENCE_LOG_PROBS:
+        rows = (masked(x_BT, batch.mask_BT, how.mask_log_ratio) for x_BT in (batch.log_probs_BT, batch.anchor(how.against)))
         own_B1, other_B1 = (x_BT.sum(-1, keepdim=True) for x_BT in rows)
         return own_B1 - other_B1 if how.clamp_after else how.clamp.clamp(own_B1 - other_B1)
     x_BT = log_ratio_BT if how.log_clip is None else _ONE_SIDED[how.signed](log_ratio_BT, batch.sign, how.log_clip)
@@ -233,7 +233,7 @@ def _at_level(x_BT: Tensor, level: Level, batch: _Batch, guard: Guard) -> Tensor
     if level is Level.SEQUENCE_SUM:
         return sum_B1
     mean_B1 = sum_B1 / GUARDED[guard](tokens_B1(batch.mask_BT))
-    return mean_B1 if level is Level.SEQUENCE_MEAN else batch.logprobs_BT - batch.logprobs_BT.detach() + mean_B1.detach()
+    return mean_B1 if level is Level.SEQUENCE_MEAN else batch.log_probs_BT - batch.log_probs_BT.detach() + mean_B1.detach()
 
 
 def _by_sign(log_ratio_BT: Tensor, sign: Tensor, clip: Bounds) -> Tensor:
@@ -315,7 +315,7 @@ def _inside(old_BT: Tensor, rollout_BT: Tensor, batch: _Batch, gate: Gate) -> Te
 
 def _kl(batch: _Batch, ratio: Tensor, how: Kl) -> Tensor:
     """weight · estimate(clamp d), capped; or the value of that with the gradient of d²/2."""
-    raw_BT = batch.anchor(how.against) - batch.logprobs_BT
+    raw_BT = batch.anchor(how.against) - batch.log_probs_BT
     d_BT = raw_BT if how.clamp_after else how.clamp.clamp(raw_BT)
     if how.clamp_after and how.estimator is Estimator.K3:
         kl_BT = how.clamp.exp().clamp(d_BT.exp()) - d_BT - 1
@@ -331,12 +331,12 @@ def _kl(batch: _Batch, ratio: Tensor, how: Kl) -> Tensor:
         return kl_BT
     pathwise_BT = 0.5 * raw_BT.square()
     if how.importance is not None:
-        log_ratio_BT = batch.logprobs_BT - batch.anchor(Anchor.OLD)
+        log_ratio_BT = batch.log_probs_BT - batch.anchor(Anchor.OLD)
         pathwise_BT = Bounds(high=how.importance).clamp(log_ratio_BT.exp()).detach() * pathwise_BT
     return pathwise_BT - pathwise_BT.detach() + kl_BT.detach()
 
 
 def _kl_weight(batch: _Batch, how: Kl) -> Tensor:
     against = Anchor.ROLLOUT if how.weight is KlWeight.ROLLOUT else Anchor.SELF
-    weight_BT = (batch.logprobs_BT - batch.anchor(against)).exp()
+    weight_BT = (batch.log_probs_BT - batch.anchor(against)).exp()
     return torch.nan_to_num(weight_BT, nan=0.0, posinf=0.0, neginf=0.0) if how.finite else weight_BT

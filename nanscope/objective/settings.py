@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,17 +13,11 @@ from torch import Tensor
 from nanscope.objective.bounds import OPEN, Bounds
 from nanscope.objective.reduction import Guard, Masking, Reduction
 from nanscope.objective.surrogates import Ppo, Surrogate
-from nanscope.roles import Role
-
-FIELDS = {
-    Role.LOG_PROBS: "logprobs", Role.OLD_LOG_PROBS: "old_logprobs", Role.REF_LOG_PROBS: "ref_logprobs",
-    Role.ROLLOUT_LOG_PROBS: "rollout_logprobs", Role.ADVANTAGES: "advantages", Role.MASK: "mask", Role.ENTROPY: "entropy",
-}  # fmt: skip
 
 
 def with_token_values(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
     """Return the batch with every log-prob and the entropy changed; what is not there stays away."""
-    names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy")
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
     given = {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
     return replace(inputs, **{name: change(tensor) for name, tensor in given.items()})
 
@@ -34,7 +29,7 @@ def on_leaf(inputs: LossInputs, dtype: torch.dtype | None = None) -> LossInputs:
         return (tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)).detach().clone()
 
     copied = with_token_values(inputs, cast)
-    return replace(copied, logprobs=copied.logprobs.requires_grad_(), advantages=cast(inputs.advantages), mask=cast(inputs.mask))
+    return replace(copied, log_probs=copied.log_probs.requires_grad_(), advantages=cast(inputs.advantages), mask=cast(inputs.mask))
 
 
 class Anchor(StrEnum):
@@ -54,26 +49,45 @@ class Level(StrEnum):
     SEQUENCE_MEAN = "sequence_mean"  # Σ Δm / Σ m, [B, 1]: GSPO, arXiv 2507.18071 eq. 7
     SEQUENCE_TOKEN = "sequence_token"  # ℓ − sg ℓ + sg of that mean: GSPO-token, eq. 14
     SEQUENCE_SUM = "sequence_sum"  # Σ Δm, [B, 1]
-    SEQUENCE_LOGPROB = "sequence_logprob"  # Σ ℓm − Σ ℓ_old m, [B, 1]: RLOO, arXiv 2402.14740; rounds as two sums of a whole row do
+    SEQUENCE_LOG_PROBS = "sequence_log_probs"  # Σ ℓm − Σ ℓ_old m, [B, 1]: RLOO, arXiv 2402.14740; rounds as two sums of a whole row do
+
+
+_FORMERLY = {f"{whose}logprobs": f"{whose}log_probs" for whose in ("", "old_", "ref_", "rollout_")}
+
+
+class _Spelled(type):
+    """Takes the fields of a batch under their former names, too; the former name wins, so that `dataclasses.replace` knows it."""
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        former = {_FORMERLY[name]: named.pop(name) for name in _FORMERLY if name in named}
+        return super().__call__(*args, **named | former)
 
 
 @dataclass(frozen=True, slots=True)
-class LossInputs:
-    """One batch as the loss receives it. Log-probs are of the sampled tokens, [B, T]; only `logprobs` carries a gradient.
+class LossInputs(metaclass=_Spelled):
+    """One batch as the loss receives it, its fields named as roles. Only `log_probs` carries a gradient.
 
-    old_logprobs: None is sg ℓ, as on the first update after sampling.
-    advantages:   [B, T] or [B].
-    mask:         [B, T], true or 1 where the loss counts a token.
-    entropy:      [B, T], where the entropy enters the loss.
+    log_probs:     [B, T], of the sampled tokens, as all log-probs here.
+    old_log_probs: None is sg ℓ, as on the first update after sampling.
+    advantages:    [B, T] or [B].
+    mask:          [B, T], true or 1 where the loss counts a token.
+    entropy:       [B, T], where the entropy enters the loss.
     """
 
-    logprobs: Tensor
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
+    log_probs: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
     advantages: Tensor
     mask: Tensor
     entropy: Tensor | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor | None:
+            if name not in _FORMERLY:
+                raise AttributeError(f"a batch has no {name!r}")
+            return getattr(self, _FORMERLY[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +131,17 @@ class TrustRegion:
     high: float = 0.2
     nan_passes: bool = False
 
-    def holds(self, logprobs_BT: Tensor, old_BT: Tensor, advantages: Tensor) -> Tensor:
+    def holds(self, log_probs_BT: Tensor, old_BT: Tensor, advantages: Tensor) -> Tensor:
         """Return 1 where the token counts, else 0."""
-        p, q = logprobs_BT.detach().exp(), old_BT.exp()
+        p, q = log_probs_BT.detach().exp(), old_BT.exp()
         if self.divergence is Divergence.TV:
             apart = p - q
             rising, falling = apart <= self.high, apart >= -self.low
         else:
-            apart = q * (old_BT - logprobs_BT.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            apart = q * (old_BT - log_probs_BT.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
             rising, falling = (apart <= self.high) | (p <= q), (apart <= self.low) | (p >= q)
         inside = torch.where(advantages > 0, rising, falling)
-        return (inside | apart.isnan() if self.nan_passes else inside).to(logprobs_BT.dtype)
+        return (inside | apart.isnan() if self.nan_passes else inside).to(log_probs_BT.dtype)
 
 
 class Statistic(StrEnum):
@@ -233,7 +247,7 @@ class Entropy:
 class LossSettings:
     """A loss, completely. surrogate None: no policy term, the KL alone.
 
-    mask_logprobs, mask_others: applied to ℓ, and to ℓ_old and ℓ_ref, before anything else.
+    mask_log_probs, mask_others: applied to ℓ, and to ℓ_old and ℓ_ref, before anything else.
     mask_advantages: A as the framework's estimators leave it, or untouched. mean_advantages: one A per row, divided as told.
     scale_advantages: the reduction divides A beforehand and the loss is a sum (SkyRL).
     drop_unscored: a token whose ℓ_old is not finite leaves the mask (torchtitan).
@@ -246,7 +260,7 @@ class LossSettings:
     kl: Kl | None = None
     entropy: Entropy | None = None
     reduction: Reduction = field(default_factory=Reduction)
-    mask_logprobs: Masking = Masking.NONE
+    mask_log_probs: Masking = Masking.NONE
     mask_others: Masking = Masking.NONE
     mask_advantages: Masking = Masking.NONE
     mean_advantages: Guard | None = None

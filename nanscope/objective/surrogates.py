@@ -22,7 +22,7 @@ USUAL = Bounds(0.8, 1.2)  # of a ratio, ε = 0.2
 class Terms:
     """What a surrogate may read."""
 
-    logprobs_BT: Tensor
+    log_probs_BT: Tensor
     log_ratio_BT: Tensor
     ratio: Tensor
     advantages: Tensor
@@ -63,8 +63,8 @@ class Reinforce:
     twofold: bool = False
 
     def __call__(self, t: Terms) -> Tensor:
-        loss = -t.advantages * t.logprobs_BT
-        return torch.max(loss, -t.advantages * t.logprobs_BT) if self.twofold else loss
+        loss = -t.advantages * t.log_probs_BT
+        return torch.max(loss, -t.advantages * t.log_probs_BT) if self.twofold else loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class CrossEntropy:
     """−ℓ: the advantages are not read."""
 
     def __call__(self, t: Terms) -> Tensor:
-        return -t.logprobs_BT
+        return -t.log_probs_BT
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Cispo:
 
     def __call__(self, t: Terms) -> Tensor:
         clipped = self.clip.zero_outside(t.ratio) if self.drop else self.clip.clamp(t.ratio)
-        return -clipped.detach() * t.advantages * t.logprobs_BT
+        return -clipped.detach() * t.advantages * t.log_probs_BT
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Vespo:
         k = torch.where(rising, self.k_positive, self.k_negative)
         rate = torch.where(rising, self.lambda_positive, self.lambda_negative).clamp(min=1e-4)
         phi = torch.exp(rate + k * log_w_B1 - rate * log_w_B1.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        return -phi * t.advantages * t.logprobs_BT
+        return -phi * t.advantages * t.log_probs_BT
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Dro:
     beta: float
 
     def __call__(self, t: Terms) -> Tensor:
-        return -(t.logprobs_BT * t.advantages - 0.5 * self.beta * t.log_ratio_BT.square())
+        return -(t.log_probs_BT * t.advantages - 0.5 * self.beta * t.log_ratio_BT.square())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,11 @@ class ClipCov:
 
     def __call__(self, t: Terms) -> Tensor:
         raw, clipped = -t.advantages * t.ratio, -t.advantages * self.clip.clamp(t.ratio)
-        covariance_BT = _centred(t.advantages, t.mask_BT, self.mean) * _centred(t.logprobs_BT, t.mask_BT, self.mean)
+        covariance_BT = _centred(t.advantages, t.mask_BT, self.mean) * _centred(t.log_probs_BT, t.mask_BT, self.mean)
         candidate_BT = (covariance_BT < self.high) & (covariance_BT > self.low) & (t.mask_BT > 0) & ~(clipped > raw)
         index_N2 = candidate_BT.nonzero()
         index_N2 = index_N2[torch.randperm(len(index_N2))[: max(int(self.share * tokens(t.mask_BT).item()), 1)]]
-        kept_BT = torch.ones_like(t.logprobs_BT)
+        kept_BT = torch.ones_like(t.log_probs_BT)
         kept_BT[index_N2[:, 0], index_N2[:, 1]] = 0
         return torch.maximum(raw, clipped) * kept_BT
 
@@ -169,13 +169,13 @@ class KlCov:
     def __call__(self, t: Terms) -> Tensor:
         raw = -t.advantages * t.ratio
         valid = (t.mask_BT > 0).reshape(-1).nonzero().squeeze(-1)
-        advantages_N = t.advantages.expand_as(t.logprobs_BT).reshape(-1)[valid].detach()
-        logprobs_N = t.logprobs_BT.reshape(-1)[valid].detach()
-        covariance_N = (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+        advantages_N = t.advantages.expand_as(t.log_probs_BT).reshape(-1)[valid].detach()
+        log_probs_N = t.log_probs_BT.reshape(-1)[valid].detach()
+        covariance_N = (advantages_N - advantages_N.mean()) * (log_probs_N - log_probs_N.mean())
         most = min(max(1, int(len(valid) * self.share)), len(valid))
-        picked = torch.zeros(t.logprobs_BT.numel(), dtype=torch.bool, device=raw.device)
+        picked = torch.zeros(t.log_probs_BT.numel(), dtype=torch.bool, device=raw.device)
         picked[valid[covariance_N.topk(most).indices]] = True
-        return torch.where(picked.view_as(t.logprobs_BT), raw + self.coef * t.log_ratio_BT.abs(), raw)
+        return torch.where(picked.view_as(t.log_probs_BT), raw + self.coef * t.log_ratio_BT.abs(), raw)
 
 
 Surrogate = Ppo | ImportanceSampling | Reinforce | CrossEntropy | Cispo | Sapo | Vespo | Dro | ClipCov | KlCov

@@ -2,7 +2,7 @@
 
     batch = recorded_batch(snapshot)
     batch.inputs      LossInputs: log-probs, advantages, mask … as [B, T]
-    batch.sources     (('logprobs', 'per_token_logps'), ('old_logprobs', 'old_per_token_logps'), …)
+    batch.sources     (('log_probs', 'per_token_logps'), ('old_log_probs', 'old_per_token_logps'), …)
 
 A role is told by names, tags and by what the program does: the policy log-probs are what carries the gradient, their anchors are what
 is subtracted from them, the mask is what multiplies or selects the loss of a token. Taken is what goes into those calls, followed back
@@ -31,11 +31,7 @@ from nanscope.program.run import Run
 from nanscope.roles import ROLES, Role, role_of
 from nanscope.snapshot.step import Snapshot
 
-ANCHORS = {
-    "old_logprobs": Role.OLD_LOG_PROBS,
-    "ref_logprobs": Role.REF_LOG_PROBS,
-    "rollout_logprobs": Role.ROLLOUT_LOG_PROBS,
-}
+ANCHORS = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
 
 LONGEST_WALK = 60  # calls that a value is followed back
 
@@ -137,13 +133,13 @@ class _Search:
     def _part(self, policy: int) -> dict[str, _Found]:
         """What belongs to one value of policy log-probs, by field of LossInputs."""
         last, compared = self._anchors(policy)
-        last["logprobs"] = compared
+        last["log_probs"] = compared
         masked = all(len(self._back(v, masks=True, deep=False)) > len(self._back(v, masks=False, deep=False)) for v in last.values())
         for deep in (True, False):
             bases = {field: self._back(value, masks=masked, deep=deep)[-1] for field, value in last.items()}
             if len({self._width(value) for value in bases.values()}) == 1:
                 break
-        wide = self._rows(compared if self._width(compared) == self._width(bases["logprobs"]) else bases["logprobs"])
+        wide = self._rows(compared if self._width(compared) == self._width(bases["log_probs"]) else bases["log_probs"])
         parts = {field: _Found(self._shaped(value, wide, field), self._called(last[field], value)) for field, value in bases.items()}
         parts["mask"] = self._mask(policy, wide)
         parts["advantages"] = self._advantages(policy, wide, parts["mask"].tensor)
@@ -161,16 +157,16 @@ class _Search:
         partners = self._partners(forms, "sub", "rsub")
         widths = {self._width(form) for form in forms}
         found: dict[str, int] = {}
-        for field, role in ANCHORS.items():
+        for role in ANCHORS:
             ends = self._ends(role)
             near = [value for value in partners if value in ends] or [value for value in ends if self._width(value) in widths]
             if near:
-                found[field] = near[0]
+                found[role] = near[0]
         taken = set(found.values())
         for value in partners:
             named = role_of(self.namer.name(value))  # by itself: what it is computed for says that it is subtracted, not what it is
             if value not in taken and named in (Role.LOG_PROBS, None) and self._width(value) in widths:
-                found.setdefault("ref_logprobs" if self._compares_by_kl(forms, value) else "old_logprobs", value)
+                found.setdefault("ref_log_probs" if self._compares_by_kl(forms, value) else "old_log_probs", value)
         met = [form for form in forms if set(self._partners((form,), "sub", "rsub")) & set(found.values())]
         return found, met[-1] if met else policy
 
@@ -374,9 +370,8 @@ class _Search:
         content = self.run.values[value]
         if content.numel() == wide.numel():
             return content.detach().reshape(wide)
-        role = ANCHORS.get(field, Role.MASK)
         per = " (one number a sequence, not one a token)" if content.numel() == wide[0] else ""
-        raise self._missing(role, f"{self._called(value)} has the shape {list(content.shape)}{per}, the log-probs have {list(wide)}")
+        raise self._missing(Role(field), f"{self._called(value)} has the shape {list(content.shape)}{per}, the log-probs have {list(wide)}")
 
     def _is_binary(self, value: int) -> bool:
         content = self.run.values[value]
@@ -440,23 +435,22 @@ _ARMS: dict[str, Callable[[Call, set[int]], list[tuple[int, bool]]]] = {
 def _joined(parts: list[dict[str, _Found]]) -> RecordedBatch:
     """One batch of all chunks, row under row. Raises NanscopeError if they do not fit under each other."""
     shared = [field for field in parts[0] if all(field in part for part in parts)]
-    if any(set(part) != set(shared) for part in parts) or len({part["logprobs"].tensor.shape[1] for part in parts}) > 1:
+    if any(set(part) != set(shared) for part in parts) or len({part["log_probs"].tensor.shape[1] for part in parts}) > 1:
         message = "the loss was computed in chunks that do not fit under each other: tag the whole batch with scope.tag(log_probs=…)"
         raise NanscopeError(message, slug="missing-role")
     tensors = {field: _cat([part[field].tensor for part in parts]) for field in shared}
     sources = tuple((field, parts[0][field].name) for field in shared)
-    if "old_logprobs" not in tensors and "rollout_logprobs" in tensors:
+    if "old_log_probs" not in tensors and "rollout_log_probs" in tensors:
         # A loss whose only anchor is the sampler takes its log-probs for those of the old policy.
-        tensors["old_logprobs"] = tensors["rollout_logprobs"]
-        sources = (*sources, ("old_logprobs", dict(sources)["rollout_logprobs"]))
-    order = list(LossInputs.__slots__)
-    sources = tuple(sorted(sources, key=lambda source: order.index(source[0])))
-    dtype = tensors["logprobs"].dtype
+        tensors["old_log_probs"] = tensors["rollout_log_probs"]
+        sources = (*sources, ("old_log_probs", dict(sources)["rollout_log_probs"]))
+    sources = tuple(sorted(sources, key=lambda source: LossInputs.__slots__.index(source[0])))
+    dtype = tensors["log_probs"].dtype
     inputs = LossInputs(
-        logprobs=tensors["logprobs"].detach().clone().requires_grad_(),
-        old_logprobs=tensors.get("old_logprobs"),
-        ref_logprobs=tensors.get("ref_logprobs"),
-        rollout_logprobs=tensors.get("rollout_logprobs"),
+        log_probs=tensors["log_probs"].detach().clone().requires_grad_(),
+        old_log_probs=tensors.get("old_log_probs"),
+        ref_log_probs=tensors.get("ref_log_probs"),
+        rollout_log_probs=tensors.get("rollout_log_probs"),
         advantages=tensors["advantages"].detach().to(dtype),
         mask=tensors["mask"].to(dtype),
         entropy=tensors.get("entropy"),

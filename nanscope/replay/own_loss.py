@@ -13,8 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.objective.settings import FIELDS, LossInputs
-from nanscope.roles import Role
+from nanscope.objective.settings import LossInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,19 @@ def own_objective(spec: str) -> Objective:
 
 
 def _parameters(function: Callable[..., object], spec: str) -> dict[str, bool] | None:
-    """Role → whether it has to be there; None if the function takes the whole batch."""
+    """Part of the batch → whether it has to be there; None if the function takes the whole batch."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    wanted = {p.name: p.default is p.empty for p in named if p.name in FIELDS}
+    wanted = {p.name: p.default is p.empty for p in named if p.name in LossInputs.__slots__}
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in wanted]
     if not wanted and len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY:
         return None
     if required or not wanted:
         asks = f"it asks for {required[0].name!r}" if required else "it takes none of them"
-        message = f"{spec}: a loss takes the batch (inputs), or any of {', '.join(FIELDS)} by name; {asks}"
+        message = f"{spec}: a loss takes the batch (inputs), or any of {', '.join(LossInputs.__slots__)} by name; {asks}"
         raise NanscopeError(message, slug="bad-loss")
     return wanted
 
@@ -74,7 +73,7 @@ def _call(function: Callable[..., object], wanted: Mapping[str, bool] | None, sp
         if wanted is None:
             loss = function(inputs)
         else:
-            parts = {name: getattr(inputs, FIELDS[Role(name)]) for name in wanted}
+            parts = {name: getattr(inputs, name) for name in wanted}
             lacking = [name for name, needed in wanted.items() if needed and parts[name] is None]
             if lacking:
                 raise NanscopeError(f"the batch has no {lacking[0]}", slug="missing-input")

@@ -237,10 +237,10 @@ def _objective(
         batch = recorded_batch(snapshot)
     except NanscopeError as error:
         return None, None, str(error)
-    kl = location.origin.role is Role.KL and batch.inputs.ref_logprobs is not None
+    kl = location.origin.role is Role.KL and batch.inputs.ref_log_probs is not None
     name = key or "trl.grpo"
     settings = framework_settings(name, **({"beta": 0.04} if kl and key is None else {}))
-    if batch.inputs.ref_logprobs is None:
+    if batch.inputs.ref_log_probs is None:
         settings = replace(settings, kl=None)
     clamp = "kl_input_clamp_value" if kl else "log_ratio_clamp_value"
     return f"{name}, {clamp}", lambda bound: _pair(batch, name, settings, clamp, bound), ""
@@ -260,12 +260,12 @@ def _pair(batch: RecordedBatch, key: str, settings: LossSettings, clamp: str, bo
 
 def _healthy(inputs: LossInputs, clamp: str) -> tuple[Tensor, LossInputs]:
     """Return where the exponent is within the reach of exp, and the batch with both policies alike where it is not."""
-    field = "ref_logprobs" if clamp == "kl_input_clamp_value" else "old_logprobs"
-    logprobs, anchor = inputs.logprobs.detach(), getattr(inputs, field)
+    field = "ref_log_probs" if clamp == "kl_input_clamp_value" else "old_log_probs"
+    log_probs, anchor = inputs.log_probs.detach(), getattr(inputs, field)
     if anchor is None:
         return inputs.mask > 0, inputs
-    healthy = torch.isfinite((logprobs - anchor).exp()) & torch.isfinite((anchor - logprobs).exp())
-    return healthy & (inputs.mask > 0), replace(inputs, **{field: torch.where(healthy, anchor, logprobs)})
+    healthy = torch.isfinite((log_probs - anchor).exp()) & torch.isfinite((anchor - log_probs).exp())
+    return healthy & (inputs.mask > 0), replace(inputs, **{field: torch.where(healthy, anchor, log_probs)})
 
 
 def _as_objective(key: str, settings: LossSettings) -> Objective:

@@ -134,7 +134,7 @@ def _framework(key: str, settings: Mapping[str, Setting], text: str) -> Objectiv
         how = framework_settings(key, **settings)
         if _lacks_reference(how, inputs):
             return "without its KL term, since the batch has no reference log-probs"
-        return "which has no KL term under these settings" if how.kl is None and inputs.ref_logprobs is not None else ""
+        return "which has no KL term under these settings" if how.kl is None and inputs.ref_log_probs is not None else ""
 
     framework = key.split(".")[0]
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -145,7 +145,7 @@ def _framework(key: str, settings: Mapping[str, Setting], text: str) -> Objectiv
 def _lacks_reference(settings: LossSettings, inputs: LossInputs) -> bool:
     """Is there a KL to a reference that the batch does not have, beside a policy term that can be run without?"""
     kl = settings.kl
-    return kl is not None and kl.against is Anchor.REF and inputs.ref_logprobs is None and settings.surrogate is not None
+    return kl is not None and kl.against is Anchor.REF and inputs.ref_log_probs is None and settings.surrogate is not None
 
 
 def _setting(part: str, text: str) -> tuple[str, Setting]:
@@ -196,10 +196,10 @@ def own_gradient(asked: Objective, inputs: LossInputs) -> Tensor:
 def _gradient(asked: Objective, inputs: LossInputs) -> tuple[float, Tensor]:
     loss = asked.loss(inputs)
     try:
-        (grad,) = torch.autograd.grad(loss, inputs.logprobs, allow_unused=True)
+        (grad,) = torch.autograd.grad(loss, inputs.log_probs, allow_unused=True)
     except RuntimeError as error:
         raise NanscopeError(f"backward of {asked.id} failed: {error}", slug="bad-loss") from error
-    return float(loss.detach()), torch.zeros_like(inputs.logprobs) if grad is None else grad
+    return float(loss.detach()), torch.zeros_like(inputs.log_probs) if grad is None else grad
 
 
 def distortion(grad: Tensor, reference: Objective, inputs: LossInputs, at: Tensor | None = None) -> float | None:

@@ -158,7 +158,7 @@ def _part(atlas: Atlas, *, supposed: bool) -> Atlas:
 
 def _overflow(atlas: Atlas) -> str:
     """What the first fault to think of does: the log-ratio of a masked token overflows."""
-    faults = [Fault("old_logprobs", Kind.PLUS, Where.MASKED, sign) for sign in (1, -1)]
+    faults = [Fault("old_log_probs", Kind.PLUS, Where.MASKED, sign) for sign in (1, -1)]
     bad = _paths(atlas, faults, lambda harm: bool(harm & GRADIENT))
     silent = _paths(atlas, faults, lambda harm: harm.silent)
     total = len(atlas.paths)
@@ -175,7 +175,7 @@ def _overflow(atlas: Atlas) -> str:
 
 def _clamps(supposed: Atlas) -> str:
     """What a clamp of the log-ratio would do about it, in either order."""
-    faults = [fault for fault in supposed.faults if fault.kind is Kind.PLUS and fault.tensor in ("logprobs", "old_logprobs")]
+    faults = [fault for fault in supposed.faults if fault.kind is Kind.PLUS and fault.tensor in ("log_probs", "old_log_probs")]
     bad = _paths(supposed, faults, lambda harm: bool(harm & GRADIENT))
     late = [path.name for path in supposed.paths if dict(path.settings).get("clamp_after_exp")]
     early = [path.name for path in supposed.paths if path.name not in late]

@@ -58,7 +58,7 @@ def print_alternatives(found: Alternatives, *, file: IO[str]) -> None:
         line.add_column(overflow="fold")
         line.add_row(mark, safe(outcome.sentence))
         console.print(Padding(line, (0, 2)))
-    shape = list(found.batch.inputs.logprobs.shape)
+    shape = list(found.batch.inputs.log_probs.shape)
     sources = ", ".join(f"{field} ← {name}" for field, name in found.batch.sources)
     console.print(Padding(Text(safe(f"batch {shape}: {sources}"), QUIET), (1, 2, 0, 2)))
 
