@@ -16,11 +16,11 @@ import nanscope
 from nanscope.capture.kernels import kernel_of, reopen, selected_log_probs, swallowed
 from nanscope.frameworks.live import Glimpse
 from nanscope.frameworks.rows import Kernel, LossSite
-from nanscope.frameworks.table import known
+from nanscope.frameworks.table import FRAMEWORKS
 from nanscope.replay.batch import loss_inputs
 from nanscope.roles import Role
 
-KERNELS = {site.function: site for framework in known() for site in framework.sites if site.kernel is not None}
+KERNELS = {site.function: site for framework in FRAMEWORKS for site in framework.sites if site.kernel is not None}
 CHUNKED = KERNELS["LigerFusedLinearPPOBase.forward"]
 TRITON = KERNELS["GrpoLossFunction.forward"]
 

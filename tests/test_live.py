@@ -19,7 +19,7 @@ from torch import nn
 import nanscope
 from nanscope.frameworks.live import Glimpse, follow, glimpse, objective_of, objective_words
 from nanscope.frameworks.rows import roles
-from nanscope.frameworks.table import known, site_in
+from nanscope.frameworks.table import FRAMEWORKS, site_in
 from nanscope.snapshot.header import read_header
 
 VARIABLES: dict[str, object] = {
@@ -51,7 +51,7 @@ def test_a_path_leads_into_attributes_and_mappings(path: str, found: object) -> 
 
 def test_numbers_are_held_and_tensors_are_not() -> None:
     """A count may be a tensor of one element; anything larger is not held."""
-    trl = next(site for framework in known() for site in framework.sites if site.function == "GRPOTrainer._compute_loss")
+    trl = next(site for framework in FRAMEWORKS for site in framework.sites if site.function == "GRPOTrainer._compute_loss")
     args = SimpleNamespace(loss_type="dapo", beta=torch.ones(5), epsilon=0.3)
     inputs = {"num_items_in_batch": torch.tensor(31)}
     seen = glimpse(trl, {"self": SimpleNamespace(args=args), "inputs": inputs})

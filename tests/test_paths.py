@@ -32,7 +32,7 @@ def test_every_recorded_path_is_among_them(title: str) -> None:
 
 def test_every_loss_is_there_and_no_path_twice() -> None:
     """Each key with its defaults comes first, and two paths never mean the same."""
-    assert [path.key for path in PATHS if path.name == path.key or path.key in ("verl.dro", "tinker.dro")] == list(LOSSES)
+    assert [path.key for path in PATHS if path.settings == LOSSES[path.key].needs] == list(LOSSES)
     assert len({path.name for path in PATHS}) == len(PATHS) >= 125
     seen: list[object] = []
     for path in PATHS:

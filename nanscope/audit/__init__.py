@@ -24,7 +24,7 @@ from nanscope.audit.weights import SCHEMES, Emptied, Pattern, Scheme, is_constan
 from nanscope.audit.words import count, use
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs, LossSettings
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number

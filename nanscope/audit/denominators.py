@@ -11,7 +11,7 @@ from nanscope.audit.model import Denominator
 from nanscope.audit.weights import Emptied
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import LossInputs, LossSettings
 

@@ -12,7 +12,7 @@ from nanscope.audit.step import NEARLY, Step, masked, stacked
 from nanscope.audit.weights import SCHEMES, Scheme, token_weights
 from nanscope.audit.words import use
 from nanscope.frameworks.losses import framework_loss
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs
 from nanscope.text import number
 

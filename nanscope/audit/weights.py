@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.locate.names import LOG_PROBS, Namer
 from nanscope.objective.reduction import Masking, Over, Reduction, reduce
 from nanscope.program.calls import Leaf

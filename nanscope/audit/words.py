@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 
 
 def count(many: int, noun: str) -> str:

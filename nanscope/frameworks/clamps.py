@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.bounds import OPEN, Bounds
 from nanscope.objective.settings import Kl, LossSettings
 from nanscope.objective.surrogates import CrossEntropy, Reinforce

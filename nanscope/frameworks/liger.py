@@ -5,9 +5,26 @@ compiled by default), the other one in Triton. What they are called with is take
 Python, which is run again on a hit, uncompiled.
 """
 
-from nanscope.frameworks.rows import Framework, Kernel, LossSite, Remedy, roles
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nanscope.frameworks.rows import (
+    ALL_CLAMPS,
+    Framework,
+    Kernel,
+    Loss,
+    LossSite,
+    Remedy,
+    Settings,
+    roles,
+)
+from nanscope.frameworks.trl import SEQUENCE, TYPES, VESPO, Family
+from nanscope.objective.reduction import Over, Reduction
+from nanscope.objective.settings import LossSettings
 from nanscope.roles import Role
 
+_VERSION = "0.8.5"
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
 _CHUNKED = "liger_kernel/chunked_loss/grpo_loss.py"
 _PPO = "liger_kernel/chunked_loss/fused_linear_ppo.py"
@@ -39,10 +56,39 @@ _ROLES = roles(
     loss="per_token_loss per_token_loss1 per_token_loss2 loss weighted",
 )
 
-LIGER = Framework(
+
+@dataclass(frozen=True, slots=True)
+class Liger(Family):
+    """`LigerFusedLinearGRPOFunction.ppo_loss_fn`. use_vllm stands for passing `vllm_is_ratio`, computed as TRL does."""
+
+    beta: float = 0.04
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = 0.2
+    use_bias_correction_kl: bool = False
+    max_completion_length: int | None = None
+
+    def settings(self) -> LossSettings:
+        settings = self.objective(self.epsilon_low, longest=self.max_completion_length)
+        return replace(settings, reduction=Reduction(Over.LONG_ROWS)) if self.loss_type == "luspo" else settings
+
+
+_LUSPO = "luspo sums padding and divides by T: the mask is not applied per token; disagrees with TRL 1.16"
+_FLAWS = {"luspo": (_LUSPO,), "vespo": (VESPO,)}
+
+_NO_KL: Settings = {"beta": 0.0}
+_WALKED: dict[str, tuple[Settings, ...]] = {
+    **dict.fromkeys(("bnpo", "sapo", "vespo"), (_NO_KL,)),
+    "grpo": (_NO_KL, {**_NO_KL, **SEQUENCE}, {**_NO_KL, "delta": 4.0}, {**_NO_KL, "use_vllm": True}),
+    "dapo": (_NO_KL, {"use_bias_correction_kl": True}, ALL_CLAMPS),
+    "luspo": (_NO_KL, {**_NO_KL, **SEQUENCE}),
+    "cispo": (_NO_KL, {**_NO_KL, "epsilon_high": 5.0}),
+}
+
+FRAMEWORK = Framework(
     name="Liger-Kernel",
     package="liger_kernel",
-    version="0.8.5",
+    host="TRL",
+    version=_VERSION,
     files=("liger_kernel/chunked_loss/", "liger_kernel/ops/grpo_loss.py", "liger_kernel/transformers/grpo_loss.py"),
     options=(_CHUNKED,),
     remedies=(
@@ -130,5 +176,9 @@ LIGER = Framework(
             ),
         ),
         LossSite("liger_kernel/transformers/grpo_loss.py", "_reduce_grpo_loss", roles(loss="per_token_loss", mask="completion_mask mask")),
+    ),
+    losses=tuple(
+        Loss(f"liger.{kind}", Liger, f"{_CHUNKED}:97", _VERSION, (("loss_type", kind),), _FLAWS.get(kind, ()), _WALKED.get(kind, ()))
+        for kind in TYPES
     ),
 )

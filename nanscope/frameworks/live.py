@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanscope.frameworks.losses import LOSSES, NOWHERE, live_options, option
-from nanscope.frameworks.options import Setting
-from nanscope.frameworks.rows import LossSite
+from nanscope.frameworks.rows import LossSite, Setting
+from nanscope.frameworks.table import FRAMEWORKS
 
 LONGEST = 60  # characters of a name or value that a file may have us show
 
@@ -100,8 +100,6 @@ def objective_of(glimpses: Sequence[Glimpse]) -> dict[str, Any]:
 
 
 def _rank(seen: Glimpse) -> int:
-    from nanscope.frameworks.table import FRAMEWORKS
-
     return next(framework.sites.index(seen.site) for framework in FRAMEWORKS if seen.site in framework.sites)
 
 

@@ -3,7 +3,7 @@
     trace = framework_loss("verl.vanilla", inputs, loss_agg_mode="seq-mean-token-mean", clip_ratio_high=0.28)
     trace.loss
 
-A row says which settings a loss has and what they mean as an objective; the rows stand beside this file, one file per family.
+A row says which settings a loss has and what they mean as an objective; the rows stand in the files of the frameworks, beside this one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from types import NoneType, UnionType
 from typing import get_args, get_type_hints
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks import loss_nemo_rl, loss_openrlhf, loss_others, loss_skyrl, loss_trl, loss_verl
 from nanscope.frameworks.clamps import NAMES, clamped
-from nanscope.frameworks.options import Loss, Options, Setting
+from nanscope.frameworks.rows import Loss, Options, Setting
+from nanscope.frameworks.table import FRAMEWORKS
 from nanscope.objective.evaluate import LossTrace, objective
 from nanscope.objective.settings import LossInputs, LossSettings
 
-_ROWS = (*loss_trl.ROWS, *loss_verl.ROWS, *loss_nemo_rl.ROWS, *loss_skyrl.ROWS, *loss_openrlhf.ROWS, *loss_others.ROWS)
-LOSSES: dict[str, Loss] = {row.key: row for row in _ROWS}
+LOSSES: dict[str, Loss] = {loss.key: loss for framework in FRAMEWORKS for loss in framework.losses}
 
 
 def framework_loss(key: str, inputs: LossInputs, **settings: Setting) -> LossTrace:

@@ -1,12 +1,56 @@
-"""What a row of a framework says: where it computes its loss, what its variables mean, what helps."""
+"""What the file of a framework says: where it computes its losses, what its variables mean, what its options mean, what helps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeVar
 
+from nanscope.errors import NanscopeError
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.reduction import Over, Reduction
+from nanscope.objective.settings import LossSettings
 from nanscope.roles import Role
 
 Pairs = tuple[tuple[str, str], ...]
+T = TypeVar("T")
+Setting = bool | int | float | str | tuple | list | None  # type: ignore[type-arg]  # parameters would break isinstance
+Settings = Mapping[str, Setting]
+
+
+class Options(Protocol):
+    """The options of a loss, a frozen dataclass: field names and defaults are the framework's."""
+
+    def settings(self) -> LossSettings:
+        """Return the objective that these options mean."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One loss of one framework.
+
+    key:     framework and loss, as `framework_loss` takes it.
+    options: their dataclass. fixed: those that the key itself decides. needs: those without a default, and what the atlas takes for them.
+    site:    where the formula stands, in the framework's own files. version: the release it was read and measured in.
+    flaws:   what the framework does wrong there; reproduced, not repaired.
+    walked:  what the atlas sets besides the defaults, once each. What changes where exp, mask or clamp sit, or what is divided by what,
+             stands here; what only scales does not.
+    """
+
+    key: str
+    options: type[Options]
+    site: str
+    version: str
+    fixed: tuple[tuple[str, Setting], ...] = ()
+    flaws: tuple[str, ...] = ()
+    walked: tuple[Settings, ...] = ()
+    needs: tuple[tuple[str, Setting], ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the settings that a caller may pass."""
+        decided = dict(self.fixed)
+        return tuple(option.name for option in fields(self.options) if option.name not in decided)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +129,9 @@ class Framework:
     files:    parts of the paths its loss code lives in.
     settings: option names that matter for the loss, as attributes of its trainer's `args`.
     batch:    the local variable that holds the batch, and its keys of the sampled token ids and of their mask.
-    sites:    its losses, the outermost function first. options: files that declare the options which the remedies name.
-    guards:   what it does against non-finite numbers by itself.
+    sites:    where it computes its losses, the outermost function first. losses: what they are.
+    options:  files that declare the options which the remedies name. guards: what it does against non-finite numbers by itself.
+    host:     the framework whose trainer calls its losses.
     """
 
     name: str
@@ -99,8 +144,35 @@ class Framework:
     sites: tuple[LossSite, ...] = ()
     options: tuple[str, ...] = ()
     guards: tuple[str, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    host: str | None = None
 
 
 def roles(**names: str) -> tuple[tuple[str, Role], ...]:
     """Return pairs of variable and role, from role → names with spaces between them."""
     return tuple((name, Role(role)) for role, words in names.items() for name in words.split())
+
+
+def pick(name: str, value: str, table: Mapping[str, T]) -> T:
+    """Return the row of `table` that a setting names. Raises NanscopeError with the choices if there is none."""
+    if value not in table:
+        raise NanscopeError(f"{name}={value!r} is not known: choose one of {', '.join(table)}", slug="unknown-setting-value")
+    return table[value]
+
+
+def clip(low: float, high: float | None = None) -> Bounds:
+    """Return the interval [1 − low, 1 + high] of a ratio; high None is low."""
+    return Bounds(1 - low, 1 + (low if high is None else high))
+
+
+ROW_MEANS = Reduction(Over.ROW_MEANS)
+ROW_SUMS = Reduction(Over.ROW_SUMS)
+TOKEN_MEAN = Reduction(Over.TOKENS)
+ROW_VALUES = Reduction(Over.VALUES)
+
+# Clamps that nanscope adds, for the atlas to show what they would do; the values are NeMo-RL's for its KL.
+CLAMPED: tuple[Settings, ...] = (
+    {"log_ratio_clamp_value": 20.0},
+    {"log_ratio_clamp_value": 20.0, "clamp_after_exp": True},  # the tempting order
+)
+ALL_CLAMPS: Settings = {"log_ratio_clamp_value": 20.0, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}

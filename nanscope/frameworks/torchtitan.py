@@ -3,14 +3,50 @@
 Notable: masked log-ratios are selected away and the rest clamped to ±10, both before exp: of all losses the hardest to break.
 """
 
-from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
+from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from nanscope.frameworks.rows import (
+    TOKEN_MEAN,
+    Framework,
+    Loss,
+    LossSite,
+    Remedy,
+    clip,
+    roles,
+)
+from nanscope.objective.bounds import Bounds
+from nanscope.objective.reduction import Masking
+from nanscope.objective.settings import LossSettings, Ratio
+from nanscope.objective.surrogates import Ppo
+
+_VERSION = "0.3.0"
 _LOSS = "torchtitan/experiments/rl/losses/dapo.py"
 
-TORCHTITAN = Framework(
+
+@dataclass(frozen=True, slots=True)
+class DAPO:
+    """`DAPOLoss.Config`. Its old policy is the generator: pass the generator's log-probs as old_log_probs."""
+
+    ratio_clip_low: float = 0.2
+    ratio_clip_high: float = 0.2
+    global_valid_tokens: float | None = None
+
+    def settings(self) -> LossSettings:
+        return LossSettings(
+            surrogate=Ppo(clip(self.ratio_clip_low, self.ratio_clip_high)),
+            ratio=Ratio(mask_log_ratio=Masking.WHERE, clamp=Bounds(-10.0, 10.0)),
+            reduction=replace(TOKEN_MEAN, count=self.global_valid_tokens),
+            mask_advantages=Masking.MULTIPLY,
+            drop_unscored=True,
+        )
+
+
+FRAMEWORK = Framework(
     name="torchtitan",
     package="torchtitan",
-    version="0.3.0",
+    version=_VERSION,
     files=("torchtitan/experiments/rl/",),
     options=(_LOSS,),
     remedies=(
@@ -43,4 +79,5 @@ TORCHTITAN = Framework(
             (("global_valid_tokens", "global_valid_tokens"),),
         ),
     ),
+    losses=(Loss("torchtitan.dapo", DAPO, f"{_LOSS}:57", _VERSION),),
 )

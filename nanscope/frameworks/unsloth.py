@@ -1,10 +1,27 @@
 """unsloth: rows checked against unsloth_zoo 2026.10.9 (`rl_replacements.py`).
 
 Notable: the function is copied into a generated trainer and compiled there; the names in it are as short as `new`, `old` and `ref`.
+Of TRL's family it alone zeroes masked log-probs before every exp.
 """
 
-from nanscope.frameworks.rows import Framework, LossSite, Remedy, roles
+from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from nanscope.frameworks.rows import (
+    Framework,
+    Loss,
+    LossSite,
+    Remedy,
+    Settings,
+    roles,
+)
+from nanscope.frameworks.trl import CORRECTIONS, SEQUENCE, TYPES, Family
+from nanscope.objective.bounds import SAFE, Bounds
+from nanscope.objective.reduction import Masking
+from nanscope.objective.settings import Level, LossSettings
+
+_VERSION = "2026.10.9"
 _EXP = ("exp_overflow", "where_grad_trap", "inf_times_zero_coef", "seq_ratio_overflow")
 _LOSS = "unsloth_zoo/rl_replacements.py"
 _PASSED = (
@@ -15,10 +32,52 @@ _PASSED = (
     "rollout_logps_as_old",
 )  # fmt: skip
 
-UNSLOTH = Framework(
+_GEOMETRIC = {"geometric_truncate": (Level.SEQUENCE_MEAN, False), "geometric_mask": (Level.SEQUENCE_MEAN, True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsloth(Family):
+    """`grpo_compute_loss`. rollout_logps_as_old: the rollout's log-probs stand in for the old ones, and Δ is clamped to ±20."""
+
+    loss_type: str = "grpo"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = 0.2
+    use_bias_correction_kl: bool = False
+    vllm_importance_sampling_correction: bool = False
+    rollout_logps_as_old: bool = False
+    max_completion_length: int = 8192
+    current_gradient_accumulation_steps: int = 1
+
+    def settings(self) -> LossSettings:
+        corrections = CORRECTIONS | _GEOMETRIC
+        settings = self.objective(self.epsilon_low, self.current_gradient_accumulation_steps, self.max_completion_length, corrections)
+        return replace(
+            settings,
+            ratio=replace(settings.ratio, clamp=SAFE) if self.rollout_logps_as_old else settings.ratio,
+            kl=None if settings.kl is None else replace(settings.kl, clamp=SAFE, cap=Bounds(-10.0, 10.0)),
+            mask_log_probs=Masking.WHERE,  # ℓ, ℓ_old and ℓ_ref share 0 where masked, so that every ratio is 1 there
+            mask_others=Masking.WHERE,
+        )
+
+
+_VLLM: Settings = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+_KL: Settings = {"beta": 0.04}
+_WALKED: dict[str, tuple[Settings, ...]] = {
+    "grpo": (
+        _KL,
+        SEQUENCE,
+        {"rollout_logps_as_old": True},
+        {**_VLLM, "vllm_importance_sampling_mode": "token_truncate"},
+        {**_VLLM, "vllm_importance_sampling_mode": "sequence_mask"},
+    ),
+    **dict.fromkeys(("dapo", "cispo", "sapo"), (_KL,)),
+}
+
+FRAMEWORK = Framework(
     name="unsloth",
     package="unsloth_zoo",
-    version="2026.10.9",
+    host="TRL",
+    version=_VERSION,
     files=("unsloth_zoo/rl_replacements.py", "unsloth_compiled_cache/"),
     options=(_LOSS,),
     remedies=(
@@ -52,5 +111,8 @@ UNSLOTH = Framework(
             ("kwargs",),
             (("beta", "beta"), *((name, f"kwargs.{name}") for name in _PASSED)),
         ),
+    ),
+    losses=tuple(
+        Loss(f"unsloth.{kind}", Unsloth, f"{_LOSS}:936", _VERSION, (("loss_type", kind),), walked=_WALKED.get(kind, ())) for kind in TYPES
     ),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.native import liger, nemo_rl, openrlhf, skyrl, trl, verl
 from nanscope.native.adapter import Adapter
 from nanscope.objective.settings import LossInputs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs
 
 Call = Callable[[str, LossInputs, Mapping[str, Setting]], Tensor]

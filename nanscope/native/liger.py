@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, out_of_reach, per_row, present
 from nanscope.native.trl import rollout_ratio
 from nanscope.objective.settings import LossInputs

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
 

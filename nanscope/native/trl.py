@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanscope.frameworks.losses import LOSSES
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_row, present
 from nanscope.objective.settings import LossInputs
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_settings
-from nanscope.frameworks.options import Setting
+from nanscope.frameworks.rows import Setting
 from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import Anchor, LossInputs, LossSettings, on_leaf, with_token_values
 from nanscope.plain import show

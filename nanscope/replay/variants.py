@@ -9,7 +9,7 @@ from typing import Any
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.clamps import AFTER, CLAMPS, own_clamps
 from nanscope.frameworks.losses import LOSSES, framework_settings
-from nanscope.frameworks.options import Loss, Setting
+from nanscope.frameworks.rows import Loss, Setting
 from nanscope.objective.bounds import Bounds
 from nanscope.replay.edits import CONTROLS, EDITS, SHORT
 from nanscope.replay.patch import Patch, Variant
