@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    CLAMPED,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    clip,
-    pick,
-    roles,
-)
+from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import PER_SEQUENCE, LossSettings, Ratio
 from nanscope.objective.surrogates import Ppo, Sapo

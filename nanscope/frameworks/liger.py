@@ -9,16 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    ALL_CLAMPS,
-    Framework,
-    Kernel,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    roles,
-)
+from nanscope.frameworks.rows import ALL_CLAMPS, Framework, Kernel, Loss, LossSite, Remedy, Settings, roles
 from nanscope.frameworks.trl import SEQUENCE, TYPES, VESPO, Family
 from nanscope.objective.reduction import Over, Reduction
 from nanscope.objective.settings import LossSettings

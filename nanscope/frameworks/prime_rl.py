@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    TOKEN_MEAN,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    roles,
-)
+from nanscope.frameworks.rows import TOKEN_MEAN, Framework, Loss, LossSite, Remedy, roles
 from nanscope.objective.reduction import Over, Reduction
 from nanscope.objective.settings import Anchor, Estimator, Kl, LossSettings, TrustRegion
 from nanscope.objective.surrogates import ImportanceSampling

@@ -10,19 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    ROW_MEANS,
-    ROW_SUMS,
-    TOKEN_MEAN,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    clip,
-    pick,
-    roles,
-)
+from nanscope.frameworks.rows import ROW_MEANS, ROW_SUMS, TOKEN_MEAN, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
 from nanscope.objective.bounds import OPEN, SAFE, Bounds
 from nanscope.objective.reduction import Masking, Over, Reduction
 from nanscope.objective.settings import (

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    CLAMPED,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    clip,
-    pick,
-    roles,
-)
+from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
 from nanscope.objective.bounds import Bounds
 from nanscope.objective.settings import PER_SEQUENCE, Entropy, Estimator, Kl, LossSettings, Ratio
 from nanscope.objective.surrogates import Ppo

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    TOKEN_MEAN,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    clip,
-    roles,
-)
+from nanscope.frameworks.rows import TOKEN_MEAN, Framework, Loss, LossSite, Remedy, clip, roles
 from nanscope.objective.bounds import Bounds
 from nanscope.objective.reduction import Masking
 from nanscope.objective.settings import LossSettings, Ratio

@@ -36,6 +36,13 @@ _GRPO = "trl/trainer/grpo_trainer.py"
 _RLOO = "trl/trainer/rloo_trainer.py"
 _GMPO = "trl/experimental/gmpo/gmpo_trainer.py"
 
+_OPTIONS = (
+    "loss_type", "beta", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards", "num_iterations",
+    "num_generations", "use_bias_correction_kl", "temperature", "mask_truncated_completions", "off_policy_mask_threshold",
+    "top_entropy_quantile", "max_completion_length", "gradient_accumulation_steps", "steps_per_generation", "learning_rate",
+    "max_grad_norm", "bf16", "fp16", "logging_nan_inf_filter", "use_vllm", "vllm_importance_sampling_mode",
+)  # fmt: skip
+
 # What all of these trainers call things.
 _TOKENS = roles(
     log_probs="per_token_logps",
@@ -212,32 +219,7 @@ FRAMEWORK = Framework(
     version=_VERSION,
     files=("trl/trainer/", "trl/experimental/"),
     batch=("inputs", "completion_ids", "completion_mask"),
-    settings=(
-        "loss_type",
-        "beta",
-        "epsilon",
-        "epsilon_high",
-        "delta",
-        "importance_sampling_level",
-        "scale_rewards",
-        "num_iterations",
-        "num_generations",
-        "use_bias_correction_kl",
-        "temperature",
-        "mask_truncated_completions",
-        "off_policy_mask_threshold",
-        "top_entropy_quantile",
-        "max_completion_length",
-        "gradient_accumulation_steps",
-        "steps_per_generation",
-        "learning_rate",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "logging_nan_inf_filter",
-        "use_vllm",
-        "vllm_importance_sampling_mode",
-    ),
+    settings=_OPTIONS,
     options=("trl/trainer/grpo_config.py", "trl/trainer/base_config.py"),
     remedies=(
         Remedy(_EXP, "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss", 'loss_type="cispo"'),

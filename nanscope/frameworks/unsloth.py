@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import (
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    roles,
-)
+from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, roles
 from nanscope.frameworks.trl import CORRECTIONS, SEQUENCE, TYPES, Family
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Masking

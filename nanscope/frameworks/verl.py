@@ -11,17 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.rows import (
-    ROW_VALUES,
-    Framework,
-    Loss,
-    LossSite,
-    Remedy,
-    Settings,
-    clip,
-    pick,
-    roles,
-)
+from nanscope.frameworks.rows import ROW_VALUES, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import (
