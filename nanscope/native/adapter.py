@@ -18,16 +18,13 @@ Call = Callable[[str, LossInputs, Mapping[str, Setting]], Tensor]
 class Adapter:
     """One framework.
 
-    prefix:       of its keys, before the dot. distribution: what pip calls it.
-    keys:         the losses that can be called here.
+    distribution: what pip calls it.
     load:         imports the framework's loss functions, and raises what that raises.
     call:         (loss type, batch, settings) → scalar. The loss type is the key after its dot; settings hold only what the caller said,
                   so that every default is the framework's own.
     """
 
-    prefix: str
     distribution: str
-    keys: tuple[str, ...]
     load: Callable[[], object]
     call: Call
 

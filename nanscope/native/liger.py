@@ -57,4 +57,4 @@ def _ratio(kind: str, inputs: LossInputs, settings: Mapping[str, Setting]) -> Te
     return rollout_ratio(inputs, options) if options.use_vllm and options.vllm_importance_sampling_correction else None
 
 
-ADAPTER = Adapter("liger", "liger-kernel", tuple(key for key in LOSSES if key.startswith("liger.")), load, call)
+ADAPTER = Adapter("liger-kernel", load, call)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
@@ -63,4 +62,4 @@ def _whole(x_BT: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x_BT[:, :1]), x_BT], 1)
 
 
-ADAPTER = Adapter("nemo_rl", "nemo-rl", tuple(key for key in LOSSES if key.startswith("nemo_rl.")), load, call)
+ADAPTER = Adapter("nemo-rl", load, call)

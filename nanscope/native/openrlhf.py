@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
@@ -88,4 +87,4 @@ def _apart(settings: Mapping[str, Setting], own: Collection[str], around: tuple[
     return tuple({name: value for name, value in said.items() if name in group} for group in names)
 
 
-ADAPTER = Adapter("openrlhf", "openrlhf", tuple(key for key in LOSSES if key.startswith("openrlhf.")), load, call)
+ADAPTER = Adapter("openrlhf", load, call)

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
@@ -98,4 +97,4 @@ def _config(config: Any, settings: Mapping[str, Setting]) -> Any:
     return config(**said)
 
 
-ADAPTER = Adapter("skyrl", "skyrl", tuple(key for key in LOSSES if key.startswith("skyrl.")), load, call)
+ADAPTER = Adapter("skyrl", load, call)

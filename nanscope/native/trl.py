@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_row, present
 from nanscope.objective.settings import LossInputs
@@ -125,4 +124,4 @@ def rollout_ratio(inputs: LossInputs, args: Any) -> Tensor:
     return ratio.masked_fill(outside, 0.0)
 
 
-ADAPTER = Adapter("trl", "trl", tuple(key for key in LOSSES if key.startswith("trl.")), load, call)
+ADAPTER = Adapter("trl", load, call)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter, old_log_probs, only, per_token, present
 from nanscope.objective.settings import LossInputs
@@ -118,4 +117,4 @@ def _weights(inputs: LossInputs, settings: Mapping[str, Setting]) -> Tensor | No
     return weights
 
 
-ADAPTER = Adapter("verl", "verl", tuple(key for key in LOSSES if key.startswith("verl.")), load, call)
+ADAPTER = Adapter("verl", load, call)
