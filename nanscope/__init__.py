@@ -14,6 +14,7 @@ from nanscope.version import __version__
 
 if TYPE_CHECKING:
     from nanscope.frameworks.losses import framework_loss
+    from nanscope.objective import advantages
     from nanscope.objective.settings import LossInputs, LossSettings
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "__version__", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
+    "Verdict", "__version__", "advantages", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -37,6 +38,7 @@ _WHERE = {
     "Snapshot": "nanscope.snapshot.step",
     "load": "nanscope.snapshot.file",
     "Replay": "nanscope.replay.tries",
+    "advantages": "nanscope.objective",
     "LossInputs": "nanscope.objective.settings",
     "LossSettings": "nanscope.objective.settings",
     "framework_loss": "nanscope.frameworks.losses",

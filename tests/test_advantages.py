@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import nanscope
 from nanscope.errors import NanscopeError
 from nanscope.objective.advantages import RELATIVE, Baseline, Relative, Spread, gae, relative, returns_to_go, whiten
 
@@ -110,3 +113,11 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value() -> None:
     rewards, values, mask = batch(1)
     mask = torch.ones_like(mask)
     torch.testing.assert_close(gae(rewards, values, mask, 0.9, 1.0)[0], returns_to_go(rewards, mask, 0.9) - values)
+
+
+def test_the_estimators_have_a_door() -> None:
+    """`nanscope.advantages` is the module with all of them, in an interpreter that has imported nothing else."""
+    code = "import nanscope; a = nanscope.advantages; print(a.__name__, *(callable(getattr(a, n)) for n in ('relative', 'whiten', 'gae', 'returns_to_go')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["nanscope.objective.advantages", *["True"] * 4]
+    assert nanscope.advantages.relative is relative
