@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.locate.location import Location, locate
+from nanscope.locate.location import locate
+from nanscope.locate.origin import Location
+from nanscope.locate.trace import Trace
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.tries import Replay, replay
@@ -25,13 +28,17 @@ class Recorded:
     tensors: dict[int, Tensor]
     loss: Tensor
 
+    @cached_property
+    def trace(self) -> Trace:
+        return Trace.of(self.program, self.tensors)
+
     @property
     def run(self) -> Run:
-        return self.program.execute(self.tensors, trace=True)
+        return self.trace.run
 
     @property
     def location(self) -> Location | None:
-        return locate(self.program, self.run)
+        return locate(self.trace)
 
     def snapshot(self, **changes: object) -> Snapshot:
         fields: dict[str, object] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ from hypothesis import strategies as st
 from recorded import Recorded, record
 from torch import Tensor
 
-from nanscope.audit.weights import SCHEMES, Pattern, Scheme, emptied, is_constant, recognise, recorded_weights, token_weights
+from nanscope.audit.weights import SCHEMES, Pattern, Scheme, emptied, is_constant, recognise, token_weights, weights_of
 from nanscope.frameworks.losses import framework_loss
+from nanscope.locate.trace import Trace
 from nanscope.objective.reduction import reduce
 from nanscope.objective.settings import LossInputs
-from nanscope.replay.batch import loss_inputs
+from nanscope.replay.batch import batch_of
 
 MASK = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])  # rows of 4 tokens and of 1; N = 5, B = 2, T = 4
 BY_HAND = [  # scheme, weight of a token of the long row, of the short row
@@ -100,12 +100,11 @@ def test_the_losses_that_a_scheme_names_reduce_like_it(scheme: Scheme) -> None:
 @pytest.mark.parametrize(("name", "reduced", "scheme", "factor"), LOSSES, ids=[row[0] for row in LOSSES])
 def test_the_reduction_is_read_off_a_recorded_program(name: str, reduced: Callable, scheme: Scheme | None, factor: float) -> None:
     """However the training code spells it."""
-    snapshot = ppo(reduced).snapshot()
-    run = snapshot.program.execute(snapshot.tensors)
-    found = recorded_weights(snapshot, run, MASK)
+    recorded = ppo(reduced)
+    found = weights_of(recorded.trace, MASK)
     assert found is not None
     assert found.complete
-    assert (found.weights_BT * found.token_loss_BT).sum().item() == pytest.approx(float(snapshot.loss), rel=1e-5)
+    assert (found.weights_BT * found.token_loss_BT).sum().item() == pytest.approx(float(recorded.loss), rel=1e-5)
     known = recognise(found.weights_BT, MASK, same=found.same)
     assert known.schemes[:1] == ((scheme,) if scheme else ())
     assert known.factor == pytest.approx(factor)
@@ -122,9 +121,8 @@ def test_a_loss_that_is_nan_has_weights_all_the_same() -> None:
     leaves = {value: tensor.clone() for value, tensor in recorded.tensors.items()}
     policy = next(leaf.id for leaf in recorded.program.leaves if leaf.diff)
     leaves[policy][0, 0] = float("nan")
-    snapshot = replace(recorded.snapshot(), tensors=leaves)
-    run = snapshot.program.execute(leaves)
-    found = recorded_weights(snapshot, run, loss_inputs(snapshot, run).mask)
+    trace = Trace.of(recorded.program, leaves)
+    found = weights_of(trace, batch_of(trace).inputs.mask)
     assert found is not None
     assert recognise(found.weights_BT, MASK).schemes == (Scheme.TOKEN_MEAN,)
 
@@ -141,9 +139,7 @@ EMPTIED = [
 @pytest.mark.parametrize(("name", "reduced", "row", "batch"), EMPTIED, ids=[row[0] for row in EMPTIED])
 def test_the_program_itself_is_tried_without_tokens(name: str, reduced: Callable, row: bool, batch: bool) -> None:
     """Whether a denominator has a floor is an experiment, not a guess from its spelling."""
-    snapshot = ppo(reduced).snapshot()
-    run = snapshot.program.execute(snapshot.tensors)
-    found = emptied(snapshot, run, MASK)
+    found = emptied(ppo(reduced).trace, MASK)
     assert (found.row, found.batch) == (row, batch)
 
 

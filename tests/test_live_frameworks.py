@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import nanscope
 from nanscope import native
 from nanscope.frameworks.losses import framework_loss
-from nanscope.locate.names import Namer
+from nanscope.locate.names import Names
 from nanscope.native import openrlhf as openrlhf_adapter
 from nanscope.native import skyrl as skyrl_adapter
 from nanscope.objective.settings import LossInputs
@@ -359,7 +359,7 @@ def test_variables_have_the_roles_of_the_rows(
     """Every value of the recorded loss is named by what the framework's own function calls it, and means what the row says."""
     scope, _, _, _ = run(tmp_path, name, fault, settings)
     program = scope.snapshots[0].program
-    namer = Namer(program)
+    namer = Names(program)
     values = [leaf.id for leaf in program.leaves] + [out for call in program.calls for out in call.outs if out is not None]
     found: dict[str, set[str]] = {}
     for value in values:

@@ -14,7 +14,8 @@ from recorded import leaf, record
 from torch import Tensor
 from torch.nn import functional
 
-from nanscope.locate.location import Phase, spotted
+from nanscope.locate.location import spotted
+from nanscope.locate.origin import Phase
 from nanscope.roles import Role
 
 INF, NAN = math.inf, math.nan
@@ -228,10 +229,10 @@ def test_what_is_absorbed_is_no_finding(loss: Callable[..., Tensor], args: Calla
 def test_an_overflow_without_harm_is_spotted() -> None:
     """What was born non-finite and absorbed can still be pointed at; what is infinite on purpose cannot."""
     recorded = record(HEALTHY[3][1], *HEALTHY[3][2]())
-    found = spotted(recorded.program, recorded.run)
+    found = spotted(recorded.trace)
     assert found is not None and (found.origin.op, found.origin.index) == ("exp", (1, 3))
     purpose = record(HEALTHY[4][1], *HEALTHY[4][2]())
-    assert spotted(purpose.program, purpose.run) is None
+    assert spotted(purpose.trace) is None
 
 
 @given(st.integers(0, 3), st.integers(0, 5), st.booleans(), st.sampled_from(["mul", "where", "index", "fill"]), st.booleans())

@@ -261,8 +261,8 @@ def test_a_slice_keeps_what_the_output_needs() -> None:
 
 def test_a_program_knows_its_values() -> None:
     """Who makes a value, who reads it, and which ids are free."""
-    assert GRPO.producer(5) == 1 and GRPO.producer(0) is None
-    assert GRPO.consumers()[2] == [3, 4] and GRPO.consumers()[3] == [7, 9]
+    assert GRPO.producers.get(5) == 1 and GRPO.producers.get(0) is None
+    assert GRPO.consumers[2] == [3, 4] and GRPO.consumers[3] == [7, 9]
     assert GRPO.new_id() == 17 and Program((), (), -1).new_id() == 0
     leaf = GRPO.leaf(1)
     assert leaf is not None and leaf.name == "leaf_1" and GRPO.leaf(5) is None

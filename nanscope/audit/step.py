@@ -23,15 +23,17 @@ from nanscope.audit.weights import (
     emptied,
     is_constant,
     recognise,
-    recorded_weights,
     token_weights,
+    weights_of,
 )
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
+from nanscope.locate.trace import Trace
 from nanscope.objective.evaluate import objective
 from nanscope.objective.reduction import Over, Reduction, reduce
 from nanscope.objective.settings import LossInputs, LossSettings, with_token_values
-from nanscope.replay.batch import loss_inputs
+from nanscope.program.run import Run
+from nanscope.replay.batch import batch_of
 from nanscope.snapshot.step import Snapshot
 
 NEARLY = 1e-6  # of the mean |loss| of a token: less is rounding
@@ -100,13 +102,13 @@ def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, 
     weights.
     Raises NanscopeError with the slug "missing-role" if the file does not hold the batch.
     """
-    run = snapshot.program.execute(snapshot.tensors) if snapshot.program.calls else None
-    inputs = loss_inputs(snapshot, run)
-    assert run is not None  # without a program there are no inputs
+    program = snapshot.program
+    trace = Trace(program, program.execute(snapshot.tensors) if program.calls else Run({}))
+    inputs = batch_of(trace).inputs
     part = part_of(inputs, LossSettings(), source=source, rank=snapshot.rank, share=share, weigh=False)
     part = replace(part, drift=None if inputs.old_log_probs is None else part.drift)  # a loss without a ratio has no first step
     part = replace(part, loss=None if snapshot.loss is None else snapshot.loss.double().sum().item())
-    found = recorded_weights(snapshot, run, part.mask_BT)
+    found = weights_of(trace, part.mask_BT)
     if found is None:
         return _by_rule(snapshot, inputs, part) or part, Emptied(None, None)
     loss_BT, left_out = _finite(found.token_loss_BT, part.mask_BT)
@@ -114,7 +116,7 @@ def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, 
     known = recognise(found.weights_BT, part.mask_BT, steps=steps, horizons=horizons, same=found.same)
     part = replace(part, loss_BT=loss_BT, left_out=left_out, weights_BT=found.weights_BT, recognised=known)
     part = replace(part, same=found.same, other_terms=not found.complete)
-    return part, emptied(snapshot, run, part.mask_BT)
+    return part, emptied(trace, part.mask_BT)
 
 
 def _by_rule(snapshot: Snapshot, inputs: LossInputs, part: Part) -> Part | None:

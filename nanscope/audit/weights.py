@@ -1,7 +1,7 @@
 """How much each token weighs in a loss: by the rule of a reduction, and as a recorded step really weighed it.
 
     token_weights(mask_BT, Reduction(Over.ROW_MEANS))      # 1 / (B·n_i) at each valid token of row i
-    recorded = recorded_weights(snapshot, run, mask_BT)    # ∂loss / ∂(loss of each token), read off the trainer's own program
+    recorded = weights_of(trace, mask_BT)                  # ∂loss / ∂(loss of each token), read off the trainer's own program
     recognise(recorded.weights_BT, recorded.mask_BT)       # "this is the row mean"
 
 Notable: a weight is a derivative, not a value. It says which reduction a trainer used even where the loss is 0, as on a first step, or
@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 
 from nanscope.frameworks.rows import Setting
-from nanscope.locate.names import LOG_PROBS, Namer
+from nanscope.locate.names import LOG_PROBS
+from nanscope.locate.trace import Trace
 from nanscope.objective.reduction import Masking, Over, Reduction, reduce
 from nanscope.program.calls import Leaf
-from nanscope.program.ops import base_name
+from nanscope.program.ops import WEIGHINGS
 from nanscope.program.program import Program
-from nanscope.program.run import Run
 from nanscope.roles import Role
-from nanscope.snapshot.step import Snapshot
 
 SAME = 1e-4  # relative: two weights are one; float32 sums over long rows are off by less
 MOST_STEPS = 256  # micro-batches of a step that are thought of
-_WEIGHING = frozenset(("mul", "div", "neg", "where", "masked_fill", "_to_copy", "clone", "view", "_unsafe_view", "unsqueeze", "squeeze"))
 NOT_A_LOSS = frozenset((*LOG_PROBS, Role.LOG_RATIO, Role.RATIO, Role.KL, Role.ADVANTAGES, Role.MASK))
 
 
@@ -219,57 +217,58 @@ class RecordedWeights:
     same: float
 
 
-def recorded_weights(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> RecordedWeights | None:
-    """Read the weight of every token off the recorded program; None where the file does not hold one value per token and its gradient.
+def weights_of(trace: Trace, mask_BT: Tensor) -> RecordedWeights | None:
+    """Read the weight of every token off a recorded program; None where the file does not hold one value per token and its gradient.
 
-    run: of the snapshot's program, with gradients. mask_BT: as `loss_inputs` has it.
+    trace: of the loss, with gradients. mask_BT: as `loss_inputs` has it.
     """
-    program = snapshot.program
-    ends = _reduced_values(program, run, mask_BT.numel())
-    behind = {value: _roles_behind(program, value) for value in ends}
+    names, values, grads = trace.names, trace.values, trace.run.grads
+    ends = _reduced_values(trace, mask_BT.numel())
+    behind = {value: _roles_behind(trace, value) for value in ends}
     known = any(Role.ADVANTAGES in roles for roles in behind.values())
     policy = [value for value in ends if Role.ADVANTAGES in behind[value] or not known]
-    if len(policy) != 1 or policy[0] not in run.grads or (not known and Namer(program).role(policy[0]) in NOT_A_LOSS):
+    if len(policy) != 1 or policy[0] not in grads or (not known and names.role(policy[0]) in NOT_A_LOSS):
         return None
-    valid_BT, value = mask_BT > 0, _before_weights(program, run, policy[0], mask_BT)
-    loss_BT = run.values[value].reshape(mask_BT.shape).to(torch.float64)
-    weights_BT = torch.where(valid_BT, run.grads[value].reshape(mask_BT.shape).to(torch.float64), 0.0)
-    whole = run.values[program.output].to(torch.float64)
+    valid_BT, value = mask_BT > 0, _before_weights(trace, policy[0], mask_BT)
+    loss_BT = values[value].reshape(mask_BT.shape).to(torch.float64)
+    weights_BT = torch.where(valid_BT, grads[value].reshape(mask_BT.shape).to(torch.float64), 0.0)
+    whole = values[trace.program.output].to(torch.float64)
     if len(ends) == 1 and not _adds_up(whole, loss_BT, weights_BT):
         return None  # not what was reduced: something between it and the loss is more than a weighted sum
     if weights_BT.sum() < 0:  # what was reduced is the objective, and the minus comes after it
         loss_BT, weights_BT = -loss_BT, -weights_BT
     if not bool((weights_BT[valid_BT] >= 0).all()):
         return None  # NaN, or of both signs: that is no weight, the advantages come after it
-    same = max(SAME, 4 * torch.finfo(run.grads[value].dtype).eps)
+    same = max(SAME, 4 * torch.finfo(grads[value].dtype).eps)
     return RecordedWeights(loss_BT, weights_BT, complete=len(ends) == 1, same=same)
 
 
-def _before_weights(program: Program, run: Run, value: int, mask_BT: Tensor) -> int:
+def _before_weights(trace: Trace, value: int, mask_BT: Tensor) -> int:
     """Return what a value was before the mask, or something made of the mask, multiplied or divided it token by token."""
-    producers, masks = program.producers(), _mask_values(program, run, mask_BT)
-    while (index := producers.get(value)) is not None and base_name(program.calls[index].op) in _WEIGHING:
-        inputs = list(program.calls[index].inputs())
-        sources = [each for each in inputs if each in run.grads]
-        others = [each for each in inputs if each not in run.grads]
-        if len(sources) != 1 or run.values[sources[0]].numel() != mask_BT.numel():
+    masks = _mask_values(trace, mask_BT)
+    while (call := trace.program.maker(value)) is not None and call.name in WEIGHINGS:
+        inputs = list(call.inputs())
+        sources = [each for each in inputs if each in trace.run.grads]
+        others = [each for each in inputs if each not in trace.run.grads]
+        if len(sources) != 1 or trace.values[sources[0]].numel() != mask_BT.numel():
             break
-        if not all(_of_mask(program, run, producers, masks, other) for other in others):
+        if not all(_of_mask(trace, masks, other) for other in others):
             break
         value = sources[0]
     return value
 
 
-def _of_mask(program: Program, run: Run, producers: dict[int, int], masks: list[int], value: int) -> bool:
+def _of_mask(trace: Trace, masks: list[int], value: int) -> bool:
     """Is a value made of the mask and of single numbers only?"""
     stack = [value]
     while stack:
         each = stack.pop()
-        if each in masks or run.values[each].numel() == 1:
+        if each in masks or trace.values[each].numel() == 1:
             continue
-        if each not in producers:
+        call = trace.program.maker(each)
+        if call is None:
             return False
-        stack += program.calls[producers[each]].inputs()
+        stack += call.inputs()
     return True
 
 
@@ -280,34 +279,33 @@ def _adds_up(loss: Tensor, token_loss_BT: Tensor, weights_BT: Tensor) -> bool:
     return bool(close) or not bool(torch.isfinite(parts_BT).all() and torch.isfinite(loss).all())
 
 
-def _reduced_values(program: Program, run: Run, elements: int) -> list[int]:
+def _reduced_values(trace: Trace, elements: int) -> list[int]:
     """Return the last values on the way to the loss that still have one element per token."""
-    producers = program.producers()
     found: dict[int, None] = {}
-    stack, seen = [program.output], {program.output}
+    stack, seen = [trace.program.output], {trace.program.output}
     while stack:
         value = stack.pop()
-        tensor = run.values.get(value)
+        tensor = trace.values.get(value)
         if tensor is not None and tensor.numel() == elements and tensor.dim() > 0 and elements > 1:
             found[value] = None
             continue
-        index = producers.get(value)
-        for source in program.calls[index].inputs() if index is not None else ():
-            if source in run.grads and source not in seen:  # only what a gradient flows through
+        call = trace.program.maker(value)
+        for source in call.inputs() if call is not None else ():
+            if source in trace.run.grads and source not in seen:  # only what a gradient flows through
                 seen.add(source)
                 stack.append(source)
     return list(found)
 
 
-def _roles_behind(program: Program, value: int) -> set[Role | None]:
-    namer, stack, seen = Namer(program), [value], {value}
+def _roles_behind(trace: Trace, value: int) -> set[Role | None]:
+    stack, seen = [value], {value}
     while stack:
-        index = namer.producers.get(stack.pop())
-        for source in program.calls[index].inputs() if index is not None else ():
+        call = trace.program.maker(stack.pop())
+        for source in call.inputs() if call is not None else ():
             if source not in seen:
                 seen.add(source)
                 stack.append(source)
-    return {namer.role(each) for each in seen}
+    return {trace.names.role(each) for each in seen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,17 +316,17 @@ class Emptied:
     batch: bool | None
 
 
-def emptied(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> Emptied:
+def emptied(trace: Trace, mask_BT: Tensor) -> Emptied:
     """Run the recorded program on a harmless batch with one row masked, and with all of them.
 
     Harmless: all that has one number per token is 0, so that every ratio is 1; what is left to go wrong is a denominator.
     """
-    masks = _mask_values(snapshot.program, run, mask_BT)
+    masks = _mask_values(trace, mask_BT)
     if not masks:
         return Emptied(None, None)
-    cut = _cut(snapshot.program, masks[0])
-    shape, dtype = run.values[masks[0]].shape, run.values[masks[0]].dtype
-    leaves = {value: _harmless(tensor, mask_BT.numel()) for value, tensor in snapshot.tensors.items()}
+    cut = _cut(trace.program, masks[0])
+    shape, dtype = trace.values[masks[0]].shape, trace.values[masks[0]].dtype
+    leaves = {value: _harmless(tensor, mask_BT.numel()) for value, tensor in trace.tensors.items()}
 
     def survives(valid_BT: Tensor) -> bool:
         again = cut.execute({**leaves, masks[0]: valid_BT.reshape(shape).to(dtype)})
@@ -343,17 +341,17 @@ def emptied(snapshot: Snapshot, run: Run, mask_BT: Tensor) -> Emptied:
     return Emptied(survives(one_BT) if len(one_BT) > 1 else None, survives(torch.zeros_like(full_BT)))
 
 
-def _mask_values(program: Program, run: Run, mask_BT: Tensor) -> list[int]:
+def _mask_values(trace: Trace, mask_BT: Tensor) -> list[int]:
     """Return the values that are this mask, the earliest first."""
-    namer, valid_BT = Namer(program), (mask_BT > 0).double()
+    program, valid_BT = trace.program, (mask_BT > 0).double()
     order = [*(leaf.id for leaf in program.leaves), *(out for call in program.calls for out in call.outs if out is not None)]
 
     def is_it(value: int) -> bool:
-        tensor = run.values.get(value)
+        tensor = trace.values.get(value)
         if tensor is None or tensor.numel() != mask_BT.numel() or not torch.equal(tensor.reshape(mask_BT.shape).double(), valid_BT):
             return False
         # where the mask has zeros, one and the same pattern is no accident, whatever the name
-        return namer.role(value) is Role.MASK or (value not in run.grads and not bool(valid_BT.all()))
+        return trace.names.role(value) is Role.MASK or (value not in trace.run.grads and not bool(valid_BT.all()))
 
     return [value for value in order if is_it(value)]
 

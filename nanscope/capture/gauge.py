@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanscope.locate.names import Namer
+from nanscope.locate.names import Names
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import exponent_limit
 from nanscope.program.ops import base_name
@@ -31,7 +31,7 @@ class Plan:
     @staticmethod
     def of(program: Program) -> Plan:
         """Work out the plan; once for each structure, since names have to be looked up."""
-        namer = Namer(program)
+        namer = Names(program)
         exponents, masks, clips = [], [], []
         for index, call in enumerate(program.calls):
             name = base_name(call.op)

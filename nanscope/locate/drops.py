@@ -8,17 +8,17 @@ masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanscope.locate.names import Namer
+from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Ref, refs
 from nanscope.program.flow import spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import PAYLOAD, SELECTORS, Flow, base_name, carries, flow_of
+from nanscope.program.ops import CLAMPS, DIFFERENCES, EXTREMA, PAYLOAD, REPLACEMENTS, SELECTIONS, SELECTORS, SHIFTS, Flow, carries, flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.roles import Role
@@ -40,17 +40,13 @@ class Drop:
     name: str | None
 
 
-@dataclass(slots=True)
-class Fate:
-    """The ways of the elements of one run. producers, consumers: of the program. own_operands: of the call whose result is followed: p in
-    p · log p is no mask."""
+@dataclass(frozen=True, slots=True)
+class Drops:
+    """What of one run the loss does not count. names: of the program's values."""
 
     program: Program
     run: Run
-    producers: Mapping[int, int]
-    consumers: Mapping[int, list[int]]
-    names: Namer
-    own_operands: set[int] = field(default_factory=set)
+    names: Names
 
     def of(self, value: int, flat: int) -> tuple[bool | None, tuple[Drop, ...], str | None]:
         """Follow an element to the loss: is it taken out on the way, by what, and does a zero coefficient multiply it?"""
@@ -61,28 +57,22 @@ class Fate:
 
     def own_mask(self, index: int | None, value: int, flat: int) -> Drop | None:
         """The product that is the origin multiplies an infinity by a mask."""
-        if index is None or base_name(self.program.calls[index].op) != "mul" or not math.isnan(at(self.run.values[value], flat)):
+        if index is None or self.program.calls[index].name != "mul" or not math.isnan(at(self.run.values[value], flat)):
             return None
-        shape = self.run.values[value].shape
-        here = torch.zeros(shape, dtype=torch.bool)
-        here.flatten()[flat] = True
+        here = one_of(self.run.values[value], flat)
         for factor in self.program.calls[index].inputs():
-            zeros = here & (self.run.values[factor] == 0).expand(shape)
+            zeros = here & (self.run.values[factor] == 0).expand(here.shape)
             if bool(zeros.any()) and self.is_mask(factor, zeros):
-                by = self._mask_behind(factor, zeros)
-                return Drop(index, "mask", by, self.names.name(by))
+                return self._by_mask(index, factor, zeros)
         return None
 
     def _follow(self, value: int, flat: int, *, tokens: bool) -> tuple[bool | None, tuple[Drop, ...], str | None]:
-        """The fate of an element. tokens: what nan_to_num puts in its place is still the same token."""
-        tensor = self.run.values[value]
-        mark = torch.zeros(tensor.numel(), dtype=torch.bool)
-        mark[flat] = True
-        marked: dict[int, Tensor] = {value: mark.reshape(tensor.shape)}
+        """Say of an element what `of` does. tokens: what nan_to_num puts in its place is still the same token."""
+        tensor, made = self.run.values[value], self.program.maker(value)
+        marked: dict[int, Tensor] = {value: one_of(tensor, flat)}
         drops: list[Drop] = []
         coefficient: str | None = None
-        made = self.producers.get(value)
-        self.own_operands = set(self.program.calls[made].inputs()) if made is not None else set()
+        own_operands = set(made.inputs()) if made is not None else set()  # p in p · log p is no mask
         for index, call in enumerate(self.program.calls):
             touched = [v for v in dict.fromkeys(call.inputs()) if v in marked]
             if not touched or any(out in marked for out in call.outs if out is not None):
@@ -92,14 +82,14 @@ class Fate:
                 drops.append(Drop(index, "select", self._selector(call), self._selector_name(call)))
                 continue
             for out, own in reached.items():
-                kept, drop, zero = self._kept(index, call, out, own, marked)
+                kept, drop, zero = self._kept(index, call, out, own, marked, own_operands)
                 if tokens and drop is not None and drop.how == "replace":
                     kept = own
                 coefficient = coefficient or zero
                 if drop is not None:
                     drops.append(drop)
-                if len(call.outs) > 1 and out != self.program.output and not self.consumers.get(out):
-                    drops.append(Drop(index, "select", None, base_name(call.op)))  # a piece that nobody takes
+                if len(call.outs) > 1 and out != self.program.output and not self.program.consumers.get(out):
+                    drops.append(Drop(index, "select", None, call.name))  # a piece that nobody takes
                     continue
                 if bool(kept.any()):
                     marked[out] = kept
@@ -108,130 +98,141 @@ class Fate:
             return True, (*drops, at_mask), coefficient
         if self.program.output not in marked and any(drop.how != "replace" for drop in drops):
             return True, tuple(drops), coefficient
-        made = self.producers.get(value)
-        in_model = made is not None and bool(self.program.calls[made].module)
+        in_model = made is not None and bool(made.module)
         if not drops and tensor.dim() == 0 and not in_model and not self._meets_mask(marked):
             return (False if coefficient else None), (), coefficient
         return False, tuple(drops), coefficient
 
-    def _meets_mask(self, marked: dict[int, Tensor]) -> bool:
+    def _meets_mask(self, marked: Mapping[int, Tensor]) -> bool:
         """Does a mask weigh, or an index select, what came of the marked elements?"""
         for call in self.program.calls:
             inputs = list(call.inputs())
             if not any(value in marked for value in inputs):
                 continue
-            if base_name(call.op) == "mul" and any(v not in marked and self.run.values[v].dim() and self.is_mask(v, None) for v in inputs):
+            if call.name == "mul" and any(v not in marked and self.run.values[v].dim() and self.is_mask(v, None) for v in inputs):
                 return True
-            if base_name(call.op) in ("where", "index", "masked_fill", "masked_select"):
+            if call.name in SELECTIONS:
                 return True
         return False
 
-    def _kept(self, index: int, call: Call, out: int, mark: Tensor, marked: dict[int, Tensor]) -> tuple[Tensor, Drop | None, str | None]:
-        name, values = base_name(call.op), self.run.values
-        result = values[out]
-        others = [v for v in call.inputs() if v not in marked]
-        if name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
+    def _kept(
+        self, index: int, call: Call, out: int, mark: Tensor, marked: Mapping[int, Tensor], own_operands: set[int]
+    ) -> tuple[Tensor, Drop | None, str | None]:
+        """Return which marked elements of a result still count, what took the others out, and the name of a coefficient that is 0."""
+        if call.name == "mul":
+            return self._multiplied(index, call, mark, marked, own_operands)
+        if call.name in EXTREMA and len(call.args) == 2:
+            lost, how = self._outdone(call, out, mark, marked), "clip"
+        elif call.name in CLAMPS and isinstance(source := call.args[0], Ref):
+            result = self.run.values[out]
+            lost, how = mark & torch.isfinite(result) & (result != self.run.values[source.id]), "clamp"
+        elif call.name in REPLACEMENTS and isinstance(source := call.args[0], Ref):
+            bad = ~torch.isfinite(self.run.values[source.id]) & marked[source.id]
+            lost, how = mark & bool(bad.any()) & torch.isfinite(self.run.values[out]), "replace"
+        else:
+            return mark, None, None
+        return (mark & ~lost, Drop(index, how, None, call.name), None) if bool(lost.any()) else (mark, None, None)
+
+    def _multiplied(
+        self, index: int, call: Call, mark: Tensor, marked: Mapping[int, Tensor], own_operands: set[int]
+    ) -> tuple[Tensor, Drop | None, str | None]:
+        """What a factor of 0 does: a mask takes an element out, a coefficient does not."""
+        if any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
             return mark, None, "a coefficient"
-        if name == "mul":
-            for other in others:
-                zero = mark & (values[other] == 0).expand(result.shape)
-                if not bool(zero.any()):
-                    continue
-                if other not in self.own_operands and self.is_mask(other, zero):
-                    by = self._mask_behind(other, zero)
-                    return mark & ~zero, Drop(index, "mask", by, self.names.name(by)), None
-                return mark, None, self.names.name(other) or "a coefficient"
-        elif name in ("minimum", "maximum", "fmin", "fmax") and len(call.args) == 2:
-            left, right = (arg.id if isinstance(arg, Ref) else -1 for arg in call.args)
-            for own, other in ((left, right), (right, left)):
-                if own in marked and other in values and other not in marked:
-                    lost = mark & (result == values[other]) & ~(values[own] == values[other]).expand(result.shape)
-                    if bool(lost.any()):
-                        return mark & ~lost, Drop(index, "clip", None, name), None
-                elif own in marked and other in marked:
-                    # both sides descend from the element: it is out if the picked side no longer carries it
-                    picked_other = mark & (result == values[other]) & ~marked[other].expand(result.shape)
-                    lost = picked_other & ~(values[own] == values[other]).expand(result.shape)
-                    if bool(lost.any()):
-                        return mark & ~lost, Drop(index, "clip", None, name), None
-        elif name in ("clamp", "clamp_min", "clamp_max"):
-            source = call.args[0]
-            if isinstance(source, Ref):
-                lost = mark & torch.isfinite(result) & (result != values[source.id])
-                if bool(lost.any()):
-                    return mark & ~lost, Drop(index, "clamp", None, name), None
-        elif name in ("nan_to_num", "nansum", "nanmean"):
-            source = call.args[0]
-            if isinstance(source, Ref):
-                bad = ~torch.isfinite(values[source.id]) & marked[source.id]
-                lost = mark & bool(bad.any()) & torch.isfinite(result)
-                if bool(lost.any()):
-                    return mark & ~lost, Drop(index, "replace", None, name), None
+        for other in (v for v in call.inputs() if v not in marked):
+            zero = mark & (self.run.values[other] == 0).expand(mark.shape)
+            if not bool(zero.any()):
+                continue
+            if other not in own_operands and self.is_mask(other, zero):
+                return mark & ~zero, self._by_mask(index, other, zero), None
+            return mark, None, self.names.name(other) or "a coefficient"
         return mark, None, None
+
+    def _outdone(self, call: Call, out: int, mark: Tensor, marked: Mapping[int, Tensor]) -> Tensor:
+        """The marked elements of a minimum or maximum that come from the other side.
+
+        Where both sides descend from the element, it is out if the picked side no longer carries it.
+        """
+        values, result = self.run.values, self.run.values[out]
+        left, right = (arg.id if isinstance(arg, Ref) else -1 for arg in call.args)
+        for own, other in ((left, right), (right, left)):
+            if own in marked and other in values:
+                picked = mark & (result == values[other])
+                if other in marked:
+                    picked &= ~marked[other].expand(result.shape)
+                lost = picked & ~(values[own] == values[other]).expand(result.shape)
+                if bool(lost.any()):
+                    return lost
+        return mark & False
+
+    def _by_mask(self, index: int, factor: int, zeros: Tensor) -> Drop:
+        by = self._mask_behind(factor, zeros)
+        return Drop(index, "mask", by, self.names.name(by))
 
     def _selector(self, call: Call) -> int | None:
         """The mask or index that a where, masked_fill or indexing call selects with."""
-        payload = PAYLOAD.get(base_name(call.op), (0,))
+        payload = PAYLOAD.get(call.name, (0,))
         found = [v for position, arg in enumerate(call.args) if position not in payload for v in refs(arg)]
         return found[0] if found else None
 
     def _selector_name(self, call: Call) -> str | None:
         value = self._selector(call)
-        return self.names.name(value) if value is not None else base_name(call.op)
+        return self.names.name(value) if value is not None else call.name
 
     def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False, depth: int = 0) -> bool:
-        """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?"""
+        """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?
+
+        zeros: where it is 0 and matters. strict: zeros and ones are not enough, it has to be made of masks.
+        """
         tensor = self.run.values[value]
-        role = self.names.named(value)
+        role, leaf = self.names.named(value), self.program.leaf(value)
         if role is Role.MASK or tensor.dtype is torch.bool:
             return True
-        if role is not None:
+        if role is not None or (leaf is not None and leaf.origin == "parameter") or self._is_label(value):
             return False
-        index = self.producers.get(value)
-        leaf = self.program.leaf(value)
-        if leaf is not None and leaf.origin == "parameter":
-            return False
-        if self._is_label(value):
-            return False
-        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and (index is None or bool((tensor == 1).any()))
-        if index is None or depth > 20 or (binary and not strict):
+        call = self.program.maker(value)
+        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and (call is None or bool((tensor == 1).any()))
+        if call is None or depth > 20 or (binary and not strict):
             return binary and (not strict or not tensor.is_floating_point())
-        call = self.program.calls[index]
-        name = base_name(call.op)
-        if name in SELECTORS:
+        if call.name in SELECTORS:
             return True
-        inputs = list(call.inputs())
-        if carries(call.op) or name in ("rsub", "neg", "sub", "add"):
-            carried = PAYLOAD.get(name)
-            tensors = [v for v in inputs if self.run.values[v].dim() > 0]
-            if carried is not None and len(carried) > 1:  # a where or a write: a mask only if all that it is made of are masks
-                parts = [v for position in carried if position < len(call.args) for v in refs(call.args[position])]
-                tensors = [v for v in parts if self.run.values[v].dim() > 0]
-                return bool(tensors) and all(self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in tensors)
-            return bool(tensors) and self.is_mask(tensors[0], zeros, strict=strict, depth=depth + 1)
-        if name == "mul":
-            parts = [v for v in inputs if bool((self.run.values[v] == 0).any())] or inputs
-            if zeros is not None:
-                parts = [v for v in parts if bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())] or parts
-            return any(self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in parts)
-        return False
+
+        def masks(values: Iterable[int]) -> Iterable[bool]:
+            return (self.is_mask(v, zeros, strict=strict, depth=depth + 1) for v in values)
+
+        if carries(call.op) or call.name == "neg" or call.name in SHIFTS:
+            carried = PAYLOAD.get(call.name, ())
+            if len(carried) > 1:  # a where or a write: a mask only if all that it is made of are masks
+                parts = self._tensors(v for position in carried if position < len(call.args) for v in refs(call.args[position]))
+                return bool(parts) and all(masks(parts))
+            return any(masks(self._tensors(call.inputs())[:1]))
+        return call.name == "mul" and any(masks(self._zero_factors(call, zeros)))
+
+    def _tensors(self, values: Iterable[int]) -> list[int]:
+        return [v for v in values if self.run.values[v].dim() > 0]
+
+    def _zero_factors(self, call: Call, zeros: Tensor | None) -> list[int]:
+        """The factors that make a product 0, where it matters if that can be told; otherwise all."""
+        parts = [v for v in call.inputs() if bool((self.run.values[v] == 0).any())] or list(call.inputs())
+        if zeros is None:
+            return parts
+        return [v for v in parts if bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())] or parts
 
     def _is_label(self, value: int) -> bool:
         """Zeros and ones that weigh one term by themselves and another by their complement say which is right, not which counts."""
         if not self._multiplies(value):
             return False
-        made = self.producers.get(value)
-        calls = [self.program.calls[index] for index in self.consumers.get(value, ())]
-        twins = [call.outs[0] for call in calls if base_name(call.op) in ("rsub", "sub")]
-        if made is not None and base_name(self.program.calls[made].op) in ("rsub", "sub"):
-            twins += list(self.program.calls[made].inputs())
+        made = self.program.maker(value)
+        twins = [call.outs[0] for call in self.program.readers(value) if call.name in DIFFERENCES]
+        if made is not None and made.name in DIFFERENCES:
+            twins += list(made.inputs())
         return any(self._multiplies(twin) for twin in twins)
 
     def _multiplies(self, value: int | None) -> bool:
         """Does a value weigh another tensor?"""
         return value is not None and any(
-            base_name(call.op) == "mul" and all(isinstance(arg, Ref) and self.run.values[arg.id].dim() > 0 for arg in call.args[:2])
-            for call in (self.program.calls[index] for index in self.consumers.get(value, ()))
+            call.name == "mul" and all(isinstance(arg, Ref) and self.run.values[arg.id].dim() > 0 for arg in call.args[:2])
+            for call in self.program.readers(value)
         )
 
     def _mask_behind(self, value: int, zeros: Tensor) -> int:
@@ -239,14 +240,11 @@ class Fate:
         for _ in range(20):
             if self.names.named(value) is Role.MASK:
                 return value
-            index = self.producers.get(value)
-            if index is None or base_name(self.program.calls[index].op) != "mul":
+            made = self.program.maker(value)
+            if made is None or made.name != "mul":
                 return value
-            shape = zeros.shape
             parts = [
-                v
-                for v in self.program.calls[index].inputs()
-                if self.is_mask(v, zeros) and bool(((self.run.values[v] == 0).expand(shape) & zeros).any())
+                v for v in made.inputs() if self.is_mask(v, zeros) and bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())
             ]
             if not parts:
                 return value
@@ -269,7 +267,7 @@ class Fate:
             meets = bool(inputs & beside)
             if meets and flow_of(call.op) is Flow.POINTWISE:
                 beside |= {out for out in call.outs if out is not None and self.run.values[out].shape == self.run.values[value].shape}
-            if base_name(call.op) != "mul" or not (meets or before & set(call.outs)):
+            if call.name != "mul" or not (meets or before & set(call.outs)):
                 continue
             for mask in inputs - beside:
                 tensor = self.run.values[mask]
@@ -300,11 +298,15 @@ class Fate:
     def _unmoved(self, value: int) -> int:
         """What a value was before it was reshaped, permuted or cast."""
         for _ in range(12):
-            index = self.producers.get(value)
-            if index is None or self.names.name(value) is not None:
-                return value
-            call = self.program.calls[index]
-            if not carries(call.op):
+            call = self.program.maker(value)
+            if call is None or self.names.name(value) is not None or not carries(call.op):
                 return value
             value = next(iter(call.inputs()), value)
         return value
+
+
+def one_of(tensor: Tensor, flat: int) -> Tensor:
+    """Return a bool tensor of a tensor's shape in which one element is marked."""
+    mark = torch.zeros(tensor.numel(), dtype=torch.bool)
+    mark[flat] = True
+    return mark.reshape(tensor.shape)

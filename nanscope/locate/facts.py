@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from nanscope.locate.location import Location
-from nanscope.locate.names import Namer
+from nanscope.locate.origin import Location
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes
 from nanscope.program.numbers import smallest
-from nanscope.program.ops import Flow, base_name, carries, flow_of
+from nanscope.program.ops import BOUNDING, DIFFERENCES, LOGARITHMS, ZERO_PRODUCTS, Flow, carries, flow_of
 from nanscope.program.program import Program
-from nanscope.program.run import Run
 from nanscope.snapshot.observation import Facts
 
-LOGS = ("log", "log2", "log10", "log1p", "xlogy")
+LOGS = tuple(LOGARITHMS)
 
 
-def facts_of(location: Location, program: Program, run: Run) -> Facts:
+def facts_of(location: Location, trace: Trace) -> Facts:
     """Return the facts around the origin of a location."""
-    origin = location.origin
+    origin, program = location.origin, trace.program
     call = program.calls[origin.call] if origin.call is not None else None
-    literal = call is not None and base_name(call.op) == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
+    literal = call is not None and call.name == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     return Facts(
         coefficient=origin.coefficient is not None,
         ancestors=tuple(sorted(_ancestors(program, origin.operands[0].id))) if origin.operands else (),
-        mask_denominator=len(origin.operands) > 1 and _from_mask(program, run, origin.operands[1].id),
+        mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
         literal_denominator=literal,
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[1].id)),
         dropped=bool(origin.drops),
         zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
-        extent=_extent(run.values[origin.value_id], origin.index) if origin.call is None else "",
-        whole=not bool(torch.isfinite(run.values[origin.value_id]).any()),
+        extent=_extent(trace.values[origin.value_id], origin.index) if origin.call is None else "",
+        whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
         unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
-        eps_underflow=origin.call is not None and bool(vanishing_eps(program, run.values, origin.call)),
+        eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
 
 
@@ -47,13 +45,11 @@ def _meets_zero(location: Location, program: Program) -> bool:
     """Is it a product with 0 that makes NaN of an infinity, and not something on the way there, a softmax for instance?"""
     if math.isnan(location.origin.value):
         return True
-    producers = program.producers()
-    for step in location.chain:
-        if math.isnan(step.value) and not step.backward:
-            index = producers.get(step.value_id)
-            op = program.calls[index].op if index is not None else ""
-            return flow_of(op) is Flow.MATMUL or base_name(op) in ("mul", "addcmul", "addmm", "einsum")
-    return True
+    first = next((crossed for crossed in location.chain if math.isnan(crossed.value) and not crossed.backward), None)
+    if first is None:
+        return True
+    call = program.maker(first.value_id)
+    return call is not None and (flow_of(call.op) is Flow.MATMUL or call.name in ZERO_PRODUCTS)
 
 
 def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
@@ -71,28 +67,25 @@ def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
 
 
 def _ancestors(program: Program, value: int) -> set[str]:
-    """The operators that a value was made by, a few steps back."""
-    producers = program.producers()
+    """The operators that a value was made by, a few calls back."""
     found: set[str] = set()
     stack = [(value, 0)]
     while stack:
         current, depth = stack.pop()
-        index = producers.get(current)
-        if index is None or depth > 4:
-            continue
-        found.add(base_name(program.calls[index].op))
-        stack += [(v, depth + 1) for v in program.calls[index].inputs()]
+        call = program.maker(current)
+        if call is not None and depth <= 4:
+            found.add(call.name)
+            stack += [(v, depth + 1) for v in call.inputs()]
     return found
 
 
 def _times_own_operand(program: Program, call: Call) -> bool:
     """Is the logarithm multiplied by the number it was taken of, p · log p?"""
-    consumers = program.consumers()
     operand = next(iter(call.inputs()), None)
     value = call.outs[0]
     for _ in range(6):
-        readers = [program.calls[index] for index in consumers.get(value, ())] if value is not None else []
-        if any(base_name(reader.op) == "mul" and operand in set(reader.inputs()) for reader in readers):
+        readers = program.readers(value) if value is not None else []
+        if any(reader.name == "mul" and operand in set(reader.inputs()) for reader in readers):
             return True
         following = [r for r in readers if flow_of(r.op) in (Flow.POINTWISE, Flow.MOVE)]
         if not following:
@@ -103,46 +96,42 @@ def _times_own_operand(program: Program, call: Call) -> bool:
 
 def _came_in(program: Program, value: int) -> bool:
     """Is a value one that came in as it is, a temperature for instance, and was at most reshaped?"""
-    producers = program.producers()
     for _ in range(12):
-        index = producers.get(value)
-        if index is None:
+        call = program.maker(value)
+        if call is None:
             return True
-        call = program.calls[index]
         if not carries(call.op):
             return False
         value = next(iter(call.inputs()), value)
     return False
 
 
-def _from_mask(program: Program, run: Run, value: int) -> bool:
+def _from_mask(trace: Trace, value: int) -> bool:
     """Is a value a sum over a mask?"""
-    producers, namer = program.producers(), Namer(program)
-    if "sum" not in _ancestors(program, value):
+    if "sum" not in _ancestors(trace.program, value):
         return False
     for _ in range(12):
-        made = producers.get(value)
-        if made is not None and base_name(program.calls[made].op) in ("sub", "rsub"):
+        call = trace.program.maker(value)
+        if call is not None and call.name in DIFFERENCES:
             return False  # a count less one
-        if namer.says_mask(value):
+        if trace.names.says_mask(value):
             return True
-        index = producers.get(value)
-        if index is None:
-            tensor = run.values[value]
+        if call is None:
+            tensor = trace.values[value]
             return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
-        following = next(iter(program.calls[index].inputs()), None)
+        following = next(iter(call.inputs()), None)
         if following is None:
             return False
         value = following
     return False
 
 
-def vanishing_eps(program: Program, values: Mapping[int, Tensor], index: int) -> dict[tuple[int, int], float]:
+def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
     """Return the numbers of the code, on the way into a call, that the dtype they meet cannot hold.
 
     An epsilon that rounds to 0, or a bound next to 1 that rounds to 1: (call, argument) → what to write there instead.
     """
-    producers = program.producers()
+    program, values, producers = trace.program, trace.values, trace.program.producers
     found: dict[tuple[int, int], float] = {}
     stack, seen = [(index, 0)], set[int]()
     while stack:
@@ -152,7 +141,7 @@ def vanishing_eps(program: Program, values: Mapping[int, Tensor], index: int) ->
         seen.add(current)
         call = program.calls[current]
         dtype = next((values[v].dtype for v in call.inputs() if values[v].is_floating_point()), None)
-        if dtype is not None and base_name(call.op) in ("add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"):
+        if dtype is not None and call.name in BOUNDING:
             for position, arg in enumerate(call.args):
                 if isinstance(arg, float) and math.isfinite(arg):
                     held = float(torch.tensor(arg, dtype=dtype))

@@ -7,7 +7,7 @@ import re
 
 from nanscope.frameworks.table import site_in
 from nanscope.program.calls import Call, Ref, Site
-from nanscope.program.ops import base_name, carries
+from nanscope.program.ops import COMMUTATIVE, LOG_SOFTMAXES, NATURAL_EXPONENTIALS, SCORE_KEEPERS, SHIFTS, SUMS, TOPS, carries
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word, role_of
 
@@ -17,56 +17,33 @@ _SPREAD = re.compile(r"(^|_)(std|sigma|var|variance|scale|alpha|temperature)($|_
 
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 
-_KEEPS_SCORES = frozenset(
-    (
-        "sub",
-        "rsub",
-        "add",
-        "div",
-        "mul",
-        "std",
-        "var",
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "sqrt",
-        "clamp",
-        "clamp_min",
-        "abs",
-        "where",
-    )
-)  # what these make of rewards or advantages are still rewards or advantages
 
-
-class Namer:
+class Names:
     """What the values of a program are called and what they mean: by name first, then by how they are computed."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.producers = program.producers()
-        self.consumers = program.consumers()
-        self._leaves = {leaf.id: leaf for leaf in program.leaves}
         self._rows = [site_in(site.file, site.function) for site in program.sites]
+        self._named: dict[int, Role | None] = {}  # a walk asks for the same value again and again
 
     def named(self, value: int) -> Role | None:
         """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
-        return self._listed(value) or role_of(self.name(value))
+        if value not in self._named:
+            self._named[value] = self._listed(value) or role_of(self.name(value))
+        return self._named[value]
 
     def _listed(self, value: int) -> Role | None:
         """The role of a value by the rows of a framework: as it is bound where it is made, or as it is called where it is read."""
         if not any(self._rows):
             return None
-        index = self.producers.get(value)
+        index = self.program.producers.get(value)
         if index is not None:
             call = self.program.calls[index]
             row = self._rows[call.site] if call.site >= 0 else None
             bound = self.program.sites[call.site].name if row is not None and self._is_last(index) else None
             if row is not None and bound is not None:
                 return self._corrected(row.role(last_word(bound)), value)
-        for index in self.consumers.get(value, ()):
+        for index in self.program.consumers.get(value, ()):
             call = self.program.calls[index]
             row = self._rows[call.site] if call.site >= 0 else None
             if row is None or (index > 0 and self.program.calls[index - 1].site == call.site):
@@ -85,19 +62,20 @@ class Namer:
 
     def _corrected(self, role: Role | None, value: int) -> Role | None:
         """A name is used for one thing after another: what e is raised to is no ratio yet, and what exp makes is no log-ratio any more."""
-        if role is Role.RATIO and any(base_name(self.program.calls[i].op) == "exp" for i in self.consumers.get(value, ())):
+        if role is Role.RATIO and any(reader.name == "exp" for reader in self.program.readers(value)):
             return Role.LOG_RATIO
-        made = self.producers.get(value)
-        if role is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
-            return None
-        return role
+        return None if role is Role.LOG_RATIO and self._is_exponential(value) else role
+
+    def _is_exponential(self, value: int) -> bool:
+        made = self.program.maker(value)
+        return made is not None and made.name in NATURAL_EXPONENTIALS
 
     def name(self, value: int) -> str | None:
         """Return the variable a value is bound to, None for an intermediate result."""
-        leaf = self._leaves.get(value)
+        leaf = self.program.leaf(value)
         if leaf is not None:
             return leaf.name
-        index = self.producers.get(value)
+        index = self.program.producers.get(value)
         if index is None:
             return None
         call = self.program.calls[index]
@@ -108,14 +86,14 @@ class Namer:
 
     def _read_as(self, value: int) -> str | None:
         """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""
-        for index in self.consumers.get(value, ()):
+        for index in self.program.consumers.get(value, ()):
             call = self.program.calls[index]
             site = self.program.site_of(call)
             if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
                 continue
             words = list(site.args)
             tensors = [arg for arg in call.args if isinstance(arg, Ref)]
-            if base_name(call.op) in ("mul", "add") and len(tensors) == 1 and len(words) == 2:
+            if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
                 words = [word for word in words if role_of(word) is not None]  # `0.1 * x` arrives as x, 0.1
             for position, arg in enumerate(call.args):
                 if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
@@ -129,8 +107,7 @@ class Namer:
             if not stack:
                 break
             current = stack.pop(0)
-            for index in self.consumers.get(current, ()):
-                call = self.program.calls[index]
+            for call in self.program.readers(current):
                 site = self.program.site_of(call)
                 for position, arg in enumerate(call.args):
                     if site is not None and isinstance(arg, Ref) and arg.id == current and position < len(site.args):
@@ -146,50 +123,45 @@ class Namer:
         for _ in range(20):
             if self.named(value) is Role.MASK:
                 return True
-            index = self.producers.get(value)
-            if index is None:
-                return False
-            call = self.program.calls[index]
-            inputs = list(call.inputs())
-            if len(inputs) != 1 or not (carries(call.op) or base_name(call.op) == "bitwise_not"):
+            call = self.program.maker(value)
+            inputs = list(call.inputs()) if call is not None else []
+            if call is None or len(inputs) != 1 or not (carries(call.op) or call.name == "bitwise_not"):
                 return False
             value = inputs[0]
         return False
 
     def role(self, value: int, depth: int = 0, via: int | None = None) -> Role | None:
-        """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from."""
-        named = self.named(value)
-        made = self.producers.get(value)
-        if named is Role.REWARDS and made is not None and self.program.calls[made].module:
+        """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from.
+
+        The surest witness speaks first: a name; what was noted where the program was cut; the computation; who reads it; and last what
+        stands around it in the source, which may be about something else.
+        """
+        named, made = self.named(value), self.program.maker(value)
+        if named is Role.REWARDS and made is not None and made.module:
             named = Role.ATTENTION  # inside a model scores are those of attention
-        if named is Role.LOG_RATIO and made is not None and base_name(self.program.calls[made].op) in ("exp", "expm1"):
+        if named is Role.LOG_RATIO and self._is_exponential(value):
             named = None  # a name that is used for one thing after another
         if named is not None or depth > 12:
             return named
-        if (leaf := self._leaves.get(value)) is not None and leaf.role in set(Role):
+        if (leaf := self.program.leaf(value)) is not None and leaf.role in set(Role):
             return Role(leaf.role)
         computed = self._computed(value, depth)
         if computed is not None:
             return computed
-        index = made
-        site = self.program.site_of(self.program.calls[index]) if index is not None else None
-        if index is None and (read := self._read_role(value)) is not None:
-            return read
-        if index is not None and self.program.calls[index].module:
-            if self._of_weights_only(value):
-                return Role.WEIGHTS
-            return self.inside(site, self.program.calls[index].module, self._ancestors(value))
+        if made is None:
+            return self._read_role(value) or self._downstream(value)
+        site = self.program.site_of(made)
+        if made.module:  # before the source is asked: a layer is called anything, and what it makes is an activation
+            return Role.WEIGHTS if self._of_weights_only(value) else self.inside(site, made.module, self._ancestors(value))
         if site is None:
             return self._downstream(value)
-        function = role_of(site.function.rsplit(".", 1)[-1])
         callee = role_of(site.expression.partition("(")[0]) if site.expression.endswith(")") else None
         if callee in (Role.KL, Role.ENTROPY):
             return callee  # `F.kl_div(…)`
-        return (
-            role_of(site.within)
-            or (function if function not in (Role.LOSS, Role.GRAD) else None)
-            or self._downstream(value if via is None else via)
-        )
+        function = role_of(site.function.rsplit(".", 1)[-1])
+        # everything is in the end part of a loss: a function of that name says nothing of a value in it
+        around = role_of(site.within) or (function if function not in (Role.LOSS, Role.GRAD) else None)
+        return around or self._downstream(value if via is None else via)
 
     @staticmethod
     def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:
@@ -204,34 +176,25 @@ class Namer:
         return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.HIDDEN)
 
     def _computed(self, value: int, depth: int) -> Role | None:
-        index = self.producers.get(value)
-        if index is None:
+        """The role that the computation of a value tells: copies keep it, and some calls make one role of another."""
+        call = self.program.maker(value)
+        if call is None:
             return None
-        call = self.program.calls[index]
-        name, inputs = base_name(call.op), list(call.inputs())
+        name, inputs = call.name, list(call.inputs())
         if carries(call.op) or name == "neg":
             return self._own(inputs[0], depth) if inputs else None
-        if name == "sub" and len(inputs) == 2 and (top := self.producers.get(inputs[1])) is not None:
-            reduced = self.program.calls[top]
-            if base_name(reduced.op) in ("amax", "max", "logsumexp") and inputs[0] in set(reduced.inputs()):
-                return Role.LOGITS  # shifted by their largest, as a softmax does
+        if name == "sub" and len(inputs) == 2 and self._is_top_of(inputs[1], inputs[0]):
+            return Role.LOGITS  # shifted by their largest, as a softmax does
         first = self._own(inputs[0], depth) if inputs and not call.module else None
-        if first in (Role.REWARDS, Role.ADVANTAGES) and name in _KEEPS_SCORES:
+        if first in (Role.REWARDS, Role.ADVANTAGES) and name in SCORE_KEEPERS:
             return first
-        if name in ("sum", "mean") and (first in LOG_PROBS or first is Role.LOG_RATIO):
+        if name in SUMS and (first in LOG_PROBS or first is Role.LOG_RATIO):
             return first  # of a sequence
         if name == "sub" and len(inputs) == 2:
-            both = {self._own(v, depth) for v in inputs}
-            return Role.LOG_RATIO if both <= LOG_PROBS else None
-        if name in ("exp", "expm1") and inputs and self._less_its_operand(call):
-            return Role.KL
-        if name in ("exp", "expm1") and inputs and self._own(inputs[0], depth) is Role.LOG_RATIO:
-            return Role.KL if Role.REF_LOG_PROBS in self._ancestors(inputs[0]) else Role.RATIO
-        if name == "exp" and inputs and _SPREAD.search((self.name(inputs[0]) or "").lower()):
-            return Role.HIDDEN  # a standard deviation or scale that a policy puts out
-        if name == "exp" and not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
-            return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
-        if name in ("_log_softmax", "log_softmax", "logsumexp"):
+            return Role.LOG_RATIO if {self._own(v, depth) for v in inputs} <= LOG_PROBS else None
+        if name in NATURAL_EXPONENTIALS and inputs:
+            return self._exponential(call, value, inputs[0], depth)
+        if name in LOG_SOFTMAXES or name == "logsumexp":
             return Role.LOG_PROBS
         if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):
             return Role.LOG_PROBS
@@ -239,12 +202,30 @@ class Namer:
             return Role.LOGITS  # scaled, by a temperature
         return None
 
+    def _exponential(self, call: Call, value: int, operand: int, depth: int) -> Role | None:
+        """What e to the power of something is."""
+        if self._less_its_operand(call):
+            return Role.KL
+        if self._own(operand, depth) is Role.LOG_RATIO:
+            return Role.KL if Role.REF_LOG_PROBS in self._ancestors(operand) else Role.RATIO
+        if call.name != "exp":
+            return None
+        if _SPREAD.search((self.name(operand) or "").lower()):
+            return Role.HIDDEN  # a standard deviation or scale that a policy puts out
+        if not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
+            return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
+        return None
+
+    def _is_top_of(self, value: int, content: int) -> bool:
+        """Is a value the largest of some others, exactly or smoothly?"""
+        made = self.program.maker(value)
+        return made is not None and made.name in TOPS and content in set(made.inputs())
+
     def _less_its_operand(self, call: Call) -> bool:
         """Is x subtracted from exp x, as in exp(x) − x − 1?"""
         operand, value = next(call.inputs(), None), call.outs[0]
         for _ in range(3):
-            readers = [self.program.calls[index] for index in self.consumers.get(value, ())] if value is not None else []
-            differences = [reader for reader in readers if base_name(reader.op) in ("sub", "rsub", "add")]
+            differences = [reader for reader in self.program.readers(value) if reader.name in SHIFTS] if value is not None else []
             if any(operand in set(reader.inputs()) for reader in differences):
                 return True
             if not differences:
@@ -260,19 +241,21 @@ class Namer:
             if current in seen:
                 continue
             seen.add(current)
-            index = self.producers.get(current)
-            if index is not None:
-                stack.extend(self.program.calls[index].inputs())
-            elif (leaf := self._leaves.get(current)) is None or leaf.origin != "parameter":
+            made = self.program.maker(current)
+            if made is not None:
+                stack.extend(made.inputs())
+            elif (leaf := self.program.leaf(current)) is None or leaf.origin != "parameter":
                 return False
         return not stack
 
     def _own(self, value: int, depth: int) -> Role | None:
-        leaf = self._leaves.get(value)
+        """The role of a value by itself, whatever stands around it."""
+        leaf = self.program.leaf(value)
         known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
         return self.named(value) or known or self._computed(value, depth + 1)
 
     def _ancestors(self, value: int) -> set[Role]:
+        """The roles that names tell of what a value is made of; log-probs are where a loss begins, so not beyond them."""
         found: set[Role] = set()
         stack = [value]
         for _ in range(40):
@@ -282,19 +265,18 @@ class Namer:
             role = self.named(current)
             if role is not None:
                 found.add(role)
-            index = self.producers.get(current)
-            if index is not None and role not in LOG_PROBS:
-                stack.extend(self.program.calls[index].inputs())
+            made = self.program.maker(current)
+            if made is not None and role not in LOG_PROBS:
+                stack.extend(made.inputs())
         return found
 
     def _downstream(self, value: int) -> Role | None:
         """The role of the first named value that this one goes into."""
         for _ in range(60):
-            readers = self.consumers.get(value, [])
+            readers = self.program.readers(value)
             if not readers:
                 return Role.LOSS if value == self.program.output else None
-            call = self.program.calls[readers[0]]
-            value = next((out for out in call.outs if out is not None), value)
+            value = next((out for out in readers[0].outs if out is not None), value)
             role = self.named(value)
             if role is not None and role is not Role.MASK:
                 return role

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.facts import facts_of
-from nanscope.locate.location import Location, Step
-from nanscope.locate.location import Origin as Element
-from nanscope.locate.names import Namer
+from nanscope.locate.names import Names
+from nanscope.locate.origin import Crossing, Element, Location
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
 from nanscope.program.program import Program
-from nanscope.program.run import Run
 from nanscope.roles import Role, last_word
 from nanscope.snapshot.observation import Facts, Link, Observation, Origin, Phase
 from nanscope.text import show_index, unravel
@@ -28,17 +27,17 @@ CLIPPED = "picked the other side"
 LONGEST = 200  # links of a chain
 
 
-def observe(location: Location, program: Program, run: Run) -> Observation:
+def observe(location: Location, trace: Trace) -> Observation:
     """Return the observation of an origin that a run of a program led to."""
     chain = [Link(_link_words(step), step.line, step.value, step.backward, step.file) for step in location.chain]
     first = next((position for position, link in enumerate(chain) if link.backward), None)
     if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
-    origin = _told(location.origin, program)
-    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts_of(location, program, run))
+    origin = _told(location.origin, trace.program)
+    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts_of(location, trace))
 
 
-def _link_words(step: Step) -> str:
+def _link_words(step: Crossing) -> str:
     return f"{last_word(step.variable) if step.variable else step.op}{show_index(step.index)}"
 
 
@@ -125,7 +124,7 @@ def observe_weight(name: str | None, parameter: Tensor, flat: int, group: dict[s
 
 def observe_made(op: str, result: Tensor, flat: int, site: Site | None, module: str, phase: Phase, name: str | None = None) -> Observation:
     """Return what a call inside the model, or its backward, made. name: of what came in, not of what was made."""
-    role = Role.WEIGHTS if phase is Phase.WEIGHTS else Namer.inside(site, module, set())
+    role = Role.WEIGHTS if phase is Phase.WEIGHTS else Names.inside(site, module, set())
     origin = replace(
         _element(op, result, flat, role, site),
         variable=name or (site.name if site and phase is not Phase.INPUT else None),

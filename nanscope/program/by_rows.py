@@ -231,7 +231,7 @@ class _Sums:
             if call is self.calls[-1]:
                 call = _as_part(call)
             sized = replace(call, args=_resized(call, plan.rows, count))
-            results, _ = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad, room=None)
+            results, _ = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad, made=None)
             values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
         return values[_only(self.calls[-1])], own
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, Union
 import torch
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import FLOW
+from nanscope.program.ops import FLOW, base_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,11 @@ class Call:
     site: int = -1
     grad: bool = True
     module: str = ""
+
+    @property
+    def name(self) -> str:
+        """The bare name of the operator: `exp` of `aten.exp.default`."""
+        return base_name(self.op)
 
     def inputs(self) -> Iterator[int]:
         """Yield the ids of the values that the call reads, in order of its arguments."""

@@ -7,6 +7,7 @@ functional and deterministic: in-place operators are recorded in their functiona
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 
 
 class Flow(StrEnum):
@@ -44,7 +45,7 @@ _TABLE: dict[Flow, str] = {
         all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nanmean
         nanmedian nansum norm prod std std_mean sum var var_mean frobenius_norm""",
     Flow.ALONG: """
-        _log_softmax _softmax _safe_softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp         softmax sort topk""",
+        _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp softmax sort topk""",
     Flow.MATMUL: "addmm addmv baddbmm bmm dot linear matmul mm mv",
     Flow.CREATE: """
         arange eye fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like scalar_tensor zeros
@@ -77,45 +78,55 @@ PAYLOAD: dict[str, tuple[int, ...]] = {
 }
 
 
+def _family(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 # Results that say "which", never "how much": they carry no harm forward and no gradient backward.
-SELECTORS = frozenset(
-    [
-        "all",
-        "any",
-        "argmax",
-        "argmin",
-        "argsort",
-        "bitwise_not",
-        "bucketize",
-        "count_nonzero",
-        "eq",
-        "equal",
-        "ge",
-        "gt",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isneginf",
-        "isposinf",
-        "le",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "logical_xor",
-        "lt",
-        "ne",
-        "nonzero",
-        "one_hot",
-        "searchsorted",
-        "signbit",
-    ]
-)
+SELECTORS = _family("""
+    all any argmax argmin argsort bitwise_not bucketize count_nonzero eq equal ge gt isfinite isinf isnan isneginf isposinf le
+    logical_and logical_not logical_or logical_xor lt ne nonzero one_hot searchsorted signbit""")
 
 
 # The same elements, at most in another dtype.
-COPIES = frozenset(("_to_copy", "alias", "clone", "contiguous", "detach", "lift", "lift_fresh"))
+COPIES = _family("_to_copy alias clone contiguous detach lift lift_fresh")
+
+# What an operator does to a number, whatever else it is. A walk, a rule and an edit ask here and nowhere else.
+EXPONENTIALS = _family("exp exp2 expm1")
+NATURAL_EXPONENTIALS = _family("exp expm1")  # of e, so that the operand is in nats
+LOGARITHMS = _family("log log10 log1p log2 xlogy")
+SHIFTS = _family("add rsub sub")
+DIFFERENCES = _family("rsub sub")
+COMMUTATIVE = _family("add mul")  # a number may stand first in the code and last in the call
+SUMS = _family("mean sum")
+TOKEN_SUMS = SUMS | _family("cumsum")
+PRODUCTS = _family("mul")
+ZERO_PRODUCTS = PRODUCTS | _family("addcmul addmm")  # where 0 · inf happens
+SCALES = _family("mul neg")
+EXTREMA = _family("fmax fmin maximum minimum")  # of two
+TOPS = _family("amax logsumexp max")  # what is subtracted before exp, for the sake of its range
+CLAMPS = _family("clamp clamp_max clamp_min")
+BOUNDING = SHIFTS | CLAMPS | _family("maximum minimum")  # where an epsilon or a bound of the code stands
+REPLACEMENTS = _family("nan_to_num nanmean nansum")  # a number takes the place of NaN
+SOFTMAXES = _family("_softmax softmax")
+LOG_SOFTMAXES = _family("_log_softmax log_softmax")
+FILLS = _family("fill masked_fill")
+LITERALS = FILLS | _family("full lift_fresh")  # what puts a number of the code into a tensor
+WRITES = FILLS | _family("as_strided expand index_put lift_fresh reshape scatter")  # and the moves on the way there
+MASK_ARITHMETIC = SHIFTS | _family("_to_copy div log mul neg")  # ways to make −inf of a mask: mask.log(), (1 - mask) * -inf
+SHRINKING = _family("div pow reciprocal")  # make 0 of an infinity
+PICKS = _family("index masked_select")  # by a mask, a smaller tensor
+MASKINGS = _family("masked_fill mul where")  # by a mask, the shape stays
+MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens
+# What a token's loss goes through after it is made and before it is summed up: weights, masks, a change of dtype or shape.
+WEIGHINGS = MASKINGS | _family("_to_copy _unsafe_view clone div neg squeeze unsqueeze view")
+SELECTIONS = PICKS | _family("masked_fill where")
+
+# What these make of rewards or advantages are still rewards or advantages.
+SCORE_KEEPERS = SHIFTS | SUMS | _family("abs amax amin clamp clamp_min div max min mul sqrt std var where")
 
 
+@lru_cache(maxsize=1024)  # asked at every turn of every walk
 def base_name(op: str) -> str:
     """Return the bare operator name: `aten.exp.default` is `exp`."""
     return op.split(".")[1] if "." in op else op

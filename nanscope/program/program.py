@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -21,19 +21,17 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
 from nanscope.program.run import (
-    MAX_ELEMENTS,
     Run,
     _Back,
     _keep,
     _saving,
-    _text,
     perform,
 )
 from nanscope.program.shelf import Shelf, Shelved
 from nanscope.program.written import decode, encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that who makes and who reads a value is worked out once
 class Program:
     """Leaves, calls in order, the id of the value they end in, and what that value is."""
 
@@ -43,25 +41,36 @@ class Program:
     sites: tuple[Site, ...] = ()
     computes: Computes = Computes.LOSS
 
-    def producer(self, value: int) -> int | None:
-        """Return the index of the call that makes a value, None for a leaf."""
-        return self.producers().get(value)
-
-    def producers(self) -> dict[int, int]:
-        """Return value id → index of the call that makes it."""
+    @cached_property
+    def producers(self) -> Mapping[int, int]:
+        """Value id → index of the call that makes it; a leaf is not there."""
         return {out: index for index, call in enumerate(self.calls) for out in call.outs if out is not None}
 
-    def consumers(self) -> dict[int, list[int]]:
-        """Return value id → indices of the calls that read it, in order."""
+    @cached_property
+    def consumers(self) -> Mapping[int, Sequence[int]]:
+        """Value id → indices of the calls that read it, in order; what nobody reads is not there."""
         found: dict[int, list[int]] = {}
         for index, call in enumerate(self.calls):
             for value in dict.fromkeys(call.inputs()):
                 found.setdefault(value, []).append(index)
         return found
 
+    @cached_property
+    def _leaves(self) -> Mapping[int, Leaf]:
+        return {leaf.id: leaf for leaf in reversed(self.leaves)}
+
+    def maker(self, value: int) -> Call | None:
+        """Return the call that makes a value, None for a leaf."""
+        index = self.producers.get(value)
+        return None if index is None else self.calls[index]
+
+    def readers(self, value: int) -> list[Call]:
+        """Return the calls that read a value, in order."""
+        return [self.calls[index] for index in self.consumers.get(value, ())]
+
     def leaf(self, value: int) -> Leaf | None:
         """Return the leaf with that id, None if a call makes it."""
-        return next((leaf for leaf in self.leaves if leaf.id == value), None)
+        return self._leaves.get(value)
 
     def site_of(self, call: Call) -> Site | None:
         """Return the source position of a call."""
@@ -113,15 +122,10 @@ class Program:
         values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
         away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
         for leaf in self.leaves:
-            if leaf.id not in leaves:
-                raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
-            tensor = leaves[leaf.id].detach()
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
+            values[leaf.id] = tensor = _content(leaf, leaves, dtype)
             if leaf.diff and backward and tensor.is_floating_point():
                 tensor.requires_grad_()
                 tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
-            values[leaf.id] = tensor
 
         last_uses = self._last_uses()
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
@@ -131,7 +135,7 @@ class Program:
                 stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
             stack.enter_context(_saving(shelf, values.values()))
             for index, call in enumerate(self.calls):
-                results, size = perform(call, values, dtype, device, call.grad and backward, MAX_ELEMENTS - made, index)
+                results, size = perform(call, values, dtype, device, call.grad and backward, made, index)
                 made += size
                 node = None
                 for out, tensor in zip(call.outs, results, strict=False):
@@ -227,6 +231,17 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _content(leaf: Leaf, leaves: Mapping[int, Tensor], dtype: torch.dtype | None) -> Tensor:
+    if leaf.id not in leaves:
+        raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
+    tensor = leaves[leaf.id].detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def join(programs: Iterable[Program]) -> Program:

@@ -39,13 +39,13 @@ def perform(
     dtype: torch.dtype | None,
     device: torch.device,
     grad: bool,
-    room: int | None = MAX_ELEMENTS,
+    made: int | None = 0,
     index: int = 0,
 ) -> tuple[list[Any], int]:
     """Execute one call on the values it reads; return its results and how many elements they have.
 
     dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
-    room: the most elements it may make, None if there is enough. index: its place in the program, for the error.
+    made: the elements that the calls before it made, None if there is no need to count. index: its place in the program, for the error.
     Raises ProgramError if it cannot be executed.
     """
     function = overload(call.op)
@@ -54,8 +54,8 @@ def perform(
     if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
         kwargs["dtype"] = dtype
     try:
-        size = 0 if room is None else _elements(call, function, args, kwargs)
-        if room is not None and size > room:
+        size = 0 if made is None else _elements(call, function, args, kwargs)
+        if made is not None and made + size > MAX_ELEMENTS:
             raise ProgramError(f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large")
         with torch.set_grad_enabled(grad):
             result = function(*args, **kwargs)
@@ -123,10 +123,6 @@ def _makes_floats(call: Call, args: list[Any]) -> bool:
     if name == "arange":
         return any(isinstance(arg, float) for arg in args)
     return name in ("ones", "zeros", "eye", "linspace", "logspace", "scalar_tensor")
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 # What a call with arguments from a hostile file may raise.

@@ -19,7 +19,6 @@ from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
 from nanscope.program.calls import Arg, Call, Ref, refs
 from nanscope.program.numbers import smallest
-from nanscope.program.ops import base_name
 from nanscope.program.program import Program
 from nanscope.replay.patch import Insert, Patch, Variant, _at, _broadcasts, _is, _name, _op, _result, _sorted, after, before
 
@@ -31,7 +30,7 @@ CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have 
 def mask_before_op(patch: Patch) -> Variant | None:
     """Fill the operand where the mask excludes it, before the op."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
-    position = 1 if base_name(patch.program.calls[patch.origin.call].op if patch.origin.call is not None else "") == "div" else 0
+    position = 1 if _is(patch, "div") else 0
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
     if mask is None or mask.by is None or target is None:
         return None
@@ -51,7 +50,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
     name = mask.name or "the mask"
     label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
     program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts(0)))
-    return Variant("mask_before_op", label, program, dict(patch.tensors))
+    return Variant("mask_before_op", label, program, patch.tensors)
 
 
 def _masks(patch: Patch, drop: Drop) -> list[int]:
@@ -76,7 +75,7 @@ def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
     if not _is(patch, "exp", "expm1", "exp2"):
         return None
     label = f"clamp {_name(patch, patch.operand(0))} to ±{bound:g} before {_op(patch)}"
-    return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), dict(patch.tensors))
+    return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), patch.tensors)
 
 
 def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
@@ -93,7 +92,7 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
     bound = least if least is not None else (1.0 if count else _spike_floor(finite) if spiky else smallest(content.dtype))
     label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
-    return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), dict(patch.tensors))
+    return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
 
 
 def _spike_floor(denominators: Tensor) -> float:
@@ -106,7 +105,7 @@ def representable_eps(patch: Patch) -> Variant | None:
     """Use an epsilon that the dtype can hold."""
     if patch.origin.call is None:
         return None
-    found = vanishing_eps(patch.program, patch.values, patch.origin.call)
+    found = vanishing_eps(patch.trace, patch.origin.call)
     if not found:
         return None
     calls = list(patch.program.calls)
@@ -116,7 +115,7 @@ def representable_eps(patch: Patch) -> Variant | None:
     (index, position), number = next(iter(found.items()))
     was = patch.program.calls[index].args[position]
     label = f"{number:.4g} instead of {was:.4g}, which {patch.origin.dtype} cannot hold"
-    return Variant("representable_eps", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    return Variant("representable_eps", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 
 def clamp_input(patch: Patch) -> Variant | None:
@@ -133,11 +132,11 @@ def clamp_input(patch: Patch) -> Variant | None:
     elif _is(patch, "pow", "square"):
         high = torch.finfo(dtype).max ** 0.25
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
-        return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), dict(patch.tensors))
+        return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), patch.tensors)
     else:
         low = smallest(dtype)
     label = f"clamp {_name(patch, value)} to at least {low:.3g} before {_op(patch)}"
-    return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), dict(patch.tensors))
+    return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
 
 
 def stable_function(patch: Patch) -> Variant | None:
@@ -149,12 +148,11 @@ def stable_function(patch: Patch) -> Variant | None:
         return _zero_infinite_factor(patch)
     if not _is(patch, "log", "log1p"):
         return None
-    producers = patch.program.producers()
     value = patch.operand(0)
-    inner = patch.program.calls[producers[value]] if value in producers else None
+    inner = patch.program.maker(value) if value is not None else None
     if inner is None:
         return None
-    name = base_name(inner.op)
+    name = inner.name
     calls = list(patch.program.calls)
     fresh = patch.program.new_id()
     call = calls[index]
@@ -166,13 +164,11 @@ def stable_function(patch: Patch) -> Variant | None:
         }[name]
         outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
         calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
-        return Variant(
-            "stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
-        )
+        return Variant("stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), patch.tensors)
     if _is(patch, "log1p") and name == "neg":
         source = next(iter(inner.inputs()), None)
-        exp = patch.program.calls[producers[source]] if source in producers else None
-        if exp is not None and base_name(exp.op) == "exp":
+        exp = patch.program.maker(source) if source is not None else None
+        if exp is not None and exp.name == "exp":
             (x,) = exp.args[:1]
             tiny = -torch.finfo(patch.values[next(iter(refs(x)))].dtype).eps
             added = [
@@ -183,7 +179,7 @@ def stable_function(patch: Patch) -> Variant | None:
             ]
             calls[index : index + 1] = added
             label = f"log(−expm1(x)) with x at most {tiny:.3g}, in place of log1p(−exp(x))"
-            return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+            return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
     return None
 
 
@@ -197,7 +193,7 @@ def _zero_infinite_factor(patch: Patch) -> Variant | None:
                 ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0)),
             ]
             label = f"set {_name(patch, value)} to 0 where it is infinite, before the product"
-            return Variant("stable_function", label, before(patch, position, inserts), dict(patch.tensors))
+            return Variant("stable_function", label, before(patch, position, inserts), patch.tensors)
     return None
 
 
@@ -214,9 +210,8 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
     program = before(patch, 0, inserts)
     other = patch.operand(1) if _is(patch, "sub") else None
     if other is not None and bool((patch.values[other] == -math.inf).any()):
-        moved = replace(patch.origin, call=program.producer(patch.origin.value_id))
-        program = before(Patch(program, moved, patch.values, patch.tensors), 1, inserts)
-    return Variant("finite_mask_fill", label, program, dict(patch.tensors))
+        program = before(patch.edited(program), 1, inserts)
+    return Variant("finite_mask_fill", label, program, patch.tensors)
 
 
 def safe_softmax(patch: Patch) -> Variant | None:
@@ -226,7 +221,7 @@ def safe_softmax(patch: Patch) -> Variant | None:
     calls = list(patch.program.calls)
     calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
     return Variant(
-        "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), dict(patch.tensors)
+        "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), patch.tensors
     )
 
 
@@ -251,13 +246,11 @@ def upcast_fp32(patch: Patch) -> Variant | None:
         args = tuple(_swap(arg, lifted) for arg in call.args)
         kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
         calls.append(replace(call, args=args, kwargs=kwargs))
-    return Variant(
-        "upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), dict(patch.tensors)
-    )
+    return Variant("upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), patch.tensors)
 
 
 def _made_before(program: Program, value: int, index: int) -> bool:
-    made = program.producer(value)
+    made = program.producers.get(value)
     return made is None or made < index
 
 
@@ -280,7 +273,7 @@ def guard_small_group(patch: Patch) -> Variant | None:
             others = tuple(item for item in calls[index].kwargs if item[0] != "correction")
             calls[index] = replace(calls[index], kwargs=(*others, ("correction", 0)))
     label = f"{_op(patch)} with correction=0 for groups of one: 0 instead of 0/0"
-    return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), dict(patch.tensors))
+    return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 
 def guard_empty(patch: Patch) -> Variant | None:
@@ -288,7 +281,7 @@ def guard_empty(patch: Patch) -> Variant | None:
     if not _is(patch, "mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward"):
         return None
     inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
-    return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), dict(patch.tensors))
+    return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), patch.tensors)
 
 
 def drop_invalid_sample(patch: Patch) -> Variant | None:
@@ -297,20 +290,17 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
         return _neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
     if not _is(patch, "sub", "add"):
         return None
-    program, tensors = patch.program, dict(patch.tensors)
     for position in (0, 1):
-        inner = Patch(program, patch.origin, patch.values, tensors)
-        value = inner.operand(position)
-        if value is None:
+        if patch.operand(position) is None:
             continue
         finite: list[Insert] = [
             ("aten.abs.default", (Ref(-1),)),
             ("aten.ne.Scalar", (Ref(-2), float("inf"))),
             ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
         ]
-        program = before(inner, position, finite)
-        patch = Patch(program, replace(patch.origin, call=program.producer(patch.origin.value_id)), patch.values, tensors)
-    return Variant("drop_invalid_sample", "drop the tokens whose log-probability is −inf, before the difference", program, tensors)
+        patch = patch.edited(before(patch, position, finite))
+    label = "drop the tokens whose log-probability is −inf, before the difference"
+    return Variant("drop_invalid_sample", label, patch.program, patch.tensors)
 
 
 def reject_input(patch: Patch) -> Variant | None:
@@ -324,7 +314,7 @@ def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
     if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
         return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), dict(patch.tensors))
+    return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), patch.tensors)
 
 
 def avoid_singular_op(patch: Patch) -> Variant | None:
@@ -336,7 +326,7 @@ def avoid_singular_op(patch: Patch) -> Variant | None:
         return None
     small = smallest(patch.values[value].dtype)
     label = f"add {small:.0e} to {_name(patch, value)} before {_op(patch)}"
-    return Variant("avoid_singular_op", label, before(patch, 0, [("aten.add.Scalar", (Ref(-1), small))]), dict(patch.tensors))
+    return Variant("avoid_singular_op", label, before(patch, 0, [("aten.add.Scalar", (Ref(-1), small))]), patch.tensors)
 
 
 def where_after_op(patch: Patch) -> Variant | None:
@@ -346,24 +336,20 @@ def where_after_op(patch: Patch) -> Variant | None:
         ("aten.lt.Scalar", (Ref(-2), float("inf"))),
         ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
     ]
-    return Variant(
-        "where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
-    )
+    return Variant("where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
 
 
 def nan_to_num_after_op(patch: Patch) -> Variant | None:
     """nan_to_num on the result."""
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant(
-        "nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True
-    )
+    return Variant("nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
 
 
 def clamp_after_op(patch: Patch) -> Variant | None:
     """clamp on the result."""
     high = 1e4
     inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
-    return Variant("clamp_after_op", f"clamp on {_result(patch)}, after {_op(patch)}", after(patch, inserts), dict(patch.tensors), True)
+    return Variant("clamp_after_op", f"clamp on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
 
 
 EDITS: dict[str, Callable[[Patch], Variant | None]] = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.locate.location import Origin
+from nanscope.locate.origin import Element
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Ref, overload, refs
-from nanscope.program.ops import base_name
 from nanscope.program.program import Program
 
 
@@ -28,12 +28,30 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Where an edit may act: the program, the origin in it, all values of its run, and its leaves."""
+    """Where an edit may act: a program that was run, and the origin in it."""
 
-    program: Program
-    origin: Origin
-    values: Mapping[int, Tensor]
-    tensors: Mapping[int, Tensor]
+    trace: Trace
+    origin: Element
+
+    @property
+    def program(self) -> Program:
+        """The program to edit."""
+        return self.trace.program
+
+    @property
+    def values(self) -> Mapping[int, Tensor]:
+        """All values of its run."""
+        return self.trace.values
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """Its leaves, as a dictionary that an edit may add to."""
+        return self.trace.tensors
+
+    def edited(self, program: Program) -> Patch:
+        """Return the patch of a program that was edited already, for one more edit at the same origin."""
+        origin = replace(self.origin, call=program.producers.get(self.origin.value_id))
+        return Patch(Trace(program, self.trace.run), origin)
 
     @property
     def call(self) -> Call:
@@ -152,11 +170,11 @@ def _cast(patch: Patch, value: int) -> torch.dtype:
 
 
 def _is(patch: Patch, *names: str) -> bool:
-    return patch.origin.call is not None and base_name(patch.call.op) in names
+    return patch.origin.call is not None and patch.call.name in names
 
 
 def _op(patch: Patch) -> str:
-    return base_name(patch.call.op) if patch.origin.call is not None else "its first use"
+    return patch.call.name if patch.origin.call is not None else "its first use"
 
 
 def _name(patch: Patch, value: int | None) -> str:
@@ -183,7 +201,7 @@ def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
         return False
 
 
-def _at(origin: Origin, content: Tensor) -> tuple[int, ...]:
+def _at(origin: Element, content: Tensor) -> tuple[int, ...]:
     index = origin.index[-content.dim() :] if len(origin.index) >= content.dim() else origin.index
     return tuple(min(i, n - 1) for i, n in zip(index, content.shape, strict=False))
 

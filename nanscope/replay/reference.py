@@ -12,12 +12,9 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import AT_ONCE, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.ops import base_name
 from nanscope.program.program import Program
 from nanscope.program.run import Run
-from nanscope.replay.edits import (
-    _neutralised,
-)
+from nanscope.replay.edits import _neutralised
 from nanscope.replay.patch import Patch, Variant, _broadcasts
 
 
@@ -32,8 +29,8 @@ def repaired(patch: Patch) -> Variant | None:
     """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64."""
     if patch.origin.call is None:
         return _neutralised(patch, "reference", "offending elements neutralised")
-    program, tensors = patch.program, dict(patch.tensors)
-    name = base_name(patch.call.op)
+    program, tensors = patch.program, patch.tensors
+    name = patch.call.name
     touched = False
     for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
         if out is None:
@@ -44,7 +41,7 @@ def repaired(patch: Patch) -> Variant | None:
         if not bool(bad.any()):
             continue
         for position in (0, 1):
-            index = program.producer(out)
+            index = program.producers.get(out)
             arg = program.calls[index].args[position] if index is not None and position < len(program.calls[index].args) else None
             if index is None or not isinstance(arg, Ref) or arg.id not in patch.values:
                 continue

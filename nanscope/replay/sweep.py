@@ -22,18 +22,20 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.clamps import AFTER, clamped
 from nanscope.frameworks.losses import framework_settings
-from nanscope.locate.location import Location
+from nanscope.locate.origin import Element
+from nanscope.locate.trace import Trace
 from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import LossInputs, LossSettings
 from nanscope.plain import show
 from nanscope.program.calls import Ref
-from nanscope.program.ops import base_name
-from nanscope.replay.batch import RecordedBatch, recorded_batch
+from nanscope.program.numbers import exponent_limit
+from nanscope.program.ops import EXPONENTIALS
+from nanscope.replay.batch import RecordedBatch, batch_of
 from nanscope.replay.edits import clamp_exponent
 from nanscope.replay.own_loss import Objective
 from nanscope.replay.patch import Patch, Variant, after
 from nanscope.replay.reference import repaired
-from nanscope.replay.tries import everywhere, replay
+from nanscope.replay.tries import Bench, Edit, everywhere
 from nanscope.replay.under import distortion, evaluate, own_gradient
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Row
@@ -43,9 +45,6 @@ from nanscope.text import is_exact
 USUAL = (5.0, 10.0, 20.0)  # nat: what frameworks clamp to
 
 COUNT = 9  # further bounds, evenly spaced in the logarithm
-
-EXPONENTIALS = ("exp", "expm1", "exp2")
-
 
 UNNAMED = "the exponent"  # what is clamped, where the training code has no name for it
 
@@ -124,20 +123,17 @@ def sweep_clamp(snapshot: Snapshot, key: str | None = None) -> Sweep:
     key: the objective of `framework_loss` for the second pair of columns; None takes trl.grpo, with a KL if that is what overflowed.
     Raises NanscopeError if the step's origin is not an exp.
     """
-    found = replay(snapshot, full=False)
-    location = found.location
-    if location is None or found.run is None or location.origin.call is None or base_name(location.origin.op) not in EXPONENTIALS:
-        what = "the replayed step is finite" if location is None else f"this step's origin is {location.origin.op}"
+    bench = Bench.of(snapshot) if snapshot.program.calls else None
+    origin = bench.location.origin if bench is not None and bench.location is not None else None
+    if bench is None or origin is None or origin.call is None or origin.op not in EXPONENTIALS:
+        what = "the replayed step is finite" if origin is None else f"this step's origin is {origin.op}"
         raise NanscopeError(f"{what}: a clamp can be swept where an exp overflows", slug="nothing-to-sweep")
-    origin = location.origin
-    patch = Patch(snapshot.program, origin, found.run.values, snapshot.tensors)
     operand = origin.operands[0] if origin.operands else None
-    dtype = getattr(torch, origin.dtype)
-    limit = math.log(torch.finfo(dtype).max)
-    largest = _largest_healthy(patch)
+    limit = exponent_limit(getattr(torch, origin.dtype))
+    largest = _largest_healthy(bench.patch)
     bounds = _grid(largest, limit)
-    rows = _swept(snapshot, bounds)
-    label, asked, missing = _objective(snapshot, location, key)
+    rows = _swept(bench, bounds)
+    label, asked, missing = _objective(bench.trace, origin, key)
     points = []
     for bound, (early, late) in zip(bounds, rows, strict=True):
         pair = asked(bound) if asked is not None else (None, None)
@@ -145,7 +141,7 @@ def sweep_clamp(snapshot: Snapshot, key: str | None = None) -> Sweep:
     return Sweep(
         operand=(operand.name if operand else None) or UNNAMED,
         place=f"{origin.site.file.rsplit('/', 1)[-1]}:{origin.site.line}" if origin.site else "",
-        op=base_name(origin.op),
+        op=origin.op,
         value=operand.value if operand else math.nan,
         largest=largest,
         limit=limit,
@@ -194,30 +190,30 @@ def _largest_healthy(patch: Patch) -> float:
     return best
 
 
-def _swept(snapshot: Snapshot, bounds: list[float]) -> list[tuple[Row, Row]]:
+def _swept(bench: Bench, bounds: list[float]) -> list[tuple[Row, Row]]:
     """The recorded program under every bound: before, after."""
-    edits: list[tuple[str, Callable[[Patch], Variant | None]]] = []
+    edits: list[tuple[str, Edit]] = []
     for bound in bounds:
         edits += [(f"before:{bound:g}", _everywhere(_before(bound))), (f"after:{bound:g}", _everywhere(_after(bound)))]
-    rows = [row for row in replay(snapshot, edits, full=False).rows if row.kind == "asked"]
+    rows = bench.asked(edits)
     return list(zip(rows[::2], rows[1::2], strict=True))
 
 
-def _before(bound: float) -> Callable[[Patch], Variant | None]:
+def _before(bound: float) -> Edit:
     return lambda patch: clamp_exponent(patch, bound)
 
 
-def _after(bound: float) -> Callable[[Patch], Variant | None]:
+def _after(bound: float) -> Edit:
     def edit(patch: Patch) -> Variant | None:
-        if patch.origin.call is None or base_name(patch.call.op) not in EXPONENTIALS:
+        if patch.origin.call is None or patch.call.name not in EXPONENTIALS:
             return None
         program = after(patch, [("aten.clamp.default", (Ref(-1), math.exp(-bound), math.exp(bound)))])
-        return Variant("clamp_after_exp", f"clamp to e^±{bound:g} after exp", program, dict(patch.tensors), True)
+        return Variant("clamp_after_exp", f"clamp to e^±{bound:g} after exp", program, patch.tensors, True)
 
     return edit
 
 
-def _everywhere(edit: Callable[[Patch], Variant | None]) -> Callable[[Patch], Variant | None]:
+def _everywhere(edit: Edit) -> Edit:
     def both(patch: Patch) -> Variant | None:
         variant = edit(patch)
         return None if variant is None else everywhere(variant, edit, patch)
@@ -229,15 +225,13 @@ def _trial(row: Row) -> Trial:
     return Trial(row.loss, row.bad, row.distortion if row.works else None, row.works)
 
 
-def _objective(
-    snapshot: Snapshot, location: Location, key: str | None
-) -> tuple[str | None, Callable[[float], tuple[Trial, Trial]] | None, str]:
+def _objective(trace: Trace, origin: Element, key: str | None) -> tuple[str | None, Callable[[float], tuple[Trial, Trial]] | None, str]:
     """Return what the objective is called, how it does under a bound, and if there is none, why."""
     try:
-        batch = recorded_batch(snapshot)
+        batch = batch_of(trace)
     except NanscopeError as error:
         return None, None, str(error)
-    kl = location.origin.role is Role.KL and batch.inputs.ref_log_probs is not None
+    kl = origin.role is Role.KL and batch.inputs.ref_log_probs is not None
     name = key or "trl.grpo"
     settings = framework_settings(name, **({"beta": 0.04} if kl and key is None else {}))
     if batch.inputs.ref_log_probs is None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
-from nanscope.locate.location import Location, locate, spike
+from nanscope.locate.location import locate
+from nanscope.locate.origin import Location
+from nanscope.locate.spike import spike
+from nanscope.locate.trace import Trace
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, same_bits
@@ -33,92 +37,143 @@ class Replay:
 
     reproduces: the loss is bit-identical to the recorded one; None if none was recorded. gradients: the same for the kept gradients.
     location: where the replayed step went wrong, None if it did not (the fault was transient, or lies outside the program).
+    trace: of the step as recorded, None if the file holds no program.
     """
 
     rows: tuple[Row, ...]
     reproduces: bool | None
     gradients: bool | None
     location: Location | None
-    run: Run | None
+    trace: Trace | None
+
+    @property
+    def run(self) -> Run | None:
+        """The values of the step as recorded."""
+        return self.trace.run if self.trace is not None else None
 
 
-def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Callable[[Patch], Variant | None]]] = (), *, full: bool = True) -> Replay:
+Edit: TypeAlias = Callable[[Patch], Variant | None]
+
+
+def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Edit]] = (), *, full: bool = True) -> Replay:
     """Run a snapshot under all variants.
 
     edits: further edits to try at the origin, with what to call them. full: also try the standard edits and controls.
     Raises ProgramError if the recorded program itself cannot be run.
     """
-    program = snapshot.program
-    if not program.calls:
+    if not snapshot.program.calls:
         return Replay((), None, None, None, None)
-    run = program.execute(snapshot.tensors, trace=True)
-    suspect = snapshot.observation.suspect
-    location = locate(program, run) or (spike(program, run) if suspect else None)
-    loss = run.values[program.output]
-    reproduces = None if snapshot.loss is None else same_bits(loss, snapshot.loss)
-    gradients = None
-    if snapshot.grads:
-        gradients = all(leaf in run.grads and same_bits(run.grads[leaf], grad) for leaf, grad in snapshot.grads.items())
-    note = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[reproduces]
-    if reproduces and gradients is False:
-        note = "loss reproduces bit for bit, gradients do not"
-    if program.computes is not Computes.LOSS:
-        reproduces, gradients, note = None, None, ""
-    # From here on only the values are read: where the gradients went is known, and on a large batch they are most of the memory.
-    run = replace(run, grads={leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.id in run.grads}, returned={})
-    rows = [_row("as_recorded", "as recorded", "recorded", program, run, None, note)]
-    if location is None:
-        return Replay(tuple(rows), reproduces, gradients, None, run)
-    patch = Patch(program, location.origin, run.values, snapshot.tensors)
-    healthy = Healthy.of(patch)
-    rows.append(_try("float64", "everything in float64", "float64", program, snapshot.tensors, healthy, torch.float64))
-    candidates: list[tuple[str, str, Callable[[Patch], Variant | None]]] = []
-    if full:
-        candidates += [(name, "fix", edit) for name, edit in EDITS.items()]
-    candidates += [(name, "asked", edit) for name, edit in edits]
-    if full and (location.origin.born or location.origin.leaf is None or location.origin.leaf.origin == "data"):
-        candidates += [(name, "control", edit) for name, edit in CONTROLS.items()]
-    for name, kind, edit in candidates:
+    return Bench.of(snapshot).replay(edits, full=full)
+
+
+@dataclass(frozen=True)  # without slots: what is derived is kept
+class Bench:
+    """A recorded step, run and located once: what every edit is tried on. trace: without the gradients inside the program."""
+
+    snapshot: Snapshot
+    trace: Trace
+    location: Location | None
+    reproduces: bool | None
+    gradients: bool | None
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> Bench:
+        """Run a step as recorded and walk to its origin. Raises ProgramError if it cannot be run."""
+        program = snapshot.program
+        trace = Trace.of(program, snapshot.tensors)
+        location = locate(trace) or (spike(trace) if snapshot.observation.suspect else None)
+        if program.computes is not Computes.LOSS:
+            return Bench(snapshot, trace.forward_only(), location, None, None)
+        grads = trace.run.grads
+        reproduces = None if snapshot.loss is None else same_bits(trace.values[program.output], snapshot.loss)
+        same = all(leaf in grads and same_bits(grads[leaf], grad) for leaf, grad in snapshot.grads.items())
+        return Bench(snapshot, trace.forward_only(), location, reproduces, same if snapshot.grads else None)
+
+    @cached_property
+    def patch(self) -> Patch:
+        """The origin, where an edit may act. Only of a step that went wrong."""
+        assert self.location is not None
+        return Patch(self.trace, self.location.origin)
+
+    @cached_property
+    def healthy(self) -> Healthy | None:
+        """The gradient that the healthy elements should have."""
+        return Healthy.of(self.patch)
+
+    def replay(self, edits: Sequence[tuple[str, Edit]], *, full: bool) -> Replay:
+        """Return what `replay` does."""
+        rows = [self._judged(self.recorded)]
+        if self.location is not None:
+            variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
+            rows.append(self._judged(_try(variant, "float64", self.healthy, torch.float64)))
+            rows += (self._standard() if full else []) + self.asked(edits) + (self._controls() if full else [])
+        return Replay(tuple(rows), self.reproduces, self.gradients, self.location, self.trace)
+
+    def asked(self, edits: Sequence[tuple[str, Edit]]) -> list[Row]:
+        """Return a row for each of the edits that somebody asked for, also where it cannot be made."""
+        return [self._tried(name, "asked", edit) or _unmade(name, "does not apply to this origin") for name, edit in edits]
+
+    @cached_property
+    def recorded(self) -> Row:
+        """What came out of the step as it was."""
+        note = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[self.reproduces]
+        if self.reproduces and self.gradients is False:
+            note = "loss reproduces bit for bit, gradients do not"
+        return _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, note)
+
+    def _standard(self) -> list[Row]:
+        return [row for name, edit in EDITS.items() if (row := self._tried(name, "fix", edit)) is not None]
+
+    def _controls(self) -> list[Row]:
+        origin = self.patch.origin
+        if not origin.born and origin.leaf is not None and origin.leaf.origin != "data":
+            return []  # nobody edits after what is no call
+        return [row for name, edit in CONTROLS.items() if (row := self._tried(name, "control", edit)) is not None]
+
+    def _tried(self, name: str, kind: str, edit: Edit) -> Row | None:
+        """What comes out under one edit; None if it does not apply here."""
         try:
-            variant = edit(patch)
-        except (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration) as error:
-            variant = None  # an edit that cannot be made here is not worth losing the verdict for
-            if kind == "asked":
-                rows.append(Row(name, name, kind, None, 0, 0, None, False, str(error)))
-                continue
+            variant = edit(self.patch)
+        except _UNMADE as error:  # an edit that cannot be made here is not worth losing the verdict for
+            return _unmade(name, str(error)) if kind == "asked" else None
         if variant is None:
-            if kind == "asked":
-                rows.append(Row(name, name, kind, None, 0, 0, None, False, "does not apply to this origin"))
-            continue
-        row = _try(variant.id, variant.label, kind, variant.program, variant.tensors, healthy)
+            return None
+        row = _try(variant, kind, self.healthy)
         if kind == "fix" and not row.works:
-            again = everywhere(variant, edit, patch)
-            if again is not variant:
-                row = _try(again.id, again.label, kind, again.program, again.tensors, healthy)
-        rows.append(row)
-    if suspect:
-        rows = [row if row.kind in ("recorded", "float64") else replace(row, works=row.works and _calmer(row, rows[0])) for row in rows]
-    if program.computes is not Computes.LOSS:
-        rows = [replace(row, loss=None) for row in rows]
-    return Replay(tuple(rows), reproduces, gradients, location, run)
+            again = everywhere(variant, edit, self.patch)
+            row = row if again is variant else _try(again, kind, self.healthy)
+        return self._judged(row)
+
+    def _judged(self, row: Row) -> Row:
+        """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
+        if self.snapshot.observation.suspect and row.kind not in ("recorded", "float64"):
+            row = replace(row, works=row.works and _calmer(row, self.recorded))
+        return row if self.trace.program.computes is Computes.LOSS else replace(row, loss=None)
+
+
+_UNMADE = (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration)
+
+
+def _unmade(name: str, why: str) -> Row:
+    return Row(name, name, "asked", None, 0, 0, None, False, why)
 
 
 ROUNDS = 3  # further places at which one edit is tried
 
 
-def everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch: Patch) -> Variant:
+def everywhere(variant: Variant, edit: Edit, patch: Patch) -> Variant:
     """Make the same edit where the next origin is, if the first one uncovers another of its kind (`err_a` and `err_b` both overflow)."""
     seen = {patch.origin.value_id}
     found = variant
     for _ in range(ROUNDS):
         try:
-            run = found.program.execute(found.tensors, trace=True)
-            location = locate(found.program, run)
+            trace = Trace.of(found.program, found.tensors)
+            location = locate(trace)
             if location is None or location.origin.value_id in seen:
                 break
             seen.add(location.origin.value_id)
-            more = edit(Patch(found.program, location.origin, run.values, found.tensors))
-        except (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration):
+            more = edit(Patch(trace, location.origin))
+        except _UNMADE:
             break
         if more is None:
             break
@@ -127,20 +182,12 @@ def everywhere(variant: Variant, edit: Callable[[Patch], Variant | None], patch:
     return found
 
 
-def _try(
-    name: str,
-    label: str,
-    kind: str,
-    program: Program,
-    tensors: dict[int, Tensor],
-    healthy: Healthy | None,
-    dtype: torch.dtype | None = None,
-) -> Row:
+def _try(variant: Variant, kind: str, healthy: Healthy | None, dtype: torch.dtype | None = None) -> Row:
     try:
-        run = execute_ends(program, tensors, dtype)
+        run = execute_ends(variant.program, variant.tensors, dtype)
     except ProgramError as error:
-        return Row(name, label, kind, None, 0, 0, None, False, str(error))
-    return _row(name, label, kind, program, run, healthy)
+        return Row(variant.id, variant.label, kind, None, 0, 0, None, False, str(error))
+    return _row(variant.id, variant.label, kind, variant.program, run, healthy)
 
 
 CALM = 0.01  # a fix of a spike brings the largest gradient to this part of what it was

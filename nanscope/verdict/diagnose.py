@@ -66,8 +66,8 @@ def examine(
         except ProgramError as error:
             replayed, problem = Replay((), None, None, None, None), str(error)
     seen, location = snapshot.observation, replayed.location
-    if location is not None and replayed.run is not None and not seen.outside:
-        observed = observe(location, snapshot.program, replayed.run)
+    if location is not None and replayed.trace is not None and not seen.outside:
+        observed = observe(location, replayed.trace)
     else:  # the origin lies outside the file's program (in the model, in a clip): told as it was seen
         loss = snapshot.reached.loss
         phase = Phase.FORWARD if loss is not None and not math.isfinite(loss) else Phase.BACKWARD

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.locate.location import Location
 from nanscope.locate.observe import CLIPPED
+from nanscope.locate.origin import Location
 from nanscope.roles import last_word
 from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Snapshot

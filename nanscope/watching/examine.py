@@ -22,7 +22,9 @@ from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.frameworks.live import objective_of
 from nanscope.frameworks.table import recognise
-from nanscope.locate.location import Location, spotted
+from nanscope.locate.location import spotted
+from nanscope.locate.origin import Location
+from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
@@ -87,8 +89,7 @@ class Examiner:
         """Return what overflowed in a loss and did no harm, None if nothing or if nobody can say in which line."""
         if recording.program is None:
             return None
-        run = recording.program.execute(recording.tensors, trace=True, backward=False)
-        location = spotted(recording.program, run)
+        location = spotted(Trace.of(recording.program, recording.tensors, backward=False))
         return location if location is not None and location.origin.site is not None else None
 
     def swallowed(self, recording: Recording) -> Hit | None:

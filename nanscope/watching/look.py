@@ -18,8 +18,10 @@ from nanscope.capture.custom import Backward
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError
-from nanscope.locate.location import Location, came_in, is_masked, locate
+from nanscope.locate.location import came_in, is_masked, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
+from nanscope.locate.origin import Location
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
@@ -57,8 +59,8 @@ def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         if looked is None:
             return None
         program, tensors = looked
-        run = program.execute(tensors, trace=True)
-        return Look(program, tensors, run, locate(program, run), second=True)
+        trace = Trace.of(program, tensors)
+        return Look(program, tensors, trace.run, locate(trace), second=True)
     except (ProgramError, LookupError, RuntimeError) as error:
         log.warning("nanscope [second-look-failed]: %s", error)
         return None
@@ -71,8 +73,8 @@ def kernel_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         if opened is None:
             return None
         program, tensors = opened
-        run = program.execute(tensors, trace=True)
-        return Look(program, tensors, run, locate(program, run), True, kernel=True, notes=(_kernel_note(recording, run, program),))
+        trace = Trace.of(program, tensors)
+        return Look(program, tensors, trace.run, locate(trace), True, kernel=True, notes=(_kernel_note(recording, trace.run, program),))
     except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
         log.warning("nanscope [kernel-unopened]: %s: %s", type(error).__name__, error)
         return None
@@ -165,10 +167,10 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     bad = ~torch.isfinite(result)
     alike = [~torch.isfinite(grad) for grad in found.returned if grad is not None and grad.shape == result.shape]
     both = next((bad & other for other in alike if bool((bad & other).any())), bad)
-    run = recording.program.execute(recording.tensors, backward=False)
-    location = came_in(recording.program, run, found.leaf, int(both.flatten().int().argmax()))
+    trace = Trace.of(recording.program, recording.tensors, backward=False)
+    location = came_in(trace, found.leaf, int(both.flatten().int().argmax()))
     location = replace(location, origin=replace(location.origin, op=found.node._forward_cls.__name__))
-    return _seen(replace(observe(location, recording.program, run), outside=True))
+    return _seen(replace(observe(location, trace), outside=True))
 
 
 def _counted(recording: Recording, leaf: int, location: Location) -> Observation:
@@ -176,8 +178,8 @@ def _counted(recording: Recording, leaf: int, location: Location) -> Observation
     assert recording.program is not None
     if recording.tensors[leaf].numel() != math.prod(location.origin.shape):
         return UNSEEN
-    run = recording.program.execute(recording.tensors, backward=False)
-    return Observation(masked=is_masked(recording.program, run, leaf, location.origin.flat))
+    trace = Trace.of(recording.program, recording.tensors, backward=False)
+    return Observation(masked=is_masked(trace, leaf, location.origin.flat))
 
 
 def is_settled(location: Location) -> bool:
@@ -246,17 +248,17 @@ def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
 
 
 def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
-    run = program.execute(tensors, trace=True)
-    location = locate(program, run)
-    return None if location is None else Look(program, tensors, run, location, second=True)
+    trace = Trace.of(program, tensors)
+    location = locate(trace)
+    return None if location is None else Look(program, tensors, trace.run, location, second=True)
 
 
 def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
     """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
     if recording.program is None:
         return NOTHING
-    run = recording.program.execute(recording.tensors, trace=True)
-    first = Look(recording.program, recording.tensors, run, locate(recording.program, run))
+    trace = Trace.of(recording.program, recording.tensors)
+    first = Look(recording.program, recording.tensors, trace.run, locate(trace))
     if first.location is not None and is_settled(first.location):
         return first
     deeper = again()

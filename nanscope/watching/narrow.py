@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.locate.location import Location, locate
-from nanscope.locate.names import LOG_PROBS, Namer
+from nanscope.locate.location import locate
+from nanscope.locate.names import LOG_PROBS, Names
 from nanscope.locate.observe import observe
+from nanscope.locate.origin import Location
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Leaf, refs
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.program import Program
@@ -34,7 +36,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     seen = snapshot.observation
     narrowed = program is not snapshot.program
     if look.location is not None and look.run is not None and narrowed and not _same_origin(look.location, program, tensors):
-        seen = replace(observe(look.location, snapshot.program, look.run).joined(seen), outside=True)
+        seen = replace(observe(look.location, Trace(snapshot.program, look.run)).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
             seen = replace(seen, tried=replay(snapshot).rows)
     return replace(
@@ -49,7 +51,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
 def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:
     """Does a program of which parts were cut away still lead to the same origin?"""
     try:
-        again = locate(program, program.execute(tensors, trace=True))
+        again = locate(Trace.of(program, tensors))
     except ProgramError:
         return False
     return again is not None and (again.origin.value_id, again.origin.flat, again.origin.op) == (
@@ -91,7 +93,7 @@ def narrow(
     if not closed:
         return program, tensors, grads
     cut: dict[int, Leaf] = {}
-    namer = Namer(program)
+    namer = Names(program)
     kept = []
     for call in program.calls:
         inputs = list(call.inputs())
@@ -131,7 +133,7 @@ def _more_than_a_mask(tensor: Tensor) -> bool:
 
 def _token_count(program: Program, values: Mapping[int, Tensor]) -> int | None:
     """Elements of the tensors that hold one number a token: of ratios and masks, or, if nothing is called so, of log-probs."""
-    namer = Namer(program)
+    namer = Names(program)
     found: dict[Role, int] = {}
     for call in program.calls:
         for value in [*(v for arg in call.args for v in refs(arg)), *(out for out in call.outs if out is not None)]:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError
-from nanscope.locate.location import spike, spotted
+from nanscope.locate.location import spotted
 from nanscope.locate.observe import observe, observe_gradient
+from nanscope.locate.spike import spike
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
 from nanscope.program.numbers import at, norms
 from nanscope.snapshot.observation import Kind, Observation, Phase
@@ -50,7 +52,7 @@ def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Lo
     for _ in range(2):
         if look is None or look.run is None:
             return None
-        location = spike(look.program, look.run)
+        location = spike(Trace(look.program, look.run))
         if location is not None and is_settled(location):
             return replace(look, location=location)
         look = again()
@@ -80,13 +82,13 @@ def overflowing_clip(tape: Tape, gradient: Tensor) -> Observation | None:
     """Return what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
     try:
         program, tensors = tape.program(tape.value_of(gradient))
-        run = program.execute(tensors, trace=True)
+        trace = Trace.of(program, tensors)
     except (ProgramError, LookupError):
         return None
-    location = spotted(program, run)
+    location = spotted(trace)
     if location is None or not any(bool(tensor.any()) for tensor in tensors.values()):
         return None
-    return replace(observe(location, program, run), kind=Kind.CLIP, phase=Phase.BACKWARD, outside=True)
+    return replace(observe(location, trace), kind=Kind.CLIP, phase=Phase.BACKWARD, outside=True)
 
 
 REPEATED = 4  # counted tokens of a completion that are all the same

@@ -1,0 +1,116 @@
+"""Describes an element of a run: what it is called and means, what it was made of, and whether the loss counts it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanscope.locate.origin import Crossing, Element, Operand
+from nanscope.locate.trace import Trace
+from nanscope.program.calls import Computes, Leaf, Site
+from nanscope.program.flow import Source, sources
+from nanscope.program.numbers import at, dtype_name
+from nanscope.roles import Role
+from nanscope.snapshot.observation import Phase
+from nanscope.text import unravel
+
+
+def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: int | None = None) -> Element:
+    """Describe an element as origin.
+
+    fed: it came in with the value, whatever call put it there. via: the value through whose backward it did harm, if another one.
+    """
+    program, tensor = trace.program, trace.values[value]
+    index = None if fed else program.producers.get(value)
+    call = None if index is None else program.calls[index]
+    masked, drops, coefficient = trace.drops.of(value, flat) if program.computes is Computes.LOSS else (None, (), None)
+    mask = trace.drops.own_mask(index, value, flat) if program.computes is Computes.LOSS else None
+    if mask is not None:
+        masked, drops = True, (mask, *drops)
+    leaf = program.leaf(value)
+    return Element(
+        value_id=value,
+        call=index,
+        op=_source(leaf) if call is None else call.name,
+        born=call is not None,
+        flat=flat,
+        index=unravel(flat, tensor.shape),
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        value=at(tensor, flat),
+        operands=() if call is None else tuple(_operand(trace, source) for source in sources(call, trace.values, value, flat)),
+        variable=trace.names.name(value),
+        role=_role(trace, value, leaf, via),
+        site=_first_reader(trace, value) if call is None else program.site_of(call),
+        leaf=leaf,
+        masked=masked,
+        drops=drops,
+        coefficient=coefficient,
+    )
+
+
+def crossing_at(trace: Trace, value: int, flat: int, *, backward: bool = False) -> Crossing:
+    """Describe an element that harm went through. backward: of its gradient."""
+    call = trace.program.maker(value)
+    tensor = trace.run.grads[value] if backward else trace.values[value]
+    site = None if call is None else trace.program.site_of(call)
+    return Crossing(
+        value,
+        "input" if call is None else call.name,
+        trace.names.name(value),
+        unravel(flat, tensor.shape),
+        at(tensor, flat),
+        site.line if site else None,
+        backward,
+        site.file if site else None,
+    )
+
+
+def phase_of(trace: Trace, element: Element, otherwise: Phase) -> Phase:
+    """Return where the harm of an origin was made: `otherwise`, unless it came in."""
+    if element.born:
+        return otherwise
+    if element.leaf is None:
+        return Phase.INPUT
+    if element.leaf.made_by == "empty" and any(call.module for call in trace.program.readers(element.value_id)):
+        return Phase.FORWARD
+    return {"parameter": Phase.WEIGHTS, "data": Phase.INPUT}.get(element.leaf.origin, otherwise)
+
+
+def _source(leaf: Leaf | None) -> str:
+    """What stands for the op where a value came in."""
+    if leaf is None or leaf.origin == "data":
+        return "empty" if leaf is not None and leaf.made_by == "empty" else "input"
+    return leaf.origin
+
+
+def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None) -> Role | None:
+    if trace.program.computes is Computes.UPDATE:
+        return Role.OPTIMIZER
+    if trace.program.computes is Computes.GRADIENT:
+        return Role.GRAD
+    if leaf is not None and leaf.origin == "parameter":
+        return Role.WEIGHTS
+    if leaf is not None and any(call.module for call in trace.program.readers(value)[:1]):
+        return Role.HIDDEN  # read inside the model
+    return trace.names.role(value, via=via)
+
+
+def _operand(trace: Trace, source: Source) -> Operand:
+    """The element of a source that tells most: the largest, and NaN and infinities before all."""
+    shape, tensor = trace.values[source.value].shape, trace.values[source.value].flatten()
+    part = tensor[source.flat]
+    if part.numel() == 0:
+        flat = 0
+    elif part.numel() > 1 and part.is_floating_point():
+        flat = int(source.flat[int(torch.nan_to_num(part.float(), nan=math.inf).abs().argmax())])
+    else:
+        flat = int(source.flat[0])
+    number = at(tensor, flat) if tensor.numel() else math.nan
+    return Operand(source.value, trace.names.name(source.value), trace.names.role(source.value), unravel(flat, shape), number)
+
+
+def _first_reader(trace: Trace, value: int) -> Site | None:
+    sites = (trace.program.site_of(call) for call in trace.program.readers(value))
+    return next((site for site in sites if site is not None), None)

@@ -1,0 +1,265 @@
+"""The walk over values: from a bad element back to where it was born, was fed in, or was put on purpose.
+
+An infinity that was put there on purpose (an -inf mask) is no origin: the origin is the call that turned it into harm. What softmax,
+where or indexing absorb never leads to harm, so the walk never meets it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import torch
+
+from nanscope.locate.drops import one_of
+from nanscope.locate.trace import Trace
+from nanscope.program.calls import Call
+from nanscope.program.flow import Source, sources, spread
+from nanscope.program.numbers import at, outlier
+from nanscope.program.ops import FILLS, LITERALS, MASK_ARITHMETIC, SHRINKING, WRITES, Flow, flow_of
+from nanscope.roles import Role
+
+DEEP = 10_000  # elements of one walk
+
+ALIKE = 64  # elements of one result that are looked at to find the first that did harm
+
+SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
+
+_REPORTED = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
+
+Spot: TypeAlias = tuple[int, int]  # id of a value, and a flat position in it
+
+
+class Birth(StrEnum):
+    """How a bad element came to be."""
+
+    BORN = "born"  # a call made it of good operands
+    FED = "fed"  # it came in
+    INTENDED = "intended"  # the code wants it so: a mask
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Where a walk ended, and the path that led there (harm first)."""
+
+    birth: Birth
+    path: tuple[Spot, ...]
+
+    @property
+    def value(self) -> int:
+        """The value that holds the element."""
+        return self.path[-1][0]
+
+    @property
+    def flat(self) -> int:
+        """Its flat position there."""
+        return self.path[-1][1]
+
+
+def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
+    """Follow a bad element to where it comes from.
+
+    At every call the same questions in the same order: does nobody make it (then it came in); is no operand bad (then it was written
+    as a constant, is arithmetic on masks, hides an x / inf, or was born here); did infinities meet and become NaN (then the fault is an
+    infinity's, if one is an overflow); otherwise the first bad operand goes on, NaN before infinity, since NaN explains NaN.
+    """
+    path = [(value, flat)]
+    for _ in range(DEEP):
+        call = trace.program.maker(value)
+        if call is None:
+            return _root_of_leaf(trace, path)
+        bad = bad_sources(trace, call, value, flat)
+        nan = [spot for spot in bad if math.isnan(_number(trace, spot))]
+        if bad and not nan and math.isnan(_number(trace, (value, flat))):
+            return _where_infinities_met(trace, path, bad, depth)
+        if not bad:
+            if call.name in LITERALS:
+                return _root_of_literal(trace, path)
+            intended = is_intended(trace, call)
+            hidden = None if intended else _divided_by(trace, call, value, flat)
+            if hidden is None:
+                return Root(Birth.INTENDED if intended else Birth.BORN, tuple(path))
+            bad = [hidden]
+        value, flat = (nan or bad)[0]
+        path.append((value, flat))
+    return Root(Birth.BORN, tuple(path))
+
+
+def first_alike(trace: Trace, root: Root) -> Root:
+    """Of several elements that a call made bad, return the first one that did harm."""
+    call = trace.program.maker(root.value)
+    if root.birth is not Birth.BORN or call is None:
+        return root
+    bad = (~torch.isfinite(trace.values[root.value].flatten())).nonzero().flatten()[:ALIKE].tolist()
+    for flat in bad:
+        if flat == root.flat:
+            break
+        if _made_here(trace, call, root.value, flat) and _goes_on(trace, root, flat) and not _harmless(trace, root.value, flat):
+            return Root(root.birth, (*root.path[:-1], (root.value, flat)))
+    return root
+
+
+def flipped_weight(trace: Trace, root: Root) -> Root | None:
+    """An overflow may come of one weight that is many orders beyond all others: return that weight, where the harm was born."""
+    if root.birth is Birth.FED:
+        return None
+    for leaf in trace.program.slice(root.value).leaves:
+        flat = outlier(trace.values[leaf.id]) if leaf.origin == "parameter" else None
+        if flat is not None:
+            return Root(Birth.FED, (*root.path, (leaf.id, flat)))
+    return None
+
+
+def bad_sources(trace: Trace, call: Call, out: int, flat: int) -> list[Spot]:
+    """Return the non-finite elements that an element came from; for softmax and its like its own position first."""
+    found: list[Spot] = []
+    number = at(trace.values[out], flat)
+    along = flow_of(call.op) is Flow.ALONG
+    for source in sources(call, trace.values, out, flat):
+        tensor = trace.values[source.value]
+        bad = _bad_part(call, source, tensor) if tensor.is_floating_point() else source.flat[:0]
+        if bad.numel() and along:
+            same = bad[bad == flat]
+            if not math.isnan(number) and same.numel():
+                bad = same
+            elif math.isnan(number):
+                numbers = tensor.flatten()[bad]
+                worst = bad[torch.isnan(numbers)] if bool(torch.isnan(numbers).any()) else bad[numbers == math.inf]
+                bad = worst if worst.numel() else bad
+        if not bad.numel():
+            continue
+        numbers = tensor.flatten()[bad]
+        nan = bad[torch.isnan(numbers)]
+        alike = bad[numbers == number]  # of a maximum over +inf and −inf, the one that it is
+        if not nan.numel() and alike.numel():
+            bad = alike
+        every = nan if nan.numel() else bad
+        found += [(source.value, int(position)) for position in every[: SEVERAL if along and not nan.numel() else 1]]
+    return found
+
+
+def is_intended(trace: Trace, call: Call) -> bool:
+    """Is an infinity that no operand of its call explains there on purpose: written as a constant, or the logarithm of a mask?"""
+    if flow_of(call.op) in (Flow.MOVE, Flow.CREATE):
+        return True
+    if call.name not in MASK_ARITHMETIC:
+        return False
+    # (1 - mask) * -inf, mask.log(), (~mask).to(float) / 0: arithmetic on masks and constants only
+    inputs = [v for v in call.inputs() if trace.values[v].dim() > 0]
+    return bool(inputs) and all(trace.drops.is_mask(v, None, strict=True) for v in inputs)
+
+
+def _number(trace: Trace, spot: Spot) -> float:
+    value, flat = spot
+    return at(trace.values[value], flat)
+
+
+def _bad_part(call: Call, source: Source, tensor: torch.Tensor) -> torch.Tensor:
+    part = tensor.flatten()[source.flat]
+    # a nansum takes a NaN for 0: only an infinity goes on
+    return source.flat[torch.isinf(part) if call.name == "nansum" else ~torch.isfinite(part)]
+
+
+def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot], depth: int) -> Root:
+    """Infinities met here and became NaN. Whose fault: an overflow's, if there is one; on purpose: this call's."""
+    roots = [walk_back(trace, v, f, depth + 1) for v, f in bad[:4]] if depth < 4 else []
+    wanted = [Birth.BORN] if any(root.birth is Birth.INTENDED for root in roots) else [Birth.BORN, Birth.FED]
+    for birth in wanted:
+        for root in roots:
+            if root.birth is birth:
+                return Root(birth, (*path, *root.path))
+    return Root(Birth.BORN, tuple(path))
+
+
+def _made_here(trace: Trace, call: Call, value: int, flat: int) -> bool:
+    """Is an element bad although nothing that it was made of is, or a NaN although that is only infinite?"""
+    found = [_number(trace, spot) for spot in bad_sources(trace, call, value, flat)]
+    return not found or (math.isnan(_number(trace, (value, flat))) and not any(math.isnan(number) for number in found))
+
+
+def _goes_on(trace: Trace, root: Root, flat: int) -> bool:
+    """Does an element spoil the next value on the way to the harm, or does that absorb it, as softmax does with an −inf?"""
+    if len(root.path) < 2:
+        return True
+    following, _ = root.path[-2]
+    call = trace.program.maker(following)
+    reached = spread(call, trace.values, {root.value: one_of(trace.values[root.value], flat)}) if call is not None else {}
+    return following not in reached or bool((reached[following] & ~torch.isfinite(trace.values[following])).any())
+
+
+def _harmless(trace: Trace, value: int, flat: int) -> bool:
+    """Is an element taken out on its way to the loss by something that stops infinities, which a mask of zeros does not?"""
+    masked, drops, _ = trace.drops.of(value, flat)
+    return masked is True and bool(drops) and all(drop.how != "mask" for drop in drops)
+
+
+def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
+    """A zero that ruins a logarithm or a quotient may be what became of x / inf: then the infinity is where to look."""
+    waiting = [(call, value, flat)]
+    for _ in range(4):
+        if not waiting:
+            return None
+        call, out, position = waiting.pop()
+        for source in sources(call, trace.values, out, position):
+            tensor = trace.values[source.value]
+            if not tensor.is_floating_point() or source.flat.numel() != 1:
+                continue
+            spot = (source.value, int(source.flat[0]))
+            number, made = _number(trace, spot), trace.program.maker(source.value)
+            if math.isinf(number) and call.name in SHRINKING:
+                return spot
+            if number == 0 and made is not None:
+                waiting.append((made, *spot))
+    return None
+
+
+def _root_of_literal(trace: Trace, path: Sequence[Spot]) -> Root:
+    """An infinity that the code writes is meant; a NaN that it writes is bad data, in the tensor that it was written into."""
+    if not math.isnan(_number(trace, path[-1])):
+        return Root(Birth.INTENDED, tuple(path))
+    return Root(Birth.FED, tuple(path[: _last_write(trace, path, len(path) - 1) + 1]))
+
+
+def _root_of_leaf(trace: Trace, path: Sequence[Spot]) -> Root:
+    """A literal that was written into a tensor is not where the data went bad: the tensor is."""
+    birth = _came(trace, *path[-1])
+    if trace.values[path[-1][0]].dim() == 0 and len(path) > 1 and _is_write(trace, path[-2][0]):
+        tensors = [depth for depth, (value, _) in enumerate(path) if trace.values[value].dim() > 0]
+        depth = _last_write(trace, path, tensors[-1]) if tensors else None
+        if depth is not None and (birth is Birth.FED or _is_record(trace, path[depth:])):
+            return Root(Birth.FED, tuple(path[: depth + 1]))
+    return Root(birth, tuple(path))
+
+
+def _last_write(trace: Trace, path: Sequence[Spot], depth: int) -> int:
+    """Return how deep on a path the last of the writes stands that filled the tensor there."""
+    while depth > 0 and _is_write(trace, path[depth - 1][0]):
+        depth -= 1
+    return depth
+
+
+def _is_write(trace: Trace, value: int) -> bool:
+    made = trace.program.maker(value)
+    return made is not None and made.name in WRITES
+
+
+def _is_record(trace: Trace, written: Sequence[Spot]) -> bool:
+    """Is a single −inf among log-probs that somebody reported? Masks are filled; whoever sets an element notes down what came in."""
+    made = {call.name for value, _ in written if (call := trace.program.maker(value)) is not None}
+    return trace.names.role(written[0][0]) in _REPORTED and "scatter" in made and not made & FILLS
+
+
+def _came(trace: Trace, value: int, flat: int) -> Birth:
+    """Did an element of a leaf go bad outside, or is it a mask that came in?"""
+    leaf = trace.program.leaf(value)
+    if _number(trace, (value, flat)) != -math.inf or leaf is None:
+        return Birth.FED
+    if leaf.origin in ("module", "opaque", "cut"):
+        return Birth.INTENDED  # the model masks its own logits
+    tensor = trace.values[value]
+    finite = tensor[torch.isfinite(tensor)]
+    only_mask = finite.numel() == 0 or bool((finite == 0).all())
+    return Birth.INTENDED if only_mask or trace.names.role(value) is Role.LOGITS else Birth.FED
