@@ -309,7 +309,7 @@ def atlas(
 
     Example: nanscope atlas trl.grpo verl.vanilla
     """
-    from nanscope.atlas import atlas as computed
+    from nanscope import atlas as computed
     from nanscope.report import atlas as shown
     from nanscope.report.console import progress
 

@@ -255,10 +255,10 @@ def test_a_wrong_atlas_is_one_line_and_1(wrong: list[str], tmp_path: Path) -> No
 
 def test_an_atlas_that_a_framework_contradicts_is_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a row of nanscope's table wrong, --verify would name the cells and both answers."""
-    from nanscope.atlas import atlas
+    from nanscope.atlas import cells
 
-    own = atlas.evaluate
-    monkeypatch.setattr(atlas, "evaluate", lambda path, inputs: own(replace(path, key="liger.cispo"), inputs))
+    own = cells.evaluate
+    monkeypatch.setattr(cells, "evaluate", lambda path, inputs: own(replace(path, key="liger.cispo"), inputs))
     result = CliRunner().invoke(cli.app, ["atlas", "liger.bnpo", "--verify"])
     assert result.exit_code == 3
     assert "✗ liger.bnpo · beta=0.0 | old +200 masked A>0 | nanscope · | liger M" in result.output

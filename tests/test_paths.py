@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanscope.atlas.atlas import healthy
+from nanscope.atlas.batch import healthy
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_loss, framework_settings
 from nanscope.frameworks.paths import PATHS, LossPath, paths

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nanscope.atlas.atlas import FAULTS, GRADIENT, LEGEND, Atlas, Compared, Disagreement, Harm, Kind, Verification, Where, atlas
+from nanscope.atlas import atlas
+from nanscope.atlas.cells import Atlas
+from nanscope.atlas.faults import FAULTS, Kind, Where
+from nanscope.atlas.harm import GRADIENT, LEGEND, Harm
+from nanscope.atlas.verification import Compared, Disagreement, Verification
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.paths import PATHS
 from nanscope.report.atlas import render_atlas, render_html, render_json, render_text, sheets, takeaways, verification_words

@@ -26,7 +26,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nanscope.atlas.atlas import GRADIENT, LEGEND, SHORT, Atlas, Fault, Harm, Kind, Verification, Where
+from nanscope.atlas.cells import Atlas
+from nanscope.atlas.faults import SHORT, Fault, Kind, Where
+from nanscope.atlas.harm import GRADIENT, LEGEND, Harm
+from nanscope.atlas.verification import Verification
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.paths import LossPath

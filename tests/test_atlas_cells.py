@@ -1,9 +1,8 @@
-"""The atlas: the faults are what they say, cells are what the frameworks' own functions were seen to do, and verifying sees a wrong cell."""
+"""The cells of the atlas are what the frameworks' own functions were seen to do, whatever else is computed."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
 from functools import reduce
 from itertools import combinations
 from operator import or_
@@ -12,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from nanscope.atlas import atlas as room
-from nanscope.atlas.atlas import FAULTS, LETTERS, Atlas, Fault, Harm, Kind, Where, atlas, faulty, healthy, verify
+from nanscope.atlas import atlas, cells
+from nanscope.atlas.cells import Atlas
+from nanscope.atlas.faults import FAULTS, Where
+from nanscope.atlas.harm import LETTERS, Harm
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.paths import PATHS, LossPath
+from nanscope.frameworks.paths import PATHS
 
 
 @pytest.fixture(scope="module")
@@ -124,40 +124,6 @@ def test_every_cell_is_there(whole: Atlas) -> None:
     assert len({fault.name for fault in FAULTS}) == len({(fault.sets, fault.where, fault.advantage) for fault in FAULTS}) == len(FAULTS)
 
 
-LOG_RATIOS = {
-    "log_probs": lambda batch: batch.log_probs - batch.old_log_probs,
-    "old_log_probs": lambda batch: batch.log_probs - batch.old_log_probs,
-    "ref_log_probs": lambda batch: batch.ref_log_probs - batch.log_probs,
-    "rollout_log_probs": lambda batch: batch.old_log_probs - batch.rollout_log_probs,
-}
-VALUES = {Kind.NAN: float("nan"), Kind.NEGATIVE_INFINITY: float("-inf")}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_what_it_says_and_nothing_else(fault: Fault) -> None:
-    """One element of one tensor differs from the healthy batch, masked or counted as told, and gives the log-ratio that it names."""
-    before, after = healthy(fault.advantage), faulty(fault)
-    differs = {part.name: where_different(getattr(before, part.name), getattr(after, part.name)) for part in fields(before)}
-    assert [name for name, places in differs.items() if places] == [fault.tensor]
-    assert after.log_probs.requires_grad and after.advantages[0] == fault.advantage
-    if fault.kind is Kind.EMPTY:
-        rows = {row for row, _ in differs["mask"]}
-        assert not after.mask[sorted(rows)].any() and (rows == {0} if fault.where is Where.ROW else rows == {0, 1, 2})
-        return
-    ((row, column),) = differs[fault.tensor]
-    assert row == 0 and bool(before.mask[row, column]) == (fault.where is Where.VALID)
-    changed = getattr(after, fault.tensor)[row, column].item()
-    if fault.kind in VALUES:
-        assert changed == VALUES[fault.kind] or (fault.kind is Kind.NAN and changed != changed)
-    else:
-        wanted = float(fault.kind.replace("−", "-"))
-        assert LOG_RATIOS[fault.tensor](after)[row, column].item() == pytest.approx(wanted, abs=1e-4)
-
-
-def where_different(a: Tensor, b: Tensor) -> list[tuple[int, ...]]:
-    return [tuple(place) for place in (a.detach() != b.detach()).nonzero().tolist()]
-
-
 def test_codes_have_their_letters_in_one_order() -> None:
     """Every combination of harms has a code of its own, and the silent ones are those with a bad gradient and a finite loss."""
     harms = [reduce(or_, some, Harm.CLEAN) for count in range(len(LETTERS) + 1) for some in combinations(LETTERS, count)]
@@ -191,8 +157,8 @@ def test_a_part_of_the_atlas_is_a_part_of_it(whole: Atlas, data: st.DataObject) 
 def test_what_a_loss_does_not_read_does_nothing(whole: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults in tensors that a loss does without are not run; running them gives the same."""
     unread = [fault for fault in FAULTS if fault.tensor in ("ref_log_probs", "rollout_log_probs")]
-    assert sum(len(room.unread(path)) for path in PATHS) > len(PATHS), "most losses read neither ref nor rollout"
-    monkeypatch.setattr(room, "unread", lambda path: frozenset())
+    assert sum(len(cells.unread(path)) for path in PATHS) > len(PATHS), "most losses read neither ref nor rollout"
+    monkeypatch.setattr(cells, "unread", lambda path: frozenset())
     everything = atlas(faults=unread)
     for path, row in zip(everything.paths, everything.cells, strict=True):
         assert row == tuple(whole.cell(path.name, fault.name) for fault in unread), path.name
@@ -223,57 +189,3 @@ def test_the_data_are_plain(whole: Atlas) -> None:
     assert {code for path in data["paths"] for cell in path["cells"] for code in cell} == set(data["codes"])
     fault = data["faults"][names.index("ref −200 masked A<0")]
     assert fault["sets"] == "ref_log_probs := log_probs − 200, so that ref − policy = −200"
-
-
-PLANTED = (
-    # what a wrong row of the table would be: path, the settings that it would be computed with instead
-    ("trl.dapo", {"delta": 4.0}),
-    ("trl.dapo", {"beta": 0.04}),
-    ("trl.vespo", {"use_vllm": True}),
-    ("trl.grpo", {"importance_sampling_level": "sequence"}),
-)
-
-
-@pytest.mark.parametrize(("key", "instead"), PLANTED)
-def test_verifying_sees_a_wrong_row(key: str, instead: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against TRL itself the right row agrees in every cell; one that was computed with other settings does not."""
-    pytest.importorskip("trl", reason="trl is not installed")
-    path = LossPath(key)
-    right = Atlas((path,), FAULTS, atlas([key]).cells[:1])
-    verified = verify(right)
-    assert verified.disagreements == verified.refused == verified.unreached == ()
-    (compared,) = verified.compared
-    assert (compared.framework, compared.paths, compared.cells) == ("trl", 1, len(FAULTS))
-    own = room.evaluate
-    monkeypatch.setattr(room, "evaluate", lambda path, inputs: own(replace(path, settings=tuple(instead.items())), inputs))
-    found = verify(replace(right, cells=atlas([key]).cells[:1])).disagreements
-    assert found and all(d.path == path and d.ours != d.theirs for d in found)
-    assert {(d.fault, d.theirs) for d in found} <= set(zip(FAULTS, right.cells[0], strict=True))
-
-
-def test_verifying_names_the_one_cell_that_is_wrong() -> None:
-    """One changed cell is one disagreement, with both answers."""
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    found = atlas(["liger.cispo"])
-    place = 17
-    row = list(found.cells[1])
-    row[place] ^= Harm.MASKED
-    verified = verify(replace(found, cells=(found.cells[0], tuple(row), *found.cells[2:])))
-    (wrong,) = verified.disagreements
-    assert (wrong.path, wrong.fault, wrong.ours, wrong.theirs) == (found.paths[1], FAULTS[place], row[place], found.cells[1][place])
-    assert verified.to_json()["disagreements"] == [
-        {"path": wrong.path.name, "fault": wrong.fault.name, "ours": wrong.ours.code, "theirs": wrong.theirs.code}
-    ]
-
-
-def test_what_cannot_be_compared_is_said() -> None:
-    """A framework without an adapter is absent, not in agreement; a path that the framework's own function refuses is not reached."""
-    assert verify(atlas(["tinker"], FAULTS[:1])).absent == ("tinker",)
-    supposed = verify(atlas(["trl.grpo · log_ratio"], FAULTS[:1]))
-    assert (supposed.compared, supposed.unreached, supposed.disagreements) == ((), (), ())
-    pytest.importorskip("trl", reason="trl is not installed")
-    strange = LossPath("trl.grpo", (("num_items_in_batch", "many"),))
-    verified = verify(Atlas((strange,), FAULTS[:2], ((Harm.CLEAN, Harm.CLEAN),)))
-    assert verified.compared == () and verified.disagreements == ()
-    ((path, why),) = verified.unreached
-    assert path == strange and why
