@@ -28,7 +28,7 @@ from nanscope.snapshot.file import load
 from nanscope.snapshot.step import Reached, Snapshot
 
 NAN = float("nan")
-FIGURES = Path(__file__).parents[2] / "shared" / "parity" / "base.json"
+FIGURES = Path(__file__).parent / "parity" / "figures.json"
 
 
 def rows(*lengths_and_losses: tuple[int, float], width: int | None = None, drift: float = 1e-9) -> LossInputs:
@@ -211,7 +211,6 @@ def test_an_empty_row_halves_a_row_mean_that_counts_it() -> None:
     assert "This loss counts them" in finding.sentence
 
 
-@pytest.mark.skipif(not FIGURES.exists(), reason="the recorded batch is not beside the project")
 def test_the_known_figures_of_an_empty_row() -> None:
     """The batch on which TRL gave −0.4858 and OpenRLHF −0.971615."""
     values = {name: torch.tensor(value) for name, value in json.loads(FIGURES.read_text(encoding="utf-8"))["inputs"].items()}
