@@ -95,7 +95,10 @@ def verify(found: Atlas) -> Verification:
         compared.setdefault(path.framework, []).append(len(cells))
     reached = {key.split(".")[0] for key in keys}
     return Verification(
-        tuple(Compared(name, versions[name], _read_in(name), len(cells), sum(cells)) for name, cells in compared.items()),
+        tuple(
+            Compared(name, versions.get(name, "of unknown version"), _read_in(name), len(cells), sum(cells))
+            for name, cells in compared.items()
+        ),
         tuple(disagreements),
         tuple(refused),
         tuple(unreached),
