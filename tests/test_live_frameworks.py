@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope import native
 from nanscope.frameworks.losses import framework_loss
 from nanscope.locate.names import Names
+from nanscope.native import liger as liger_adapter
 from nanscope.native import openrlhf as openrlhf_adapter
 from nanscope.native import skyrl as skyrl_adapter
+from nanscope.native import verl as verl_adapter
 from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import loss_inputs
 from nanscope.snapshot.step import Snapshot
@@ -203,12 +204,12 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "verl": Framework("verl", verl_policy, native.verl.load),
-    "verl site": Framework("verl", verl_site, native.verl.load),
+    "verl": Framework("verl", verl_policy, verl_adapter.load),
+    "verl site": Framework("verl", verl_site, verl_adapter.load),
     "skyrl": Framework("SkyRL", skyrl_policy, skyrl_adapter.load),
     "openrlhf": Framework("OpenRLHF", openrlhf_policy, openrlhf_adapter.load),
     "nemo_rl": Framework("NeMo-RL", nemo_rl_policy, lambda: __import__("nemo_rl.algorithms.loss.loss_functions")),
-    "liger": Framework("Liger-Kernel", liger_policy, native.liger.load),
+    "liger": Framework("Liger-Kernel", liger_policy, liger_adapter.load),
 }
 
 
