@@ -13,7 +13,7 @@ from torch import Tensor
 from nanscope.locate.names import Names
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import exponent_limit
-from nanscope.program.ops import base_name
+from nanscope.program.ops import NATURAL_EXPONENTIALS
 from nanscope.program.program import Program
 
 
@@ -34,8 +34,8 @@ class Plan:
         namer = Names(program)
         exponents, masks, clips = [], [], []
         for index, call in enumerate(program.calls):
-            name = base_name(call.op)
-            if name in ("exp", "expm1"):
+            name = call.name
+            if name in NATURAL_EXPONENTIALS:
                 exponents.append(index)
             for position, arg in enumerate(call.args):
                 if isinstance(arg, Ref) and namer.says_mask(arg.id):

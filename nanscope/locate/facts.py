@@ -15,8 +15,6 @@ from nanscope.program.ops import BOUNDING, DIFFERENCES, LOGARITHMS, ZERO_PRODUCT
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Facts
 
-LOGS = tuple(LOGARITHMS)
-
 
 def facts_of(location: Location, trace: Trace) -> Facts:
     """Return the facts around the origin of a location."""
@@ -35,7 +33,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         extent=_extent(trace.values[origin.value_id], origin.index) if origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
-        plogp=origin.op in LOGS and call is not None and _times_own_operand(program, call),
+        plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
         unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )

@@ -7,7 +7,18 @@ import re
 
 from nanscope.frameworks.table import site_in
 from nanscope.program.calls import Call, Ref, Site
-from nanscope.program.ops import COMMUTATIVE, LOG_SOFTMAXES, NATURAL_EXPONENTIALS, SCORE_KEEPERS, SHIFTS, SUMS, TOPS, carries
+from nanscope.program.ops import (
+    COMMUTATIVE,
+    LOG_SOFTMAXES,
+    NATURAL_EXPONENTIALS,
+    NATURAL_LOGARITHMS,
+    RESCALINGS,
+    SCORE_KEEPERS,
+    SHIFTS,
+    SUMS,
+    TOPS,
+    carries,
+)
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word, role_of
 
@@ -196,9 +207,9 @@ class Names:
             return self._exponential(call, value, inputs[0], depth)
         if name in LOG_SOFTMAXES or name == "logsumexp":
             return Role.LOG_PROBS
-        if name in ("log", "log1p") and LOG_PROBS & self._ancestors(inputs[0]):
+        if name in NATURAL_LOGARITHMS and LOG_PROBS & self._ancestors(inputs[0]):
             return Role.LOG_PROBS
-        if name in ("div", "mul") and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
+        if name in RESCALINGS and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
         return None
 

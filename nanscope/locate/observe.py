@@ -15,12 +15,11 @@ from nanscope.locate.origin import Crossing, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
+from nanscope.program.ops import EXPONENTIALS
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
 from nanscope.snapshot.observation import Facts, Link, Observation, Origin, Phase
 from nanscope.text import show_index, unravel
-
-EXPS = ("exp", "expm1", "exp2")
 
 CLIPPED = "picked the other side"
 
@@ -31,7 +30,7 @@ def observe(location: Location, trace: Trace) -> Observation:
     """Return the observation of an origin that a run of a program led to."""
     chain = [Link(_link_words(step), step.line, step.value, step.backward, step.file) for step in location.chain]
     first = next((position for position, link in enumerate(chain) if link.backward), None)
-    if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPS:
+    if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPONENTIALS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
     origin = _told(location.origin, trace.program)
     return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts_of(location, trace))
@@ -49,7 +48,7 @@ def _told(origin: Element, program: Program) -> Origin:
     operands = tuple((operand_name(origin, position), operand.value) for position, operand in enumerate(origin.operands))
     call = program.calls[origin.call] if origin.call is not None else None
     headroom = limit = None
-    if origin.op in EXPS and operands:
+    if origin.op in EXPONENTIALS and operands:
         limit = round(exponent_limit(_dtype(origin.dtype)), 2)
         headroom = round((exponent_limit(_dtype(origin.dtype)) - operands[0][1]) / math.log(2), 1)
     elif math.isfinite(origin.value) and origin.value:

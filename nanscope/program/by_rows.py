@@ -22,7 +22,7 @@ from nanscope.errors import NanscopeError
 from nanscope.program.calls import Arg, Call
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.numbers import tensor_bytes
-from nanscope.program.ops import Flow, base_name
+from nanscope.program.ops import CHOICES, EXPANSIONS, INSIDE_ROW, SIZED, SUMS, Flow
 from nanscope.program.program import Program
 from nanscope.program.run import Run, perform
 
@@ -37,18 +37,6 @@ LARGE = 16 << 20  # bytes of the leaves from which on a program is run by rows
 
 
 AT_ONCE = 1 << 18  # elements of a leaf in one go
-
-
-_LIKE_POINTWISE = frozenset(("where", "masked_fill"))
-
-
-_SIZED = frozenset(("expand", "view", "reshape", "_unsafe_view", "broadcast_to", "new_zeros", "new_ones", "new_full"))
-
-
-_INSIDE_ROW = frozenset(("unsqueeze", "squeeze", "select", "slice", "gather", "index_select", "narrow"))  # argument 1 is a dimension
-
-
-_MET = frozenset(("sum", "mean"))
 
 
 _PARTS = {"aten.mean.default": "aten.sum.default", "aten.mean.dim": "aten.sum.dim_IntList"}
@@ -110,7 +98,7 @@ class _Plan:
 
 def _meets(call: Call, shapes: Mapping[int, Tensor]) -> bool:
     """Does a call add up all rows?"""
-    if base_name(call.op) not in _MET:
+    if call.name not in SUMS:
         return False
     operand = shapes[next(iter(call.inputs()))]
     dims = dims_of(call, operand)
@@ -119,23 +107,23 @@ def _meets(call: Call, shapes: Mapping[int, Tensor]) -> bool:
 
 def _stays(call: Call, out: int, shapes: Mapping[int, Tensor], by_row: set[int], rows: int) -> bool:
     """Does row b of a result come of row b of the operands, and of nothing else that differs between rows?"""
-    result, name, flow = shapes[out], base_name(call.op), element_flow(call)
+    result, name, flow = shapes[out], call.name, element_flow(call)
     mine = [shapes[value] for value in call.inputs() if value in by_row]
     others = [shapes[value] for value in call.inputs() if value not in by_row]
     if result.dim() == 0 or result.shape[0] != rows:
         return False
-    if flow is Flow.POINTWISE or name in _LIKE_POINTWISE:
+    if flow is Flow.POINTWISE or name in CHOICES:
         return all(tensor.dim() == result.dim() for tensor in mine) and all(tensor.dim() <= result.dim() for tensor in others)
     first = mine[0]
     if flow in (Flow.REDUCE, Flow.ALONG):
         return len(mine) == 1 and not others and 0 not in (dims_of(call, first) or (0,))
     if name.endswith("_like"):
         return len(mine) == 1
-    if name in _SIZED:
+    if name in SIZED:
         sizes = call.args[1] if len(call.args) > 1 else None
-        whole = len(sizes) == first.dim() if name in ("expand", "broadcast_to") and isinstance(sizes, tuple) else first.is_contiguous()
+        whole = len(sizes) == first.dim() if name in EXPANSIONS and isinstance(sizes, tuple) else first.is_contiguous()
         return len(mine) == 1 and isinstance(sizes, tuple) and bool(sizes) and sizes[0] in (rows, -1) and whole
-    if name in _INSIDE_ROW:
+    if name in INSIDE_ROW:
         dim = call.args[1] if len(call.args) > 1 else None
         whole = all(tensor.shape[0] == rows and tensor.dim() == first.dim() for tensor in (*mine, *others))
         return isinstance(dim, int) and dim % (first.dim() + (name == "unsqueeze")) != 0 and (whole if name == "gather" else not others)
@@ -245,7 +233,7 @@ class _Sums:
 
 
 def _resized(call: Call, rows: int, count: int) -> tuple[Arg, ...]:
-    if base_name(call.op) not in _SIZED or not isinstance(call.args[1], tuple) or call.args[1][0] != rows:
+    if call.name not in SIZED or not isinstance(call.args[1], tuple) or call.args[1][0] != rows:
         return call.args
     return (call.args[0], (count, *call.args[1][1:]), *call.args[2:])
 
@@ -295,7 +283,7 @@ class _Met(torch.autograd.Function):
 def _share(sums: _Sums) -> float:
     """What the sum is multiplied by: 1, or of a mean one over the number of its elements."""
     call, shapes = sums.calls[-1], sums.execution.plan.shapes
-    if base_name(call.op) != "mean":
+    if call.name != "mean":
         return 1.0
     operand = shapes[next(iter(call.inputs()))]
     return shapes[_only(call)].numel() / max(operand.numel(), 1)

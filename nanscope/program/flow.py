@@ -13,12 +13,25 @@ import torch
 from torch import Tensor
 
 from nanscope.program.calls import Arg, Call, Ref, overload, refs
-from nanscope.program.ops import PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.program.ops import (
+    ACCUMULATING,
+    BATCHED_MATMULS,
+    CONSTANT_PAYLOADS,
+    CUMULATIVE,
+    MATRIX_VECTORS,
+    NLL_LOSSES,
+    OVERLOADED_EXTREMA,
+    PAYLOAD,
+    ROW_NORMS,
+    SELECTORS,
+    UNSPLIT_PRODUCTS,
+    WHOLE_PRODUCTS,
+    Flow,
+    flow_of,
+)
 from nanscope.text import ravel, unravel
 
 MANY = 1 << 16  # results looked at one by one; beyond it all are taken
-
-_CUMULATIVE = frozenset(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +45,17 @@ class Source:
 
 def element_flow(call: Call) -> Flow | None:
     """How elements flow through this call; some overloads and flags make another function of an operator."""
-    name, overloaded = base_name(call.op), call.op.rsplit(".", 1)[-1]
-    if name in ("max", "min") and overloaded == "other":
+    name, overloaded = call.name, call.op.rsplit(".", 1)[-1]
+    if name in OVERLOADED_EXTREMA and overloaded == "other":
         return Flow.POINTWISE
-    if "reduce" in overloaded or (name in ("index_put", "_unsafe_index_put", "put") and len(call.args) > 3 and call.args[3] is True):
+    if "reduce" in overloaded or (name in ACCUMULATING and len(call.args) > 3 and call.args[3] is True):
         return Flow.MIX
     return flow_of(call.op)
 
 
 def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> list[Source]:
     """Return the elements of the call's arguments that element `flat` of its result `out` came from, argument by argument."""
-    flow, name = element_flow(call), base_name(call.op)
+    flow, name = element_flow(call), call.name
     result = values[out]
     if flow is Flow.CREATE or name in SELECTORS:
         return []
@@ -58,13 +71,13 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
             elif flow is Flow.REDUCE:
                 found.append(Source(value, _reduced_from(call, tensor, result, index), position))
             elif flow is Flow.ALONG:
-                found.append(Source(value, _fibre(tensor, index, dims_of(call, tensor), upto=name in _CUMULATIVE), position))
+                found.append(Source(value, _fibre(tensor, index, dims_of(call, tensor), upto=name in CUMULATIVE), position))
             elif flow is Flow.MATMUL:
                 found.append(Source(value, _row_or_column(name, position, tensor, result, index), position))
-            elif name in _ROW_NORMS:
+            elif name in ROW_NORMS:
                 row = _row_of(index, tensor, len(call.args[1])) if position == 0 else _broadcast_from(index, tensor)  # type: ignore[arg-type]
                 found.append(Source(value, row, position))
-            elif name in _NLL:
+            elif name in NLL_LOSSES:
                 if position == 0:
                     found.append(Source(value, _targets(call, values, tensor, index), position))
             else:
@@ -76,12 +89,6 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
     return found
 
 
-_NLL = ("nll_loss_forward", "nll_loss2d_forward")
-
-# Normalisations of the trailing dimensions: arguments are input, normalized_shape, weight, bias.
-_ROW_NORMS = frozenset(("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"))
-
-
 def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
     """The elements that share all but the trailing dimensions of an index."""
     every = torch.arange(tensor.numel()).reshape(tensor.shape)
@@ -90,7 +97,7 @@ def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return, for every result of the call, a bool tensor of the elements that depend on the marked elements of its arguments."""
-    flow, name = element_flow(call), base_name(call.op)
+    flow, name = element_flow(call), call.name
     touched = [value for value in call.inputs() if value in marked and bool(marked[value].any())]
     outs = [out for out in call.outs if out is not None and out in values]
     if not touched or flow is Flow.CREATE or name in SELECTORS:
@@ -110,14 +117,14 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                     mark |= own.expand(result.shape)
                 elif flow is Flow.REDUCE:
                     mark |= _reduce(call, own, result)
-                elif flow is Flow.ALONG and name in _CUMULATIVE and own.dim():
+                elif flow is Flow.ALONG and name in CUMULATIVE and own.dim():
                     mark |= own.int().cummax(dim=dims_of(call, own)[0]).values.bool()
-                elif name in _ROW_NORMS and position == 0:
+                elif name in ROW_NORMS and position == 0:
                     flat = own.flatten(own.dim() - len(call.args[1])).any(-1)  # type: ignore[arg-type]
                     mark |= flat.reshape(*flat.shape, *[1] * (result.dim() - flat.dim())).expand(result.shape)
-                elif name in _ROW_NORMS:
+                elif name in ROW_NORMS:
                     mark |= own.expand(result.shape) if own.shape == result.shape[result.dim() - own.dim() :] else bool(own.any())
-                elif name in _NLL and position == 0:
+                elif name in NLL_LOSSES and position == 0:
                     mark |= _reads_marked(call, values, own, result)
                 elif flow is Flow.ALONG:
                     dims = dims_of(call, own) or tuple(range(own.dim()))
@@ -133,7 +140,7 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
 
 def _run_on(call: Call, values: Mapping[int, Tensor], payload: Mapping[int, Tensor]) -> list[Tensor]:
     """Run a copying call with other contents: what carries elements comes from `payload`, constants become 0."""
-    name = base_name(call.op)
+    name = call.name
     carries = PAYLOAD.get(name, (0,))
 
     def resolve(arg: Arg, carrying: bool) -> object:
@@ -141,7 +148,7 @@ def _run_on(call: Call, values: Mapping[int, Tensor], payload: Mapping[int, Tens
             return payload[arg.id] if carrying else values[arg.id]
         if isinstance(arg, tuple):
             return [resolve(item, carrying) for item in arg]
-        return 0 if carrying and isinstance(arg, (int, float)) and name in ("masked_fill", "where", "scatter") else arg
+        return 0 if carrying and isinstance(arg, (int, float)) and name in CONSTANT_PAYLOADS else arg
 
     args = [resolve(arg, position in carries) for position, arg in enumerate(call.args)]
     if name == "constant_pad_nd" and len(args) > 2:
@@ -152,7 +159,7 @@ def _run_on(call: Call, values: Mapping[int, Tensor], payload: Mapping[int, Tens
 
 
 def _payload_values(call: Call) -> list[tuple[int, int]]:
-    carries = PAYLOAD.get(base_name(call.op), (0,))
+    carries = PAYLOAD.get(call.name, (0,))
     return [(position, value) for position, arg in enumerate(call.args) if position in carries for value in refs(arg)]
 
 
@@ -263,12 +270,12 @@ def _row_or_column(name: str, position: int, tensor: Tensor, result: Tensor, ind
     positions = torch.arange(tensor.numel()).reshape(tensor.shape)
     if position not in factors or name == "linear":
         return _broadcast_from(index, tensor) if position not in factors else positions.flatten()
-    if name in ("dot", "matmul"):
+    if name in WHOLE_PRODUCTS:
         return positions.flatten()
-    if name in ("bmm", "baddbmm"):
+    if name in BATCHED_MATMULS:
         positions = positions[index[0]]
         row, column = index[1], index[2]
-    elif name in ("mv", "addmv"):
+    elif name in MATRIX_VECTORS:
         return positions[index[0]].flatten() if position == factors[0] else positions.flatten()
     else:
         row, column = index[0], index[1]
@@ -279,9 +286,9 @@ def _matmul_mark(name: str, position: int, mark: Tensor, result: Tensor) -> Tens
     factors = {"addmm": (1, 2), "addmv": (1, 2), "baddbmm": (1, 2)}.get(name, (0, 1))
     if position not in factors:
         return mark.expand(result.shape)
-    if name in ("mv", "addmv") and position == factors[0]:
+    if name in MATRIX_VECTORS and position == factors[0]:
         return mark.any(dim=-1)
-    if name in ("dot", "matmul", "linear", "mv", "addmv"):
+    if name in UNSPLIT_PRODUCTS:
         return torch.full(result.shape, bool(mark.any()))
     along = mark.any(dim=-1, keepdim=True) if position == factors[0] else mark.any(dim=-2, keepdim=True)
     return along.expand(result.shape)

@@ -91,39 +91,85 @@ SELECTORS = _family("""
 # The same elements, at most in another dtype.
 COPIES = _family("_to_copy alias clone contiguous detach lift lift_fresh")
 
-# What an operator does to a number, whatever else it is. A walk, a rule and an edit ask here and nowhere else.
+# From here on: what an operator does to numbers. Walks, names, rules and edits ask these families; nobody else lists operators.
+
+# One number in, one out.
 EXPONENTIALS = _family("exp exp2 expm1")
-NATURAL_EXPONENTIALS = _family("exp expm1")  # of e, so that the operand is in nats
+NATURAL_EXPONENTIALS = _family("exp expm1")  # of e: the operand is in nats
 LOGARITHMS = _family("log log10 log1p log2 xlogy")
-SHIFTS = _family("add rsub sub")
+NATURAL_LOGARITHMS = _family("log log1p")
+POWERS = _family("pow rsqrt sqrt")  # NaN for a negative number
+DOMAINS = POWERS | _family("acos acosh asin atanh log log10 log1p log2")  # NaN outside of their domain
+CLAMPABLE = POWERS | _family("acos asin log log10 log1p log2 square")  # saved by a bound of the operand
+SQUARES = _family("pow square")
+ROOTS = POWERS | _family("linalg_vector_norm norm std")  # infinite derivative where the operand, or all of it, is 0
+STEEP = ROOTS | _family("acos asin cdist")  # infinite derivatives anywhere
+NEEDS_MORE_THAN_ZERO = _family("log reciprocal rsqrt sqrt")
+SHRINKING = _family("div pow reciprocal")  # make 0 of an infinity
+CLAMPS = _family("clamp clamp_max clamp_min")
+REPLACEMENTS = _family("nan_to_num nanmean nansum")  # a number takes the place of NaN
+
+# Two numbers in, one out.
+ADDITIONS = _family("add sub")
+SHIFTS = ADDITIONS | _family("rsub")
 DIFFERENCES = _family("rsub sub")
-COMMUTATIVE = _family("add mul")  # a number may stand first in the code and last in the call
-SUMS = _family("mean sum")
-TOKEN_SUMS = SUMS | _family("cumsum")
 PRODUCTS = _family("mul")
 ZERO_PRODUCTS = PRODUCTS | _family("addcmul addmm")  # where 0 · inf happens
 SCALES = _family("mul neg")
-EXTREMA = _family("fmax fmin maximum minimum")  # of two
-TOPS = _family("amax logsumexp max")  # what is subtracted before exp, for the sake of its range
-CLAMPS = _family("clamp clamp_max clamp_min")
+RESCALINGS = _family("div mul")
+COMMUTATIVE = _family("add mul")  # a number may stand first in the code and last in the call
+EXTREMA = _family("fmax fmin maximum minimum")
+OVERLOADED_EXTREMA = _family("max min")  # of two, or of many, as the overload says
 BOUNDING = SHIFTS | CLAMPS | _family("maximum minimum")  # where an epsilon or a bound of the code stands
-REPLACEMENTS = _family("nan_to_num nanmean nansum")  # a number takes the place of NaN
+DIVISIONS = {"div": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}  # which argument is the divisor
+QUOTIENTS = frozenset(name for name, divisor in DIVISIONS.items() if divisor)  # and the one before it is divided
+
+# Many numbers in.
+SUMS = _family("mean sum")
+TOKEN_SUMS = SUMS | _family("cumsum")
+SEQUENCE_SUMS = TOKEN_SUMS | _family("index_add scatter_add")
+NLL_LOSSES = _family("nll_loss2d_forward nll_loss_forward")  # read one element a row: the target's
+MEANS = NLL_LOSSES | _family("mean nanmean")  # 0 / 0 over nothing
+SPREADS = _family("std var")
+TOPS = _family("amax logsumexp max")  # what is subtracted before exp, for the sake of its range
+CUMULATIVE = _family("cummax cummin cumprod cumsum logcumsumexp")
 SOFTMAXES = _family("_softmax softmax")
 LOG_SOFTMAXES = _family("_log_softmax log_softmax")
-FILLS = _family("fill masked_fill")
-LITERALS = FILLS | _family("full lift_fresh")  # what puts a number of the code into a tensor
-WRITES = FILLS | _family("as_strided expand index_put lift_fresh reshape scatter")  # and the moves on the way there
-MASK_ARITHMETIC = SHIFTS | _family("_to_copy div log mul neg")  # ways to make −inf of a mask: mask.log(), (1 - mask) * -inf
-SHRINKING = _family("div pow reciprocal")  # make 0 of an infinity
-PICKS = _family("index masked_select")  # by a mask, a smaller tensor
-MASKINGS = _family("masked_fill mul where")  # by a mask, the shape stays
+ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
+SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
+ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
+TOO_MANY_TO_NAME = SUMS | SPREADS | _family("_log_softmax _softmax logsumexp")  # operands that a sentence does not list
+MATRIX_VECTORS = _family("addmv mv")
+BATCHED_MATMULS = _family("baddbmm bmm")
+WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
+UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
+
+# Elements to other places.
+GATHERS = _family("gather index")
+PICKS = _family("index masked_select")  # by a mask: a smaller tensor
+MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
+CHOICES = _family("masked_fill where")
+SELECTIONS = PICKS | CHOICES
 MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens
-# What a token's loss goes through after it is made and before it is summed up: weights, masks, a change of dtype or shape.
-WEIGHINGS = MASKINGS | _family("_to_copy _unsafe_view clone div neg squeeze unsqueeze view")
-SELECTIONS = PICKS | _family("masked_fill where")
+UP_TO_SIGN = MOVES | _family("expand neg")
+WEIGHINGS = COPIES | MASKINGS | _family("_unsafe_view div neg squeeze unsqueeze view")  # between a token's loss and the sum
+EXPANSIONS = _family("broadcast_to expand")
+SIZED = EXPANSIONS | _family("_unsafe_view new_full new_ones new_zeros reshape view")  # argument 1 is the size of the result
+INSIDE_ROW = _family("gather index_select narrow select slice squeeze unsqueeze")  # argument 1 is a dimension
+FILLS = _family("fill masked_fill")
+LITERALS = FILLS | _family("full lift_fresh")  # put a number of the code into a tensor
+WRITES = FILLS | _family("as_strided expand index_put lift_fresh reshape scatter")  # and the moves on the way there
+ACCUMULATING = _family("_unsafe_index_put index_put put")  # add to what is there, if argument 3 says so
+CONSTANT_PAYLOADS = _family("masked_fill scatter where")  # may take a number instead of a tensor
+MASK_ARITHMETIC = SHIFTS | _family("_to_copy div log mul neg")  # ways to make −inf of a mask: mask.log(), (1 - mask) * -inf
+
+# Elements out of nothing, or as many as the content says.
+FLOAT_FACTORIES = _family("eye linspace logspace ones scalar_tensor zeros")  # of the default dtype where none is named
+RANGES = _family("arange eye linspace logspace")  # as large as a number says
+SIZED_BY_CONTENT = _family("_unique2 bincount equal index masked_select nonzero unique_dim")
 
 # What these make of rewards or advantages are still rewards or advantages.
-SCORE_KEEPERS = SHIFTS | SUMS | _family("abs amax amin clamp clamp_min div max min mul sqrt std var where")
+SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div max min mul sqrt where")
 
 
 @lru_cache(maxsize=1024)  # asked at every turn of every walk

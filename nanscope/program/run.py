@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Ref, overload
-from nanscope.program.ops import base_name
+from nanscope.program.ops import FLOAT_FACTORIES, RANGES, SIZED_BY_CONTENT
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
 MAX_ELEMENTS = 1 << 31  # one result of a program from a file; beyond it the file is refused, not executed
@@ -117,12 +117,11 @@ def _saving(shelf: Shelf, leaves: Iterable[Tensor]) -> torch.autograd.graph.save
 
 def _makes_floats(call: Call, args: list[Any]) -> bool:
     """Does a factory that names no dtype give the default one?"""
-    name = base_name(call.op)
-    if name == "full":
+    if call.name == "full":
         return len(args) > 1 and isinstance(args[1], float)
-    if name == "arange":
+    if call.name == "arange":
         return any(isinstance(arg, float) for arg in args)
-    return name in ("ones", "zeros", "eye", "linspace", "logspace", "scalar_tensor")
+    return call.name in FLOAT_FACTORIES
 
 
 # What a call with arguments from a hostile file may raise.
@@ -132,21 +131,17 @@ _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, A
 def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]) -> int:
     """Return how many elements a call will make, worked out without making them: a file must not be able to ask for all memory."""
     huge = any(isinstance(arg, (int, float)) and MAX_ELEMENTS < abs(arg) < math.inf for arg in args)
-    if huge and base_name(call.op) in ("arange", "eye", "linspace", "logspace"):
+    if huge and call.name in RANGES:
         return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
-    if base_name(call.op) in _BY_CONTENT:
+    if call.name in SIZED_BY_CONTENT:
         return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
-    if base_name(call.op) == "repeat_interleave":
+    if call.name == "repeat_interleave":
         repeats = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_floating_point()]
         if repeats:
             total: int = int(repeats[-1].sum())
             return total * max(1, int(args[0].numel()))
     result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
     return sum(tensor.numel() for tensor in _tensors(result))
-
-
-# The size of these results depends on the content of their arguments; nothing can be said without it.
-_BY_CONTENT = frozenset(["_unique2", "bincount", "equal", "index", "masked_select", "nonzero", "unique_dim"])
 
 
 def _meta_device(function: Any) -> dict[str, Any]:

@@ -19,8 +19,21 @@ from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
 from nanscope.program.calls import Arg, Call, Ref, refs
 from nanscope.program.numbers import smallest
+from nanscope.program.ops import (
+    ADDITIONS,
+    CLAMPABLE,
+    DIVISIONS,
+    EXPONENTIALS,
+    MEANS,
+    NATURAL_LOGARITHMS,
+    ROOTS,
+    SOFTMAXES,
+    SPOILT_BY_INFINITY,
+    SPREADS,
+    SQUARES,
+)
 from nanscope.program.program import Program
-from nanscope.replay.patch import Insert, Patch, Variant, _at, _broadcasts, _is, _name, _op, _result, _sorted, after, before
+from nanscope.replay.patch import Insert, Patch, Variant, _at, _broadcasts, _name, _op, _result, _sorted, after, before
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -30,7 +43,7 @@ CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have 
 def mask_before_op(patch: Patch) -> Variant | None:
     """Fill the operand where the mask excludes it, before the op."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
-    position = 1 if _is(patch, "div") else 0
+    position = 1 if patch.op == "div" else 0
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
     if mask is None or mask.by is None or target is None:
         return None
@@ -72,7 +85,7 @@ def _descends(program: Program, value: int, ancestor: int) -> bool:
 
 def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
     """Clamp what is raised to e."""
-    if not _is(patch, "exp", "expm1", "exp2"):
+    if patch.op not in EXPONENTIALS:
         return None
     label = f"clamp {_name(patch, patch.operand(0))} to ±{bound:g} before {_op(patch)}"
     return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), patch.tensors)
@@ -80,11 +93,9 @@ def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
 
 def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
     """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else."""
-    if not _is(patch, "div", "true_divide", "reciprocal", "rsqrt", "addcdiv"):
-        return None
-    position = 2 if _is(patch, "addcdiv") else 1 if _is(patch, "div", "true_divide") else 0
-    value = patch.operand(position)
-    if value is None:
+    position = DIVISIONS.get(patch.op)
+    value = None if position is None else patch.operand(position)
+    if position is None or value is None:
         return None
     content = patch.values[value]
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
@@ -120,16 +131,16 @@ def representable_eps(patch: Patch) -> Variant | None:
 
 def clamp_input(patch: Patch) -> Variant | None:
     """Keep an operand inside the domain of its op."""
-    if not _is(patch, "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "square", "asin", "acos"):
+    if patch.op not in CLAMPABLE:
         return None
     value = patch.operand(0)
     if value is None:
         return None
     dtype = patch.values[value].dtype
     low: float
-    if _is(patch, "log1p"):
+    if patch.op == "log1p":
         low = -1.0 + torch.finfo(dtype).eps
-    elif _is(patch, "pow", "square"):
+    elif patch.op in SQUARES:
         high = torch.finfo(dtype).max ** 0.25
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
         return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), patch.tensors)
@@ -139,14 +150,21 @@ def clamp_input(patch: Patch) -> Variant | None:
     return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
 
 
+_LOG_OF = {
+    "sigmoid": "aten.log_sigmoid_forward.default",
+    "_softmax": "aten._log_softmax.default",
+    "softmax": "aten.log_softmax.int",
+}  # the logarithm of one, in one call
+
+
 def stable_function(patch: Patch) -> Variant | None:
     """Replace the op and what feeds it by the function that numerical libraries provide for the pair."""
     index = patch.origin.call
     if index is None:
         return None
-    if _is(patch, "mul"):
+    if patch.op == "mul":
         return _zero_infinite_factor(patch)
-    if not _is(patch, "log", "log1p"):
+    if patch.op not in NATURAL_LOGARITHMS:
         return None
     value = patch.operand(0)
     inner = patch.program.maker(value) if value is not None else None
@@ -156,16 +174,12 @@ def stable_function(patch: Patch) -> Variant | None:
     calls = list(patch.program.calls)
     fresh = patch.program.new_id()
     call = calls[index]
-    if _is(patch, "log") and name in ("sigmoid", "softmax", "_softmax"):
-        op, args = {
-            "sigmoid": ("aten.log_sigmoid_forward.default", inner.args[:1]),
-            "_softmax": ("aten._log_softmax.default", inner.args),
-            "softmax": ("aten.log_softmax.int", inner.args),
-        }[name]
+    if patch.op == "log" and name in _LOG_OF:
+        op, args = _LOG_OF[name], inner.args[:1] if name == "sigmoid" else inner.args
         outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
         calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
         return Variant("stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), patch.tensors)
-    if _is(patch, "log1p") and name == "neg":
+    if patch.op == "log1p" and name == "neg":
         source = next(iter(inner.inputs()), None)
         exp = patch.program.maker(source) if source is not None else None
         if exp is not None and exp.name == "exp":
@@ -200,15 +214,15 @@ def _zero_infinite_factor(patch: Patch) -> Variant | None:
 def finite_mask_fill(patch: Patch) -> Variant | None:
     """Replace −inf in the operand by the lowest finite number."""
     value = patch.operand(0)
-    if not _is(patch, "_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp", "mul", "sub") or value is None:
+    if patch.op not in SPOILT_BY_INFINITY or value is None:
         return None
     lowest = torch.finfo(patch.values[value].dtype).min / 4
     inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), lowest))]
-    if _is(patch, "mul"):
+    if patch.op == "mul":
         inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
     label = f"mask {_name(patch, value)} with a large finite number instead of an infinite one"
     program = before(patch, 0, inserts)
-    other = patch.operand(1) if _is(patch, "sub") else None
+    other = patch.operand(1) if patch.op == "sub" else None
     if other is not None and bool((patch.values[other] == -math.inf).any()):
         program = before(patch.edited(program), 1, inserts)
     return Variant("finite_mask_fill", label, program, patch.tensors)
@@ -216,7 +230,7 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
 
 def safe_softmax(patch: Patch) -> Variant | None:
     """Softmax that gives zeros for a row that is entirely −inf."""
-    if not _is(patch, "_softmax", "softmax") or patch.origin.call is None:
+    if patch.op not in SOFTMAXES or patch.origin.call is None:
         return None
     calls = list(patch.program.calls)
     calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
@@ -264,7 +278,7 @@ def _swap(arg: Arg, mapping: Mapping[int, int]) -> Arg:
 
 def guard_small_group(patch: Patch) -> Variant | None:
     """Use the biased deviation, which is 0 for a group of one and whose gradient is 0, too."""
-    if not _is(patch, "std", "var") or not patch.call.op.endswith(".correction"):
+    if patch.op not in SPREADS or not patch.call.op.endswith(".correction"):
         return None
     calls = list(patch.program.calls)
     for index in patch.siblings():
@@ -278,7 +292,7 @@ def guard_small_group(patch: Patch) -> Variant | None:
 
 def guard_empty(patch: Patch) -> Variant | None:
     """Use 0 for the mean of nothing."""
-    if not _is(patch, "mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward"):
+    if patch.op not in MEANS:
         return None
     inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
     return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), patch.tensors)
@@ -288,7 +302,7 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
     """Take the bad element out before the op."""
     if patch.origin.call is None:
         return _neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
-    if not _is(patch, "sub", "add"):
+    if patch.op not in ADDITIONS:
         return None
     for position in (0, 1):
         if patch.operand(position) is None:
@@ -319,7 +333,7 @@ def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
 
 def avoid_singular_op(patch: Patch) -> Variant | None:
     """Move the operand off the point where the derivative is infinite."""
-    if not _is(patch, "sqrt", "rsqrt", "linalg_vector_norm", "std", "pow", "norm"):
+    if patch.op not in ROOTS:
         return None
     value = patch.operand(0)
     if value is None:

@@ -18,7 +18,7 @@ import torch
 from nanscope.locate.names import LOG_PROBS
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, refs
-from nanscope.program.ops import CLAMPS, DIFFERENCES, MASKINGS, MOVES, PICKS, SCALES, SUMS
+from nanscope.program.ops import CLAMPS, DIFFERENCES, MASKINGS, MOVES, PICKS, SCALES, SUMS, UP_TO_SIGN
 from nanscope.roles import Role
 
 LONGEST_WALK = 60  # calls that a value is followed back
@@ -83,7 +83,7 @@ class Lineage:
             inputs = list(call.inputs()) if call is not None else []
             if call is not None and call.name == "mul":
                 inputs = [v for v in inputs if not (self.is_binary(v) and self.roles.get(v) is Role.MASK)]
-            elif call is None or call.name not in MOVES | {"neg", "expand"}:
+            elif call is None or call.name not in UP_TO_SIGN:
                 break
             if len(inputs) != 1 or self.roles.get(inputs[0]) not in RATES:
                 break

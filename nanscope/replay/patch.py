@@ -59,6 +59,11 @@ class Patch:
         assert self.origin.call is not None
         return self.program.calls[self.origin.call]
 
+    @property
+    def op(self) -> str:
+        """The bare name of that call's operator, "" where the origin came in."""
+        return self.call.name if self.origin.call is not None else ""
+
     def siblings(self, index: int | None = None) -> list[int]:
         """Return the indices of all calls that one source expression made (the origin's by default): one a chunk, one a turn of a loop."""
         own = self.origin.call if index is None else index
@@ -169,12 +174,8 @@ def _cast(patch: Patch, value: int) -> torch.dtype:
     return patch.values[value].dtype
 
 
-def _is(patch: Patch, *names: str) -> bool:
-    return patch.origin.call is not None and patch.call.name in names
-
-
 def _op(patch: Patch) -> str:
-    return patch.call.name if patch.origin.call is not None else "its first use"
+    return patch.op or "its first use"
 
 
 def _name(patch: Patch, value: int | None) -> str:

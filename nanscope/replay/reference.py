@@ -12,6 +12,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import AT_ONCE, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
+from nanscope.program.ops import NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.edits import _neutralised
@@ -30,7 +31,6 @@ def repaired(patch: Patch) -> Variant | None:
     if patch.origin.call is None:
         return _neutralised(patch, "reference", "offending elements neutralised")
     program, tensors = patch.program, patch.tensors
-    name = patch.call.name
     touched = False
     for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
         if out is None:
@@ -49,7 +49,7 @@ def repaired(patch: Patch) -> Variant | None:
             if not content.is_floating_point() or not _broadcasts(bad.shape, content.shape):
                 continue
             mark, fresh = program.new_id(), program.new_id() + 1
-            neutral = 1.0 if position == 1 or name in ("log", "sqrt", "rsqrt", "reciprocal") else 0.0
+            neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
             call = program.calls[index]
             mended = Call("aten.masked_fill.Scalar", (arg, Ref(mark), neutral), (), (fresh,), call.site, call.grad)
             args = tuple(Ref(fresh) if place == position else other for place, other in enumerate(call.args))

@@ -205,7 +205,7 @@ def _before(bound: float) -> Edit:
 
 def _after(bound: float) -> Edit:
     def edit(patch: Patch) -> Variant | None:
-        if patch.origin.call is None or patch.call.name not in EXPONENTIALS:
+        if patch.op not in EXPONENTIALS:
             return None
         program = after(patch, [("aten.clamp.default", (Ref(-1), math.exp(-bound), math.exp(bound)))])
         return Variant("clamp_after_exp", f"clamp to e^±{bound:g} after exp", program, patch.tensors, True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nanscope.causes import ADVICE, CAUSES, Cause
 from nanscope.frameworks.rows import Framework
+from nanscope.program.ops import GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.verdict.incident import Fix
 
@@ -15,7 +16,7 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     """Return the fixes that work, best first, and what was tried and does not."""
     where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file and seen.origin.line else None
     wanted = CAUSES[cause].fixes
-    vocabulary = {"_log_softmax", "log_softmax"} & set(seen.facts.ancestors) and not {"gather", "index"} & set(seen.facts.ancestors)
+    vocabulary = LOG_SOFTMAXES & set(seen.facts.ancestors) and not GATHERS & set(seen.facts.ancestors)
     if cause is Cause.INF_MINUS_INF and (len(seen.origin.shape) > 2 or vocabulary):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # over a vocabulary there are no samples to drop
     if cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nanscope.locate.observe import EXPS, operand_name
+from nanscope.locate.observe import operand_name
+from nanscope.program.ops import EXPONENTIALS
 from nanscope.program.program import Program
 from nanscope.replay.tries import Replay
 from nanscope.roles import last_word
@@ -18,7 +19,7 @@ def picture_of(program: Program, replayed: Replay) -> Picture | None:
         return None
     origin = location.origin
     shown, what = run.values[origin.value_id], origin.variable or origin.op
-    if origin.op in EXPS and origin.operands:
+    if origin.op in EXPONENTIALS and origin.operands:
         shown, what = run.values[origin.operands[0].id], operand_name(origin, 0)
     if shown.dim() == 0 or not shown.is_floating_point() or shown.shape != run.values[origin.value_id].shape:
         return None

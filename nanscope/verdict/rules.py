@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
+import torch
+
 from nanscope.causes import Cause
-from nanscope.locate.facts import LOGS
-from nanscope.locate.observe import EXPS
+from nanscope.program.numbers import exponent_limit
+from nanscope.program.ops import (
+    ALL_SOFTMAXES,
+    DIVISIONS,
+    DOMAINS,
+    EXPONENTIALS,
+    LOGARITHMS,
+    MEANS,
+    POWERS,
+    QUOTIENTS,
+    SEQUENCE_SUMS,
+    SHIFTS,
+    SPREADS,
+    STEEP,
+)
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Kind, Observation, Phase
 
@@ -16,7 +31,7 @@ from nanscope.snapshot.observation import Kind, Observation, Phase
 class Rule(NamedTuple):
     """If the origin's operator is one of `ops` (None: any) and `when` holds, this is the cause."""
 
-    ops: tuple[str, ...] | None
+    ops: Container[str] | None
     when: Callable[[Observation], bool]
     cause: Cause
 
@@ -29,24 +44,16 @@ def cause_of(seen: Observation, rules: tuple[Rule, ...] | None = None) -> Cause:
     return Cause.UNKNOWN
 
 
-_DOMAIN = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow", "asin", "acos", "atanh", "acosh")  # NaN outside their domain
-
-_DIVISORS = {"div": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}  # which argument an op divides by
-
-_STEEP = ("sqrt", "linalg_vector_norm", "norm", "std", "pow", "rsqrt", "cdist", "acos", "asin")  # infinite derivatives
-
-_WIDE_LIMIT = 88.72  # nats; below it float32 holds what overflows in half precision
-
-_MEANS = ("mean", "nanmean", "nll_loss_forward", "nll_loss2d_forward")
+_WIDE_LIMIT = exponent_limit(torch.float32)  # nats; below it float32 holds what overflows in half precision
 
 
 def _divisor(seen: Observation) -> float:
     """What the origin divides by (of a logarithm: its operand)."""
-    return seen.origin.number(_DIVISORS.get(seen.origin.op, 0))
+    return seen.origin.number(DIVISIONS.get(seen.origin.op, 0))
 
 
 def _zero_by_zero(seen: Observation) -> bool:
-    return _divisor(seen) == 0 and seen.origin.number(_DIVISORS.get(seen.origin.op, 1) - 1) == 0
+    return _divisor(seen) == 0 and seen.origin.number(DIVISIONS.get(seen.origin.op, 1) - 1) == 0
 
 
 def _zero_times_infinity(seen: Observation) -> bool:
@@ -57,10 +64,7 @@ def _zero_times_infinity(seen: Observation) -> bool:
 def _of_a_sequence(seen: Observation) -> bool:
     """Was the exponent summed over tokens first?"""
     roles = (Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.LOG_RATIO, Role.LOSS, None)
-    return (
-        bool({"sum", "mean", "cumsum", "index_add", "scatter_add", "segment_reduce"} & set(seen.facts.ancestors))
-        and seen.origin.role in roles
-    )
+    return bool(SEQUENCE_SUMS & set(seen.facts.ancestors)) and seen.origin.role in roles
 
 
 def _nan(seen: Observation) -> bool:
@@ -74,7 +78,7 @@ def _inf(seen: Observation) -> bool:
 RULES: tuple[Rule, ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
     Rule(None, lambda o: o.phase is Phase.WEIGHTS and math.isfinite(o.origin.value), Cause.HW_BITFLIP),
-    Rule(tuple(_DIVISORS), lambda o: o.suspect, Cause.CANCELLATION_SPIKE),
+    Rule(DIVISIONS, lambda o: o.suspect, Cause.CANCELLATION_SPIKE),
     Rule(None, lambda o: o.phase is Phase.WEIGHTS and o.poisoned_at is not None, Cause.POISONED_WEIGHTS),
     Rule(None, lambda o: o.phase is Phase.WEIGHTS and o.facts.whole and math.prod(o.origin.shape) > 1, Cause.UNINITIALIZED),
     Rule(None, lambda o: o.phase is Phase.WEIGHTS, Cause.POISONED_WEIGHTS),
@@ -84,34 +88,34 @@ RULES: tuple[Rule, ...] = (
     Rule(None, lambda o: o.phase is Phase.INPUT and o.origin.masked is True and _inf(o), Cause.INF_TIMES_ZERO_MASK),
     Rule(None, lambda o: o.phase is Phase.INPUT and o.origin.masked is True, Cause.NAN_TIMES_ZERO_MASK),
     Rule(None, lambda o: o.phase is Phase.INPUT, Cause.BAD_INPUT),
-    Rule(("_softmax", "softmax", "_safe_softmax", "_log_softmax", "log_softmax"), _nan, Cause.FULLY_MASKED_SOFTMAX),
-    Rule((*_DIVISORS, "log"), lambda o: o.facts.eps_underflow and _divisor(o) == 0, Cause.EPS_UNDERFLOW),
+    Rule(ALL_SOFTMAXES, _nan, Cause.FULLY_MASKED_SOFTMAX),
+    Rule({*DIVISIONS, "log"}, lambda o: o.facts.eps_underflow and _divisor(o) == 0, Cause.EPS_UNDERFLOW),
     Rule(None, lambda o: o.phase is Phase.BACKWARD and o.facts.dropped and not math.isfinite(o.origin.value), Cause.WHERE_GRAD_TRAP),
-    Rule(LOGS, lambda o: o.facts.plogp, Cause.PLOGP_ZERO),
+    Rule(LOGARITHMS, lambda o: o.facts.plogp, Cause.PLOGP_ZERO),
     Rule(None, lambda o: o.phase is Phase.FORWARD and o.facts.multiplied and _inf(o), Cause.INF_TIMES_ZERO_MASK),
-    Rule(_DOMAIN, lambda o: o.phase is Phase.FORWARD and o.facts.multiplied and _nan(o), Cause.NAN_TIMES_ZERO_MASK),
+    Rule(DOMAINS, lambda o: o.phase is Phase.FORWARD and o.facts.multiplied and _nan(o), Cause.NAN_TIMES_ZERO_MASK),
     Rule(("logsumexp",), lambda o: not math.isfinite(o.origin.value), Cause.INF_MINUS_INF),
-    Rule(("std", "var"), _nan, Cause.STD_SINGLE),
-    Rule(("sqrt", "rsqrt", "pow"), lambda o: o.origin.number(0) < 0 and _nan(o), Cause.SQRT_NEGATIVE),
-    Rule(_STEEP, lambda o: o.phase is Phase.BACKWARD and math.isfinite(o.origin.value), Cause.SQRT_ZERO_GRAD),
+    Rule(SPREADS, _nan, Cause.STD_SINGLE),
+    Rule(POWERS, lambda o: o.origin.number(0) < 0 and _nan(o), Cause.SQRT_NEGATIVE),
+    Rule(STEEP, lambda o: o.phase is Phase.BACKWARD and math.isfinite(o.origin.value), Cause.SQRT_ZERO_GRAD),
     Rule(
         None,
-        lambda o: o.phase is Phase.FORWARD and o.facts.coefficient and _inf(o) and o.origin.op not in (*LOGS, *_DIVISORS),
+        lambda o: o.phase is Phase.FORWARD and o.facts.coefficient and _inf(o) and o.origin.op not in LOGARITHMS | DIVISIONS.keys(),
         Cause.INF_TIMES_ZERO_COEF,
     ),
-    Rule(EXPS, lambda o: o.origin.dtype == "float16" and o.origin.number(0) < _WIDE_LIMIT, Cause.FP16_OVERFLOW),
-    Rule(EXPS, _of_a_sequence, Cause.SEQ_RATIO_OVERFLOW),
-    Rule(EXPS, lambda o: True, Cause.EXP_OVERFLOW),
-    Rule(LOGS, lambda o: True, Cause.LOG_ZERO),
+    Rule(EXPONENTIALS, lambda o: o.origin.dtype == "float16" and o.origin.number(0) < _WIDE_LIMIT, Cause.FP16_OVERFLOW),
+    Rule(EXPONENTIALS, _of_a_sequence, Cause.SEQ_RATIO_OVERFLOW),
+    Rule(EXPONENTIALS, lambda o: True, Cause.EXP_OVERFLOW),
+    Rule(LOGARITHMS, lambda o: True, Cause.LOG_ZERO),
     Rule(("mul",), lambda o: _zero_times_infinity(o) and o.facts.zero_is_mask, Cause.INF_TIMES_ZERO_MASK),
     Rule(("mul",), lambda o: _zero_times_infinity(o) and math.inf in (o.origin.number(0), o.origin.number(1)), Cause.INF_TIMES_ZERO_COEF),
     Rule(("mul",), _zero_times_infinity, Cause.PLOGP_ZERO),
-    Rule(("sub", "add", "rsub"), lambda o: math.isinf(o.origin.number(0)) and math.isinf(o.origin.number(1)), Cause.INF_MINUS_INF),
+    Rule(SHIFTS, lambda o: math.isinf(o.origin.number(0)) and math.isinf(o.origin.number(1)), Cause.INF_MINUS_INF),
     Rule(("div",), lambda o: o.origin.number(1) == 0 and o.facts.mask_denominator, Cause.EMPTY_MASK_MEAN),
     Rule(("div",), lambda o: o.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
-    Rule(("div", "true_divide", "addcdiv"), _zero_by_zero, Cause.ZERO_DIV_ZERO),
-    Rule(tuple(_DIVISORS), lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),
-    Rule(_MEANS, _nan, Cause.EMPTY_MASK_MEAN),
+    Rule(QUOTIENTS, _zero_by_zero, Cause.ZERO_DIV_ZERO),
+    Rule(DIVISIONS, lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),
+    Rule(MEANS, _nan, Cause.EMPTY_MASK_MEAN),
     Rule(None, lambda o: o.phase is Phase.OPTIMIZER and o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     Rule(None, lambda o: _inf(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
     Rule(None, _inf, Cause.MAGNITUDE_OVERFLOW),

@@ -8,6 +8,7 @@ from pathlib import Path
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
+from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import last_word
 from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Snapshot
@@ -83,7 +84,7 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
 
 def _made(p: Origin, suspect: bool = False) -> tuple[str, str]:
     """What was made, in words, and the numbers that it was made from."""
-    many = p.op in ("sum", "mean", "std", "var", "_softmax", "logsumexp", "_log_softmax")
+    many = p.op in TOO_MANY_TO_NAME
     args = "…" if many else ", ".join(number(value) for _, value in p.operands[:2])
     result = number(p.value)
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)

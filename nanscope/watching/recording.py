@@ -17,7 +17,6 @@ from nanscope.capture.tape import Taken
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import is_finite
-from nanscope.program.ops import base_name
 from nanscope.program.program import Program
 
 
@@ -133,7 +132,7 @@ BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow
 
 def scaled_by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> bool:
     """Is the last thing done to the loss a multiplication by a large constant?"""
-    if program is None or not program.calls or base_name(program.calls[-1].op) != "mul":
+    if program is None or not program.calls or program.calls[-1].name != "mul":
         return False
     for arg in program.calls[-1].args:
         factor: object = arg
