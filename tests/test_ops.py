@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
-from nanscope.program.calls import overload
-from nanscope.program.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
+import nanscope.program.ops as ops
+from nanscope.program.calls import Call, Ref, overload
+from nanscope.program.ops import DIVISIONS, FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
+
+ROOT = Path(ops.__file__).parents[1]
 
 RANDOM = (
     "bernoulli", "rand", "normal", "multinomial", "dropout", "poisson", "binomial", "uniform", "exponential", "geometric", "cauchy", "gumbel",
@@ -123,3 +130,52 @@ def test_an_overload_belongs_to_its_base_name(op: str, base: str, flow: Flow | N
     """The table is looked up by the bare operator name."""
     assert base_name(op) == base
     assert flow_of(op) is flow
+
+
+def test_a_call_knows_its_bare_name() -> None:
+    """And keeps it out of what it is: two calls are equal by operator and arguments."""
+    call = Call("aten.clamp.Tensor", (Ref(0),), (), (1,))
+    assert call.name == "clamp" and call == Call("aten.clamp.Tensor", (Ref(0),), (), (1,))
+    assert "name" not in Call.__slots__
+
+
+FAMILIES = {name: family for name, family in vars(ops).items() if name.isupper() and isinstance(family, frozenset)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_speaks_of_operators_that_exist(name: str) -> None:
+    """A name that no program may hold decides nothing."""
+    assert FAMILIES[name] and FAMILIES[name] - set(FLOW) == set()
+
+
+def test_the_divisor_is_an_argument() -> None:
+    """Where it stands is what the operator's own schema calls it."""
+    assert set(DIVISIONS) <= set(FLOW)
+    for name, position in DIVISIONS.items():
+        found = getattr(torch.ops.aten, name)
+        schema = getattr(found, found.overloads()[0])._schema
+        assert schema.arguments[position].name in ("other", "tensor2", "self"), name
+
+
+def listed(source: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the line and the names of every tuple, list or set of operators that a source writes down."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(node.elts) > 1:
+            names = tuple(item.value for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str))
+            if len(names) == len(node.elts) and all(name in FLOW for name in names):
+                yield node.lineno, names
+
+
+OTHERS = [path for path in sorted(ROOT.rglob("*.py")) if path != Path(ops.__file__) and path.parent.name != "frameworks"]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=[str(path.relative_to(ROOT)) for path in OTHERS])
+def test_operators_are_listed_in_one_place(path: Path) -> None:
+    """A second list of the same operators forgets what the first one learns: families stand in program/ops.py alone."""
+    assert list(listed(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_reader_of_lists_sees_them_all() -> None:
+    """Wherever a list hides; one name is a name, and other words are none of its business."""
+    source = "A = frozenset((\"exp\", \"log\"))\nif x in {'add', 'sub'}: pass\ny = ['mul', 'div']\nz = ('exp',), ('loss', 'exp')\n"
+    assert [names for _, names in sorted(listed(source))] == [("exp", "log"), ("add", "sub"), ("mul", "div")]

@@ -13,18 +13,21 @@ from enum import StrEnum
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from nanscope.locate.drops import one_of
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
-from nanscope.program.numbers import at, outlier
+from nanscope.program.numbers import at
 from nanscope.program.ops import FILLS, LITERALS, MASK_ARITHMETIC, SHRINKING, WRITES, Flow, flow_of
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
 
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm
+
+FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
 
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 
@@ -107,10 +110,22 @@ def flipped_weight(trace: Trace, root: Root) -> Root | None:
     if root.birth is Birth.FED:
         return None
     for leaf in trace.program.slice(root.value).leaves:
-        flat = outlier(trace.values[leaf.id]) if leaf.origin == "parameter" else None
+        flat = _outlier(trace.values[leaf.id]) if leaf.origin == "parameter" else None
         if flat is not None:
             return Root(Birth.FED, (*root.path, (leaf.id, flat)))
     return None
+
+
+def _outlier(tensor: Tensor) -> int | None:
+    """Return the flat position of the one element that is many orders of magnitude beyond all others, None if there is none."""
+    if not tensor.is_floating_point() or tensor.numel() < 4:
+        return None
+    sizes = tensor.detach().flatten().double().abs()
+    top = sizes.topk(2)
+    first, second = top.values.tolist()
+    if not (math.isfinite(first) and second > 0 and first > 1 and first > FLIPPED * second):
+        return None
+    return int(top.indices[0])
 
 
 def bad_sources(trace: Trace, call: Call, out: int, flat: int) -> list[Spot]:
@@ -157,7 +172,7 @@ def _number(trace: Trace, spot: Spot) -> float:
     return at(trace.values[value], flat)
 
 
-def _bad_part(call: Call, source: Source, tensor: torch.Tensor) -> torch.Tensor:
+def _bad_part(call: Call, source: Source, tensor: Tensor) -> Tensor:
     part = tensor.flatten()[source.flat]
     # a nansum takes a NaN for 0: only an infinity goes on
     return source.flat[torch.isinf(part) if call.name == "nansum" else ~torch.isfinite(part)]

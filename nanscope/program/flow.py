@@ -96,7 +96,10 @@ def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
 
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return, for every result of the call, a bool tensor of the elements that depend on the marked elements of its arguments."""
+    """Return, for every result of the call, a bool tensor of the elements that depend on the marked elements of its arguments.
+
+    The finest rule that is known decides, from one element to one element down to any to any; too many marks are safe, too few are not.
+    """
     flow, name = element_flow(call), call.name
     touched = [value for value in call.inputs() if value in marked and bool(marked[value].any())]
     outs = [out for out in call.outs if out is not None and out in values]
@@ -117,12 +120,12 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                     mark |= own.expand(result.shape)
                 elif flow is Flow.REDUCE:
                     mark |= _reduce(call, own, result)
-                elif flow is Flow.ALONG and name in CUMULATIVE and own.dim():
+                elif flow is Flow.ALONG and name in CUMULATIVE and own.dim():  # what comes after it along the dimension
                     mark |= own.int().cummax(dim=dims_of(call, own)[0]).values.bool()
                 elif name in ROW_NORMS and position == 0:
                     flat = own.flatten(own.dim() - len(call.args[1])).any(-1)  # type: ignore[arg-type]
                     mark |= flat.reshape(*flat.shape, *[1] * (result.dim() - flat.dim())).expand(result.shape)
-                elif name in ROW_NORMS:
+                elif name in ROW_NORMS:  # weight and bias: the same column of every row
                     mark |= own.expand(result.shape) if own.shape == result.shape[result.dim() - own.dim() :] else bool(own.any())
                 elif name in NLL_LOSSES and position == 0:
                     mark |= _reads_marked(call, values, own, result)
@@ -131,7 +134,7 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                     mark |= own.any(dim=dims[0], keepdim=True).expand(result.shape) if own.dim() else own
                 elif flow is Flow.MATMUL:
                     mark |= _matmul_mark(name, position, own, result)
-                else:
+                else:  # no finer rule: everything depends on it
                     mark |= bool(own.any())
         if bool(mark.any()):
             found[out] = mark

@@ -31,21 +31,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(same.all())
 
 
-FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
-
-
-def outlier(tensor: Tensor) -> int | None:
-    """Return the flat position of the one element that is many orders of magnitude beyond all others, None if there is none."""
-    if not tensor.is_floating_point() or tensor.numel() < 4:
-        return None
-    sizes = tensor.detach().flatten().double().abs()
-    top = sizes.topk(2)
-    first, second = top.values.tolist()
-    if not (math.isfinite(first) and second > 0 and first > 1 and first > FLIPPED * second):
-        return None
-    return int(top.indices[0])
-
-
 def first_nonfinite(tensor: Tensor) -> int | None:
     """Return the flat position of the first element that is NaN or infinite, None if there is none."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:

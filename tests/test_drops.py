@@ -1,0 +1,174 @@
+"""Does the loss count an element: what takes it out on the way, by which mask, and what only weighs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded import Recorded, leaf, record
+from torch import Tensor
+
+INF, NAN = math.inf, math.nan
+
+
+def made_by(recorded: Recorded, op: str) -> int:
+    """The result of the first call of an operator."""
+    return next(out for call in recorded.program.calls if call.name == op for out in call.outs if out is not None)
+
+
+def hole() -> Tensor:
+    """A mask of [2, 3] in which the last element does not count."""
+    return torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+
+
+def spike() -> Tensor:
+    """Exponents of [2, 3], the last of which is large."""
+    return torch.tensor([[0.1, -0.2, 0.3], [0.0, 0.2, 9.0]], requires_grad=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss whose first exp is followed at its last element. how: of the drops. by: what the first one is called. zero: a coefficient."""
+
+    name: str
+    loss: Callable[..., Tensor]
+    args: Callable[[], tuple[Tensor, ...]]
+    masked: bool | None
+    how: tuple[str, ...] = ()
+    by: str | None = None
+    zero: str | None = None
+
+
+def weighed(x: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    weights = mask * advantages
+    return (x.exp() * weights).sum()
+
+
+def clipped(x: Tensor, advantages: Tensor) -> Tensor:
+    ratio = x.exp()
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def cross_entropy(x: Tensor, y: Tensor) -> Tensor:
+    return -(y * x.exp() + (1 - y) * x.exp().log()).sum()
+
+
+def contracted(x: Tensor, mask: Tensor) -> Tensor:
+    ratio = x.exp()
+    return torch.einsum("bt,bt->", ratio, mask) / mask.sum()
+
+
+def lengths_mask(x: Tensor, lengths: Tensor) -> Tensor:
+    keep = torch.arange(3)[None, :] < lengths[:, None]
+    return (x.exp() * keep).sum()
+
+
+CASES = [
+    Case("counted", lambda x, mask: (x.exp() * mask).sum(), lambda: (spike(), torch.ones(2, 3)), False),
+    Case("multiplied", lambda x, mask: (x.exp() * mask).sum(), lambda: (spike(), hole()), True, ("mask",), "mask"),
+    Case("multiplied by an unnamed mask", lambda x, z: (x.exp() * z).sum(), lambda: (spike(), hole()), True, ("mask",), "z"),
+    Case("multiplied by a comparison", lengths_mask, lambda: (spike(), torch.tensor([3, 2])), True, ("mask",), "keep"),
+    Case("multiplied by mask and coefficient", weighed, lambda: (spike(), hole(), torch.full((2, 1), 2.0)), True, ("mask",), "mask"),
+    Case("multiplied by a row", lambda x, mask: (x.exp() * mask).sum(), lambda: (spike(), torch.tensor([[1.0], [0.0]])), True, ("mask",), "mask"),
+    Case("contracted", contracted, lambda: (spike(), hole()), True, ("mask",), "mask"),
+    Case("where", lambda x, mask: torch.where(mask.bool(), x.exp(), 0.0).sum(), lambda: (spike(), hole()), True, ("select",)),
+    Case("masked_fill", lambda x, mask: x.exp().masked_fill(mask == 0, 0.0).sum(), lambda: (spike(), hole()), True, ("select",)),
+    Case("index", lambda x, mask: x.exp()[mask.bool()].sum(), lambda: (spike(), hole()), True, ("select",)),
+    Case("slice", lambda x: x.exp()[:, :2].sum(), lambda: (spike(),), True, ("select",)),
+    Case("a piece that nobody takes", lambda x: x.exp().split(1)[0].sum(), lambda: (spike(),), True, ("select",)),
+    Case("minimum", clipped, lambda: (spike(), torch.ones(2, 1)), True, ("clamp", "clip")),
+    Case("minimum that picks it", clipped, lambda: (spike(), -torch.ones(2, 1)), False, ("clamp",)),
+    Case("clamp", lambda x: x.exp().clamp(max=100.0).sum(), lambda: (spike(),), True, ("clamp",)),
+    Case("a coefficient", lambda x, advantages: (x.exp() * advantages).sum(), lambda: (spike(), torch.tensor([[1.5], [0.0]])), False, (), None, "advantages"),
+    Case("a 0 of the code", lambda x: (x.exp() * 0.0).sum() + x.mean(), lambda: (spike(),), False, (), None, "a coefficient"),
+    Case("labels", cross_entropy, lambda: (spike(), hole()), False, (), None, "y"),
+    Case("a scalar", lambda x: x.sum().exp() * 2, lambda: (torch.tensor(1.0, requires_grad=True),), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_an_element_is_followed_to_the_loss(case: Case) -> None:
+    """Masks, selections, bounds and the other side of a minimum take it out; a coefficient that is 0 does not."""
+    recorded = record(case.loss, *case.args())
+    value = made_by(recorded, "exp")
+    masked, drops, zero = recorded.trace.drops.of(value, recorded.trace.values[value].numel() - 1)
+    assert (masked, tuple(drop.how for drop in drops), zero) == (case.masked, case.how, case.zero)
+    if case.by is not None:
+        assert drops[0].name == case.by
+
+
+def test_a_number_in_the_place_of_nan_is_still_the_same_token() -> None:
+    """nan_to_num replaces the value; the token counts, unless a mask takes that out, too."""
+
+    def loss(x: Tensor, mask: Tensor) -> Tensor:
+        return (torch.nan_to_num(x.exp() * 1.0, 0.0, 0.0, 0.0) * mask).sum()
+
+    for mask, out in ((torch.ones(2, 3), False), (hole(), True)):
+        x = spike().detach()
+        x[1, 2] = 200.0
+        recorded = record(loss, x.requires_grad_(), mask)
+        masked, drops, _ = recorded.trace.drops.of(made_by(recorded, "exp"), 5)
+        assert masked is out and drops[0].how == "replace"
+
+
+def test_p_in_p_log_p_is_no_mask() -> None:
+    """A probability of 0 weighs its own logarithm: that is a coefficient, however much it looks like a mask."""
+
+    def loss(p: Tensor) -> Tensor:
+        return -(p * p.log()).sum()
+
+    recorded = record(loss, torch.tensor([1.0, 0.0, 1.0], requires_grad=True))
+    masked, drops, _ = recorded.trace.drops.of(made_by(recorded, "log"), 1)
+    assert masked is False and not drops
+
+
+@pytest.mark.parametrize(("mask", "found"), [(hole(), True), (torch.full((2, 3), 0.5), False)], ids=["a mask", "no zeros"])
+def test_the_product_that_is_the_origin_names_its_mask(mask: Tensor, found: bool) -> None:
+    """0 · inf is made by the product itself: the drop is at that call."""
+    x = spike().detach()
+    x[1, 2] = INF if found else NAN
+    recorded = record(lambda x, mask: (x * mask).sum(), x.requires_grad_(), mask)
+    value = made_by(recorded, "mul")
+    drop = recorded.trace.drops.own_mask(recorded.program.producers[value], value, 5)
+    assert (drop is not None) is found
+    if drop is not None:
+        assert (drop.how, drop.name, drop.call) == ("mask", "mask", recorded.program.producers[value])
+
+
+IS_MASK: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [
+    ("zeros and ones", lambda x, z: x * z, True),
+    ("a comparison", lambda x, z: x * (z > 0.5), True),
+    ("its complement", lambda x, z: x * (1 - (z > 0.5).float()), True),
+    ("a product of masks", lambda x, z: x * ((z > 0.5).float() * (z < 2)), True),
+    ("other numbers", lambda x, z: x * z.cumsum(-1), False),
+    ("a soft weight", lambda x, z: x * z.sigmoid(), False),
+]
+
+
+@pytest.mark.parametrize(("weigh", "says"), [row[1:] for row in IS_MASK], ids=[row[0] for row in IS_MASK])
+def test_a_mask_says_which_elements_count_and_not_how_much(weigh: Callable[[Tensor, Tensor], Tensor], says: bool) -> None:
+    """Zeros and ones, comparisons, and what is made of these alone."""
+    recorded = record(lambda x, z: weigh(x, z).sum(), spike(), hole())
+    product = next(call for call in reversed(recorded.program.calls) if call.name == "mul")
+    assert recorded.trace.drops.is_mask(list(product.inputs())[-1], None) is says
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.booleans(), min_size=6, max_size=6), st.sampled_from(["mul", "where", "index", "fill"]))
+def test_every_element_of_every_mask(kept: list[bool], masking: str) -> None:
+    """Counted is exactly what the mask keeps, however it is applied."""
+    mask = torch.tensor(kept).reshape(2, 3)
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "mul": lambda x, mask: (x.exp() * mask).sum(),
+        "where": lambda x, mask: torch.where(mask, x.exp(), 0.0).sum(),
+        "index": lambda x, mask: x.exp()[mask].sum(),
+        "fill": lambda x, mask: x.exp().masked_fill(~mask, 0.0).sum(),
+    }
+    recorded = record(losses[masking], leaf(2, 3), mask)
+    value = made_by(recorded, "exp")
+    assert [recorded.trace.drops.of(value, flat)[0] for flat in range(6)] == [not keep for keep in kept]

@@ -1,0 +1,242 @@
+"""Every edit does to a recorded program what one would write by hand, and is offered only where its mechanism is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from recorded import leaf, record
+from torch import Tensor
+from torch.nn import functional
+
+from nanscope.locate.location import locate
+from nanscope.program.run import Run
+from nanscope.replay.edits import CONTROLS, EDITS
+from nanscope.replay.patch import Patch, executable
+
+INF, NAN = math.inf, math.nan
+LOWEST = torch.finfo(torch.float32).min / 4
+TINY = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss that goes wrong, the same loss mended by hand, and the edit that makes the one of the other."""
+
+    edit: str
+    name: str
+    broken: Callable[..., Tensor]
+    mended: Callable[..., Tensor]
+    args: Callable[[], tuple[Tensor, ...]]
+
+
+def logps_with(value: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of [2, 3] that want a gradient, and old ones with one number far off."""
+    torch.manual_seed(0)
+    logps = leaf(2, 3)
+    old_logps = logps.detach() + 0.1
+    old_logps[1, 2] = value
+    return logps, old_logps
+
+
+def hole() -> Tensor:
+    return torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+
+
+def wanting(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, requires_grad=True)
+
+
+def ratio_of(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old_logps)
+    return (ratio * mask).sum()
+
+
+def ratio_selected(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(logps - old_logps)
+    return torch.where(mask.bool(), ratio, 0.0).sum()
+
+
+def ratio_masked_first(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    return (torch.exp(torch.where(mask != 0, logps - old_logps, 0.0)) * mask).sum()
+
+
+def chunks(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    losses = []
+    for part, before, keep in zip(logps.split(1), old_logps.split(1), mask.split(1), strict=True):
+        ratio = torch.exp(part - before)
+        losses.append((ratio * keep).sum())
+    return torch.stack(losses).sum()
+
+
+def fed(logps: Tensor, rollout_logps: Tensor) -> Tensor:
+    return (logps - rollout_logps).square().mean()
+
+
+CASES = [
+    Case("mask_before_op", "multiplied", ratio_of, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
+    Case("mask_before_op", "selected", ratio_selected, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
+    Case("mask_before_op", "chunks, each with its own mask", chunks, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
+    Case(
+        "clamp_exponent", "a ratio",
+        lambda logps, old_logps: torch.exp(logps - old_logps).mean(),
+        lambda logps, old_logps: torch.exp((logps - old_logps).clamp(-20, 20)).mean(),
+        lambda: logps_with(-200.0),
+    ),
+    Case(
+        "clamp_denominator", "a count",
+        lambda x, mask: (x * mask).sum() / mask.sum(),
+        lambda x, mask: (x * mask).sum() / mask.sum().clamp_min(1),
+        lambda: (leaf(2, 3), torch.zeros(2, 3)),
+    ),
+    Case(
+        "clamp_denominator", "a scale",
+        lambda x, scale: (x / scale).sum(),
+        lambda x, scale: (x / scale.clamp_min(1e-8)).sum(),
+        lambda: (wanting(1.0, 2.0), torch.tensor([0.5, 0.0])),
+    ),
+    Case("clamp_input", "log of 0", lambda p: p.log().sum(), lambda p: p.clamp_min(1e-8).log().sum(), lambda: (wanting(0.5, 0.0),)),
+    Case("clamp_input", "log1p of −1", lambda p: p.log1p().sum(), lambda p: p.clamp_min(TINY - 1).log1p().sum(), lambda: (wanting(0.5, -1.0),)),
+    Case("stable_function", "log of a sigmoid", lambda x: x.sigmoid().log().sum(), lambda x: functional.logsigmoid(x).sum(), lambda: (wanting(1.0, -200.0),)),
+    Case("stable_function", "log of a softmax", lambda z: z.softmax(-1).log().sum(), lambda z: z.log_softmax(-1).sum(), lambda: (wanting(1.0, -200.0, 3.0),)),
+    Case(
+        "stable_function", "log1p(−exp(x))",
+        lambda x: torch.log1p(-torch.exp(x)).sum(),
+        lambda x: torch.log(-torch.expm1(x.clamp_max(-TINY))).sum(),
+        lambda: (wanting(-0.5, 0.0),),
+    ),
+    Case(
+        "stable_function", "p log p",
+        lambda z, allowed: (lambda lp: (lp.exp() * lp).sum())(z.masked_fill(~allowed, -INF).log_softmax(-1)),
+        lambda z, allowed: (lambda lp: (lp.exp() * lp.masked_fill(lp.isinf(), 0.0)).sum())(z.masked_fill(~allowed, -INF).log_softmax(-1)),
+        lambda: (wanting(0.5, 0.0, 1.0), torch.tensor([True, False, True])),
+    ),
+    Case(
+        "finite_mask_fill", "a row without a finite score",
+        lambda scores, bias: (scores + bias).softmax(-1).square().sum(),
+        lambda scores, bias: (scores + bias).clamp_min(LOWEST).softmax(-1).square().sum(),
+        lambda: (torch.ones(2, 2, requires_grad=True), torch.tensor([[0.0, -INF], [-INF, -INF]])),
+    ),
+    Case(
+        "safe_softmax", "a row without a finite score",
+        lambda scores, bias: (scores + bias).softmax(-1).square().sum(),
+        lambda scores, bias: torch.ops.aten._safe_softmax(scores + bias, -1).square().sum(),
+        lambda: (torch.ones(2, 2, requires_grad=True), torch.tensor([[0.0, -INF], [-INF, -INF]])),
+    ),
+    Case(
+        "upcast_fp32", "half precision",
+        lambda x: (torch.exp(x * 4) / 1e4).sum(),
+        lambda x: (torch.exp((x * 4).float()) / 1e4).sum(),
+        lambda: (wanting(1.0, 3.0, dtype=torch.float16),),
+    ),
+    Case(
+        "representable_eps", "half precision",
+        lambda x, std: (x / (std + 1e-8)).sum(),
+        lambda x, std: (x / (std + 1e-4)).sum(),
+        lambda: (wanting(1.0, 3.0, dtype=torch.float16), torch.tensor([1.0, 0.0], dtype=torch.float16)),
+    ),
+    Case("guard_small_group", "one sample", lambda x: x.std(-1).sum(), lambda x: x.std(-1, correction=0).sum(), lambda: (torch.ones(2, 1, requires_grad=True),)),
+    Case(
+        "guard_empty", "nothing is selected",
+        lambda x, mask: x[mask].mean() + x.sum(),
+        lambda x, mask: x[mask].mean().nan_to_num(0.0) + x.sum() if mask.any() else x.sum(),
+        lambda: (wanting(1.0, 2.0), torch.tensor([False, False])),
+    ),
+    Case(
+        "drop_invalid_sample", "−inf on both sides",
+        lambda logps, old_logps: (logps.masked_fill(old_logps == -INF, -INF) - old_logps).mean(),
+        lambda logps, old_logps: torch.where(old_logps == -INF, 0.0, logps - old_logps).mean(),
+        lambda: logps_with(-INF),
+    ),
+    Case("reject_input", "NaN in the batch", fed, lambda x, y: (x - y.nan_to_num(0.0)).square().mean(), lambda: logps_with(NAN)),
+    Case("avoid_singular_op", "the root of 0", lambda x: x.sqrt().sum(), lambda x: (x + 1e-8).sqrt().sum(), lambda: (wanting(4.0, 0.0),)),
+]  # fmt: skip
+
+
+def patched(loss: Callable[..., Tensor], args: tuple[Tensor, ...]) -> Patch:
+    trace = record(loss, *args).trace
+    location = locate(trace)
+    assert location is not None
+    return Patch(trace, location.origin)
+
+
+def edited(patch: Patch, name: str) -> Run:
+    variant = {**EDITS, **CONTROLS}[name](patch)
+    assert variant is not None and variant.id == name and executable(variant.program)
+    return variant.program.execute(variant.tensors)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.edit}: {case.name}" for case in CASES])
+def test_an_edit_is_what_one_would_write(case: Case) -> None:
+    """Loss and gradient of the edited program are finite, and those of the loss mended by hand."""
+    args = case.args()
+    patch = patched(case.broken, args)
+    run = edited(patch, case.edit)
+    loss = run.values[EDITS[case.edit](patch).program.output]  # type: ignore[union-attr]
+    mended = case.mended(*args)
+    (wanted,) = torch.autograd.grad(mended, args[0])
+    assert torch.isfinite(loss)
+    assert loss.item() == pytest.approx(mended.item(), rel=1e-3 if args[0].dtype is torch.float16 else 1e-6)
+    (got,) = (run.grads[found.id] for found in patch.program.leaves if found.diff)
+    assert torch.isfinite(got).all()
+    assert torch.allclose(got.float(), wanted.float(), rtol=1e-3 if args[0].dtype is torch.float16 else 1e-5)
+
+
+def test_every_edit_has_a_case() -> None:
+    """What nobody compares with a loss mended by hand may do anything."""
+    assert {case.edit for case in CASES} == set(EDITS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.edit}: {case.name}" for case in CASES])
+def test_an_edit_leaves_the_recording_alone(case: Case) -> None:
+    """Program and tensors of the step are what they were, whatever was tried."""
+    patch = patched(case.broken, case.args())
+    program, before = patch.program, {value: tensor.clone() for value, tensor in patch.tensors.items()}
+    for edit in (*EDITS.values(), *CONTROLS.values()):
+        edit(patch)
+    assert patch.program is program and patch.tensors.keys() == before.keys()
+    assert all(torch.equal(patch.tensors[value].nan_to_num(), tensor.nan_to_num()) for value, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", sorted(CONTROLS))
+def test_a_control_mends_the_value_and_not_the_gradient(name: str) -> None:
+    """What people try first, after the op: forward looks repaired, backward computes 0 · inf as before."""
+    patch = patched(ratio_of, (*logps_with(-200.0), hole()))
+    run = edited(patch, name)
+    variant = CONTROLS[name](patch)
+    assert variant is not None and variant.control
+    assert torch.isfinite(run.values[variant.program.output])
+    (grad,) = (run.grads[found.id] for found in patch.program.leaves if found.diff)
+    assert not torch.isfinite(grad).all()
+
+
+OFFERED: list[tuple[str, Callable[..., Tensor], Callable[[], tuple[Tensor, ...]], set[str]]] = [
+    ("exp, masked", ratio_of, lambda: (*logps_with(-200.0), hole()), {"mask_before_op", "clamp_exponent"}),
+    ("exp, counted", ratio_of, lambda: (*logps_with(-200.0), torch.ones(2, 3)), {"clamp_exponent"}),
+    ("log", lambda p: p.log().sum(), lambda: (wanting(0.5, 0.0),), {"clamp_input"}),
+    ("sqrt", lambda x: x.sqrt().sum(), lambda: (wanting(4.0, 0.0),), {"clamp_input", "avoid_singular_op"}),
+    ("division", lambda x, s: (x / s).sum(), lambda: (wanting(1.0, 2.0), torch.tensor([0.5, 0.0])), {"clamp_denominator"}),
+    ("std", lambda x: x.std(-1).sum(), lambda: (torch.ones(2, 1, requires_grad=True),), {"guard_small_group", "avoid_singular_op"}),
+    ("input", fed, lambda: logps_with(NAN), {"drop_invalid_sample", "reject_input"}),
+]
+
+
+@pytest.mark.parametrize(("loss", "args", "names"), [row[1:] for row in OFFERED], ids=[row[0] for row in OFFERED])
+def test_an_edit_is_offered_where_its_mechanism_is(
+    loss: Callable[..., Tensor], args: Callable[[], tuple[Tensor, ...]], names: set[str]
+) -> None:
+    """And nowhere else: a row of a replay that changes nothing is noise."""
+    patch = patched(loss, args())
+    assert {name for name, edit in EDITS.items() if edit(patch) is not None} == names
+
+
+def test_a_weight_is_not_mended_by_looking_away() -> None:
+    """A parameter that is NaN has to be restored; no edit of the loss pretends otherwise."""
+
+    patch = patched(fed, logps_with(NAN))
+    assert patch.origin.leaf is not None
+    patch = replace(patch, origin=replace(patch.origin, leaf=replace(patch.origin.leaf, origin="parameter")))
+    assert [name for name, edit in EDITS.items() if edit(patch) is not None] == []

@@ -1,0 +1,162 @@
+"""What a value is called and what it means: names first, then computation, then what stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from recorded import Recorded, leaf, record
+from torch import Tensor
+from torch.nn import functional
+
+from nanscope.program.program import Program
+from nanscope.roles import Role
+
+SHAPE = (2, 3)
+
+
+def made_by(recorded: Recorded, op: str) -> int:
+    """The result of the last call of an operator."""
+    return next(out for call in reversed(recorded.program.calls) if call.name == op for out in call.outs if out is not None)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*(shape or SHAPE))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its arguments, and the role of what one of its operators makes."""
+
+    name: str
+    loss: Callable[..., Tensor]
+    args: Callable[[], tuple[Tensor, ...]]
+    op: str
+    role: Role | None
+
+
+def bound(x: Tensor, y: Tensor) -> Tensor:
+    importance_ratio = torch.exp(x - y)
+    return importance_ratio.sum()
+
+
+def k3(logps: Tensor, other: Tensor) -> Tensor:
+    x = other - logps
+    return (x.exp() - x - 1).mean()
+
+
+def reused(logps: Tensor, old_logps: Tensor) -> Tensor:
+    log_ratio = logps - old_logps
+    log_ratio = log_ratio.exp()
+    return log_ratio.mean()
+
+
+def named_too_early(logps: Tensor, old_logps: Tensor) -> Tensor:
+    ratio = logps - old_logps
+    ratio = torch.exp(ratio)
+    return ratio.mean()
+
+
+def called_kl(x: Tensor, y: Tensor) -> Tensor:
+    return functional.kl_div(x, y, reduction="none").sum() + 0 * x.sum()
+
+
+def entropy_of(z: Tensor) -> Tensor:
+    return (z * z).sum(-1).mean()
+
+
+CASES = [
+    Case("a name says it", bound, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
+    Case("a difference of log-probs", lambda logps, old_logps: (logps - old_logps).mean(), lambda: (leaf(*SHAPE), ones()), "sub", Role.LOG_RATIO),
+    Case("e to the power of it", lambda logps, old_logps: (logps - old_logps).exp().mean(), lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
+    Case("against a reference", lambda logps, ref_logps: (ref_logps - logps).exp().mean(), lambda: (leaf(*SHAPE), ones()), "exp", Role.KL),
+    Case("exp x less x", k3, lambda: (leaf(*SHAPE), ones()), "exp", Role.KL),
+    Case("a name used for one thing after another", reused, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
+    Case("a name given too early", named_too_early, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
+    Case("a copy", lambda logps, x: (logps.detach() * x).mean() + logps.mean(), lambda: (leaf(*SHAPE), ones()), "detach", Role.LOG_PROBS),
+    Case("a sequence's sum", lambda logps, old_logps: (logps - old_logps).sum(-1).max(), lambda: (leaf(*SHAPE), ones()), "sum", Role.LOG_RATIO),
+    Case("rewards less their mean", lambda rewards, x: ((rewards - rewards.mean()) * x).mean(), lambda: (ones(2), leaf(2)), "sub", Role.REWARDS),
+    Case("a log-softmax", lambda z: z.log_softmax(-1)[:, 0].mean(), lambda: (leaf(*SHAPE),), "_log_softmax", Role.LOG_PROBS),
+    Case("less the largest of its row", lambda z: (z - z.amax(-1, keepdim=True)).tanh().mean(), lambda: (leaf(*SHAPE),), "sub", Role.LOGITS),
+    Case("over a temperature", lambda logits: (logits / 0.7).tanh().mean(), lambda: (leaf(*SHAPE),), "div", Role.LOGITS),
+    Case("a scale that a policy puts out", lambda log_std, x: (log_std.exp() * x).mean(), lambda: (leaf(*SHAPE), ones()), "exp", Role.HIDDEN),
+    Case("no name at all in a loss", lambda x, y: ((x - y).exp() * 2).mean(), lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
+    Case("the function that was called", called_kl, lambda: (leaf(*SHAPE), ones()), "sub", Role.KL),
+    Case("the function that it lies in", entropy_of, lambda: (leaf(*SHAPE),), "mul", Role.ENTROPY),
+    Case("the end of the program", lambda x: x.tanh().mean(), lambda: (leaf(*SHAPE),), "tanh", Role.LOSS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_role_is_told(case: Case) -> None:
+    """By the value's name where that tells, by what made it where that does, and else by what stands around it."""
+    recorded = record(case.loss, *case.args())
+    assert recorded.trace.names.role(made_by(recorded, case.op)) == case.role
+
+
+def test_a_value_is_called_by_what_it_is_bound_to() -> None:
+    """A variable, a parameter, an argument of the reader; and nothing for a step inside an expression."""
+
+    def loss(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+        log_ratio = logps - old_logps
+        return 0.5 * (log_ratio.exp() * mask).sum()
+
+    recorded = record(loss, leaf(*SHAPE), ones(), ones())
+    names = recorded.trace.names
+    first, exp = (next(call for call in recorded.program.calls if call.name == name) for name in ("sub", "exp"))
+    assert [names.name(value) for value in first.inputs()] == ["logps", "old_logps"]
+    assert names.name(made_by(recorded, "sub")) == "log_ratio"
+    assert exp.outs[0] is not None and names.name(exp.outs[0]) is None
+    assert "mask" in {names.name(found.id) for found in recorded.program.leaves}
+    assert names.name(10_000) is None
+
+
+MASKS: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [
+    ("itself", lambda x, mask: x * mask, True),
+    ("in another dtype", lambda x, mask: x * mask.double(), True),
+    ("in another shape", lambda x, mask: x * mask.reshape(3, 2).t().contiguous().reshape(2, 3), True),
+    ("negated", lambda x, mask: x * ~mask.bool(), True),
+    ("weighed", lambda x, mask: x * (mask * 0.5), False),
+    ("beside another value", lambda x, mask: x * (mask + x.detach()), False),
+]
+
+
+@pytest.mark.parametrize(("weigh", "says"), [row[1:] for row in MASKS], ids=[row[0] for row in MASKS])
+def test_a_mask_is_one_through_copies_only(weigh: Callable[[Tensor, Tensor], Tensor], says: bool) -> None:
+    """What is made of nothing but a mask, and not computed, still says which elements count."""
+
+    def loss(x: Tensor, mask: Tensor) -> Tensor:
+        return weigh(x, mask).sum()
+
+    recorded = record(loss, leaf(*SHAPE), ones())
+    product = next(call for call in reversed(recorded.program.calls) if call.name == "mul")
+    assert recorded.trace.names.says_mask(list(product.inputs())[-1]) is says
+
+
+def test_inside_a_model_scores_are_those_of_attention() -> None:
+    """A name means another thing in a module than in a loss."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x @ x.t()
+            return scores.sum()
+
+    recorded = record(lambda x: Attention()(x), leaf(2, 2))
+    names = recorded.trace.names
+    calls = [call for call in recorded.program.calls if call.name == "mm"]
+    roles = {names.role(call.outs[0]) for call in calls if call.outs[0] is not None}
+    assert roles <= {Role.ATTENTION, Role.REWARDS} and names.inside(None, "model.attn (Attention)", set()) is Role.ATTENTION
+    assert (
+        names.inside(None, "model.mlp (Linear)", set()) is Role.HIDDEN and names.inside(None, "moe.router (Linear)", set()) is Role.ROUTER
+    )
+
+
+def test_a_program_without_sources_has_no_names() -> None:
+    """Values of a program whose positions are unknown are told by their computation alone."""
+    recorded = record(lambda logps, old_logps: (logps - old_logps).exp().mean(), leaf(*SHAPE), ones())
+    bare = Program(recorded.program.leaves, recorded.program.calls, recorded.program.output)
+    names = type(recorded.trace.names)(bare)
+    assert all(names.name(call.outs[0]) is None for call in bare.calls if call.outs[0] is not None)
+    assert names.role(bare.output) in (Role.LOSS, Role.RATIO, None)
