@@ -9,6 +9,7 @@ elements of each. The file has no name any more once it is open: it goes with th
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -63,10 +64,10 @@ class Shelf:
             return tensor
         try:
             file, offset = self._opened(), self._end
-            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            memory = memoryview((ctypes.c_char * length).from_address(tensor.data_ptr()))  # as numpy would see it, which may be missing
             written = 0
             while written < length:
-                written += os.pwrite(file.fileno(), memoryview(flat[written:].numpy()), offset + written)  # type: ignore[arg-type]
+                written += os.pwrite(file.fileno(), memory[written:], offset + written)
         except OSError:
             self._room = 0
             return tensor

@@ -33,7 +33,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
+
+if TYPE_CHECKING:
+    from safetensors import TensorSpec
 
 LONGEST_NAME = 100  # characters
 
@@ -73,8 +76,7 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
 
     Raises OSError if the folder cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors import SafetensorError, serialize_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +96,19 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
     path = folder / snapshot.file_name
     with whole(path) as temporary:
         try:
-            save_file(_unshared(tensors), temporary, metadata=metadata)
+            whole_tensors = _unshared(tensors)  # held until they are written
+            serialize_file({name: _spec(tensor) for name, tensor in whole_tensors.items()}, temporary, metadata=metadata)
         except SafetensorError as error:  # a full disk, for instance
             raise OSError(str(error)) from None
     return path
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    """What safetensors writes of a tensor; its own `save_file` needs numpy, which a training image may lack."""
+    from safetensors import TensorSpec
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
