@@ -1,7 +1,10 @@
-"""The command line: parse, call one function, choose a renderer, set the exit status.
+"""The command line: one verb, one function, one renderer, one exit status.
 
 Exit status: 0 healthy, 3 something non-finite was found, 1 an error that is explained in one line, 2 wrong usage. A watched script that
 fails by itself keeps its own status.
+
+Notable: each verb imports what it needs when it runs, so that `--help` and `inspect` answer without torch, and a package that is missing
+is one line that says what to install.
 """
 
 from __future__ import annotations
@@ -11,16 +14,22 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
+from nanscope.plain import show
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
     from nanscope.watching.step import OnNonFinite
+
+try:
+    import rich  # noqa: F401 - each verb shows its result with it: it is missed now, and not after a night of training
+    import typer
+except ModuleNotFoundError:
+    sys.exit("nanscope: the command line needs typer and rich: pip install typer rich")
 
 
 HEALTHY, FAILED, USAGE, FOUND = 0, 1, 2, 3
@@ -42,11 +51,43 @@ def main() -> None:
     try:
         app(prog_name="nanscope")
     except NanscopeError as error:
-        print(f"nanscope: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        sys.exit(f"nanscope: {error}")
+    except ModuleNotFoundError as error:
+        if _is_ours(error):
+            raise
+        sys.exit(f"nanscope: {_lacking('this', error)}")
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(FAILED)
+
+
+def _is_ours(error: ModuleNotFoundError) -> bool:
+    return (error.name or "nanscope").partition(".")[0] == "nanscope"
+
+
+def _lacking(what: str, error: ModuleNotFoundError) -> str:
+    package = (error.name or "").partition(".")[0]
+    return f"{what} needs {package}, which is not installed: pip install {package}"
+
+
+def _leave(found: bool) -> NoReturn:
+    """End a verb that looked for something."""
+    raise typer.Exit(FOUND if found else HEALTHY)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NanscopeError(f"{path} cannot be written ({error.strerror or error})", slug="not-writable") from None
+
+
+def _write_json(path: Path | None, data: dict[str, Any]) -> None:
+    """Write what a verb found, if it was asked for with --json."""
+    if path is not None:
+        with _writing(path):
+            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _version(wanted: bool) -> None:
@@ -97,32 +138,25 @@ def run(
     _finish(verdict, out, json_file)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
-    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+    _leave(not verdict.healthy)
 
 
 def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
-    """Show a verdict, and leave the page and the picture beside the snapshots."""
+    """Show a verdict, and leave the page and the picture beside the snapshots; what cannot be drawn does not keep it back."""
     from nanscope.report.render import render
     from nanscope.report.terminal import print_verdict
 
-    if json_file is not None:
-        with _writing(json_file):
-            json_file.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
     written = []
-    if not verdict.healthy:
-        with _writing(out):
-            for name in ("report.html", "report.png"):
-                render(verdict, out / name)
-                written.append(str(out / name))
+    for path in () if verdict.healthy else (out / "report.html", out / "report.png"):
+        try:
+            render(verdict, path)
+            written.append(str(path))
+        except ModuleNotFoundError as error:
+            print(f"nanscope: {_lacking(path.name, error)}", file=sys.stderr)
+        except OSError as error:
+            print(f"nanscope: {path} cannot be written ({error.strerror or error})", file=sys.stderr)
     print_verdict(verdict, written, file=sys.stderr)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NanscopeError(f"{path} cannot be written ({error.strerror or error})", slug="not-writable") from None
+    _write_json(json_file, verdict.to_json())
 
 
 @app.command()
@@ -145,8 +179,6 @@ def replay(
 
     Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10 --as verl.vanilla
     """
-    from dataclasses import replace
-
     from nanscope.replay.edits import parse_edit
     from nanscope.replay.tries import replay as execute
     from nanscope.replay.under import replay_under
@@ -169,17 +201,13 @@ def replay(
         incident = diagnose(snapshot, str(file), replayed)
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
-    if json_file is not None:
-        with _writing(json_file):
-            found = Verdict((incident,), steps=1, bad_steps=1)
-            data = {"rows": [_row_json(row) for row in incident.rows], **found.to_json()}
-            data |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]} if others is not None else {}
-            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    told = {"rows": [show(asdict(row)) for row in incident.rows], **Verdict((incident,), steps=1, bad_steps=1).to_json()}
+    _write_json(json_file, told if others is None else told | {"alternatives": [outcome.to_json() for outcome in others.outcomes]})
     failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)
     if others is not None:
         print_alternatives(others, file=sys.stdout)
-    raise typer.Exit(FOUND if failing or not replayed.rows else HEALTHY)
+    _leave(failing or not replayed.rows)
 
 
 def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file: Path | None) -> None:
@@ -196,14 +224,12 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file:
     with progress(f"sweeping {file.name}", file=sys.stderr):
         found = sweep_clamp(load(file), *under)
     objectives.print_sweep(found, file=sys.stdout)
-    if json_file is not None:
-        with _writing(json_file):
-            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    _write_json(json_file, found.to_json())
     if png is not None:
         with _writing(png):
             objectives.draw_sweep(found, png)
         print(png)
-    raise typer.Exit(FOUND)
+    _leave(True)
 
 
 @app.command()
@@ -219,16 +245,8 @@ def variants(
     from nanscope.report.variants import print_catalogue
 
     found = catalogue(prefix)
-    if json_file is not None:
-        with _writing(json_file):
-            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    _write_json(json_file, found.to_json())
     print_catalogue(found, bool(prefix), file=sys.stdout)
-
-
-def _row_json(row: Any) -> dict[str, Any]:
-    from nanscope.plain import show
-
-    return {name: show(getattr(row, name)) for name in row.__slots__}
 
 
 @app.command()
@@ -249,7 +267,7 @@ def report(
     with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
     print(output)
-    raise typer.Exit(HEALTHY if verdict.healthy else FOUND)
+    _leave(not verdict.healthy)
 
 
 def _read(path: Path) -> Verdict:
@@ -326,7 +344,7 @@ def atlas(
         print(output)
         if verification is not None:
             shown.print_verification(verification, file=sys.stdout)
-    raise typer.Exit(FOUND if verification is not None and verification.disagreements else HEALTHY)
+    _leave(verification is not None and bool(verification.disagreements))
 
 
 @app.command()
@@ -349,11 +367,9 @@ def audit(
 
     snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
     found = audit_snapshots(snapshots, [str(file) for file in files], group_size=group_size)
-    if json_file is not None:
-        with _writing(json_file):
-            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    _write_json(json_file, found.to_json())
     print_audit(found, file=sys.stdout)
-    raise typer.Exit(FOUND if found.changes_loss else HEALTHY)
+    _leave(found.changes_loss)
 
 
 @app.command()
@@ -372,10 +388,8 @@ def inspect(
     from nanscope.snapshot.header import read_header
 
     header = read_header(file)
-    if json_file is not None:
-        with _writing(json_file):
-            data = {"tensors": [[t.name, t.dtype, list(t.shape), t.bytes] for t in header.tensors], "nanscope": header.about}
-            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
+    _write_json(json_file, {"tensors": tensors, "nanscope": header.about})
     print_header(header, str(file), program, file=sys.stdout)
 
 
@@ -404,7 +418,6 @@ def demo(
     verdict = scope.verdict
     _finish(verdict, out, None)
     print_demo_end(verdict, out, file=sys.stderr)
-    raise typer.Exit(HEALTHY)
 
 
 if __name__ == "__main__":
