@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from nanscope.replay.tries import Replay
     from nanscope.replay.under import replay_under
     from nanscope.snapshot.file import load
+    from nanscope.snapshot.history import history
     from nanscope.snapshot.step import Snapshot
     from nanscope.verdict.incident import NonFiniteError, Verdict
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "__version__", "advantages", "framework_loss", "load", "loss_inputs", "replay_under", "watch",
+    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "replay_under", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -37,6 +38,7 @@ _WHERE = {
     "NonFiniteError": "nanscope.verdict.incident",
     "Snapshot": "nanscope.snapshot.step",
     "load": "nanscope.snapshot.file",
+    "history": "nanscope.snapshot.history",
     "Replay": "nanscope.replay.tries",
     "advantages": "nanscope.objective",
     "LossInputs": "nanscope.objective.settings",

@@ -1,14 +1,17 @@
-"""Plain data: numbers and dataclasses as JSON can hold them, and read back without trust."""
+"""Plain data: numbers and dataclasses as JSON can hold them, read back without trust, and as a pandas frame."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, cast, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def show(value: Any) -> Any:
@@ -73,3 +76,11 @@ def _exactly(hint: Any, value: Any) -> Any:
     if type(value) is not hint:
         raise TypeError(f"{type(value).__name__}, not {getattr(hint, '__name__', hint)}")
     return value
+
+
+def frame(kind: type[Any], rows: Iterable[Any]) -> pandas.DataFrame:
+    """Return instances of a flat dataclass as a pandas frame: one row each, one column per field, the first field is the index."""
+    import pandas
+
+    names = [field.name for field in fields(kind)]
+    return pandas.DataFrame([[getattr(row, name) for name in names] for row in rows], columns=names).set_index(names[0])

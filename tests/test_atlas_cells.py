@@ -189,3 +189,13 @@ def test_the_data_are_plain(whole: Atlas) -> None:
     assert {code for path in data["paths"] for cell in path["cells"] for code in cell} == set(data["codes"])
     fault = data["faults"][names.index("ref −200 masked A<0")]
     assert fault["sets"] == "ref_log_probs := log_probs − 200, so that ref − policy = −200"
+
+
+def test_the_atlas_is_a_frame_in_long_form() -> None:
+    """One row per path and fault, with the letters of its cell."""
+    found = atlas(["torchtitan", "areal.sapo"])
+    frame = found.frame()
+    assert len(frame) == len(found.paths) * len(FAULTS)
+    one = frame[(frame["path"] == "areal.sapo") & (frame["fault"] == "policy NaN valid A>0")]
+    assert one["harm"].tolist() == [found.cell("areal.sapo", "policy NaN valid A>0").code]
+    assert set(one["framework"]) == {"areal"}

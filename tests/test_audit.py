@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -521,3 +522,11 @@ def _empty() -> Snapshot:
     from nanscope.snapshot.step import Reached
 
     return Snapshot(7, 0, Program((), (), -1), {}, torch.tensor(NAN), {}, Reached())
+
+
+def test_the_findings_are_a_frame() -> None:
+    """One row per finding, by its slug; without findings there are the columns."""
+    found = audit([rows((3, 1.0), (5, 2.0))], "trl.grpo")
+    assert list(found.frame().index) == [finding.slug for finding in found.findings]
+    assert found.frame().loc["rows_unequal", "effect"] == Effect.CHANGES
+    assert list(replace(found, findings=()).frame().columns) == ["effect", "sentence", "sure", "figures"]

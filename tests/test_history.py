@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanscope.errors import NanscopeError
 from nanscope.plain import parse, show
-from nanscope.snapshot.history import TAIL, Entry, Ledger, frame, read
+from nanscope.snapshot.history import TAIL, Entry, Ledger, frame, history, read
 
 MAYBE = st.none() | st.floats()
 ENTRIES = st.builds(
@@ -150,3 +151,22 @@ def test_an_empty_frame_has_its_columns() -> None:
     """No step seen is no error."""
     found = frame([])
     assert len(found) == 0 and "loss" in found.columns and found.index.name == "step"
+
+
+def test_the_history_of_a_run_has_a_row_per_step_and_rank(tmp_path: Path) -> None:
+    """The files of all ranks, by step and then by rank; NaN and the infinities come back as numbers."""
+    for rank, losses in ((1, [0.5, math.nan]), (0, [0.25, math.inf])):
+        ledger = Ledger(tmp_path / f"history.rank{rank}.jsonl")
+        for step, loss in enumerate(losses, start=1):
+            ledger.append(Entry(step, rank, 0.0, loss=loss))
+        ledger.close()
+    found = history(tmp_path)
+    assert list(zip(found.index, found["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert found["loss"].tolist()[:3] == [0.25, 0.5, math.inf] and math.isnan(found["loss"].iloc[3])
+
+
+def test_a_folder_without_a_history_is_an_error(tmp_path: Path) -> None:
+    """It says what a run directory is."""
+    with pytest.raises(NanscopeError, match="no history") as caught:
+        history(tmp_path / "none")
+    assert caught.value.slug == "no-run"

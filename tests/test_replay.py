@@ -122,3 +122,12 @@ def test_all_tokens_overflow() -> None:
     logps = leaf(2, 3)
     incident = diagnose(record(clipped, logps, logps.detach() - 300.0, -torch.ones(2, 1)).snapshot())
     assert incident.fixes[0].id == "clamp_exponent"
+
+
+def test_the_rows_are_a_frame() -> None:
+    """One row per way of running the step, by its id."""
+    case = next(case for case in CASES if case.name == "mask multiplies")
+    replayed = record(case.loss, *case.args()).replay()
+    found = replayed.frame()
+    assert list(found.index) == [row.id for row in replayed.rows] and found.index.name == "id"
+    assert found.loc["mask_before_op", "works"] and not found.loc["where_after_op", "works"]

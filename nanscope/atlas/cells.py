@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_loss
 from nanscope.frameworks.paths import LossPath, paths
 from nanscope.objective.settings import LossInputs
+
+if TYPE_CHECKING:
+    import pandas
 
 Evaluate = Callable[[LossPath, LossInputs], Tensor]
 
@@ -139,6 +142,18 @@ class Atlas:
         """Return what the fault of one name does on the path of another."""
         row = [known.name for known in self.paths].index(path)
         return self.cells[row][[known.name for known in self.faults].index(fault)]
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the atlas in long form as a pandas frame: one row per path and fault, `harm` in letters as in `LEGEND`."""
+        import pandas
+
+        rows = [
+            (path.framework, path.key, path.name, fault.name, fault.tensor, str(fault.kind), str(fault.where), fault.advantage, harm.code)
+            for path, row in zip(self.paths, self.cells, strict=True)
+            for fault, harm in zip(self.faults, row, strict=True)
+        ]
+        columns = ["framework", "key", "path", "fault", "tensor", "kind", "where", "advantage", "harm"]
+        return pandas.DataFrame(rows, columns=columns)
 
     def to_json(self) -> dict[str, Any]:
         """Return the atlas as plain data: a list of codes for each path, in the order of the faults."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanscope.audit.weights import Scheme
 from nanscope.objective.reduction import Guard
-from nanscope.plain import show
+from nanscope.plain import frame, show
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Effect(StrEnum):
@@ -117,6 +120,10 @@ class Audit:
     def changes_loss(self) -> bool:
         """Does a finding change the loss of this step?"""
         return any(finding.effect is Effect.CHANGES for finding in self.findings)
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the findings as a pandas frame, indexed by their slugs."""
+        return frame(Finding, self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""

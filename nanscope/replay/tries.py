@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,6 +19,7 @@ from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.spike import spike
 from nanscope.locate.trace import Trace
+from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, same_bits
@@ -29,6 +30,9 @@ from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class Replay:
     def run(self) -> Run | None:
         """The values of the step as recorded."""
         return self.trace.run if self.trace is not None else None
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the rows as a pandas frame, indexed by their ids."""
+        return frame(Row, self.rows)
 
 
 Edit: TypeAlias = Callable[[Patch], Variant | None]

@@ -1,17 +1,23 @@
-"""The history of a run: one line per step and rank, appended and flushed, so that a killed process still tells its story."""
+"""The history of a run: one line per step and rank, appended and flushed, so that a killed process still tells its story.
+
+nanscope.history("nanscope-runs").plot(y=["grad_norm", "log_ratio_max"], logy=True)
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import pandas
 
+from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
+from nanscope.plain import frame as frame_of
 
 TAIL = 200  # steps kept in memory and copied into a snapshot
 
@@ -87,10 +93,19 @@ def read(path: Path) -> list[Entry]:
     return entries
 
 
-def frame(entries: Iterable[Entry] | Sequence[Entry]) -> pandas.DataFrame:
-    """Return the entries as a pandas frame, one row per step, indexed by step."""
-    import pandas
+def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
+    """Return the history of a run as a pandas frame: one row per step and rank, indexed by step, a column for each field of `Entry`.
 
-    names = [field.name for field in fields(Entry)]
-    rows = [[getattr(entry, name) for name in names] for entry in entries]
-    return pandas.DataFrame(rows, columns=names).set_index("step")
+    Raises NanscopeError with the slug "no-run" if there is no history in the folder.
+    """
+    files = sorted(Path(run_dir).glob("history.rank*.jsonl"))
+    if not files:
+        raise NanscopeError(
+            f"there is no history.rank*.jsonl in {str(run_dir)!r}: a run directory is what a watched run wrote", slug="no-run"
+        )
+    return frame(sorted((entry for file in files for entry in read(file)), key=lambda entry: (entry.step, entry.rank)))
+
+
+def frame(entries: Iterable[Entry]) -> pandas.DataFrame:
+    """Return the entries as a pandas frame, one row per step, indexed by step."""
+    return frame_of(Entry, entries)
