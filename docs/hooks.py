@@ -1,0 +1,61 @@
+"""Publishes what is written elsewhere: a page for each cause, CHANGELOG.md and CONTRIBUTING.md; and shows parameters as a list."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+CAUSES = sorted((ROOT / "nanscope" / "verdict" / "explanations").glob("*.md"))
+PUBLISHED = {"changelog.md": ROOT / "CHANGELOG.md", "contributing.md": ROOT / "CONTRIBUTING.md"}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Enter the causes into the navigation."""
+    for section in config.nav or ():
+        if isinstance(section, dict) and "Causes" in section:
+            section["Causes"] = ["causes/index.md", *(f"causes/{path.name}" for path in CAUSES)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages that do not stand in this folder, as they are."""
+    titles = {path.stem: path.read_text(encoding="utf-8").splitlines()[2] for path in CAUSES}
+    index = next(file for file in files if file.src_uri == "causes/index.md")
+    rows = "".join(f"| [`{name}`]({name}.md) | {title} |\n" for name, title in titles.items())
+    index.content_string = f"{index.content_string}\n| cause | what it is |\n| --- | --- |\n{rows}"
+    for path in CAUSES:
+        files.append(File.generated(config, f"causes/{path.name}", content=path.read_text(encoding="utf-8")))
+    for name, path in PUBLISHED.items():
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+
+
+class Parameters(griffe.Extension):
+    """Makes lines like `targets: a trainer` of a docstring a list: Markdown would run them together."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = listed(obj.docstring.value)
+
+
+def listed(text: str) -> str:
+    """Return a docstring in which each parameter begins an item, and `Raises` a paragraph."""
+    found: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        named = re.match(r"(\w+(?:, \w+)*):\s+(?=\S)", line)
+        if named and not line.startswith(("Notable:", "Example:")):
+            found += [""] * (not inside) + [f"- `{named[1]}`: {line[named.end() :]}"]
+            inside = True
+        elif inside and line.startswith(" "):
+            found.append(f"  {line.strip()}")
+        elif line.startswith("Raises ") or (inside and line.strip()):
+            found += ["", line]
+            inside = False
+        else:
+            found.append(line)
+    return "\n".join(found)
