@@ -19,11 +19,12 @@ from nanscope.locate.observe import observe
 from nanscope.replay.tries import Replay, replay
 from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
+from nanscope.text import number
 from nanscope.verdict.fixes import fixes_of, remedies
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.map import picture_of
 from nanscope.verdict.rules import cause_of
-from nanscope.verdict.sentence import headline, sentence
+from nanscope.verdict.sentence import sentence
 from nanscope.version import __version__
 
 
@@ -108,7 +109,7 @@ def diagnose(
         rank=snapshot.rank,
         phase=phase,
         cause=cause,
-        headline=headline(snapshot, phase),
+        headline=_headline(snapshot, phase),
         sentence=sentence(snapshot, seen, cause),
         origin=seen.origin,
         chain=seen.chain,
@@ -131,3 +132,21 @@ def diagnose(
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
     )
+
+
+_STEPPED = {"taken": "optimizer stepped", "skipped": "optimizer step skipped", "stopped": "run stopped before the optimizer step"}
+
+
+def _headline(snapshot: Snapshot, phase: str) -> str:
+    """Where it happened and how far it got, in figures."""
+    r = snapshot.reached
+    parts = []
+    if r.loss is not None:
+        parts.append(f"loss {number(r.loss)}" + (" (finite)" if math.isfinite(r.loss) else ""))
+    if r.bad_gradients is not None and r.gradients:
+        parts.append(f"{r.bad_gradients} of {r.gradients} gradients non-finite" if r.bad_gradients else "gradients clean")
+    if r.bad_weights is not None:
+        parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
+    if r.stepped in _STEPPED:
+        parts.append(_STEPPED[r.stepped])
+    return f"step {snapshot.step} · rank {snapshot.rank} · {phase}   " + " · ".join(parts)

@@ -15,30 +15,42 @@ from nanscope.verdict.incident import Fix
 def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Return the fixes that work, best first, and what was tried and does not."""
     where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file and seen.origin.line else None
-    wanted = CAUSES[cause].fixes
-    vocabulary = LOG_SOFTMAXES & set(seen.facts.ancestors) and not GATHERS & set(seen.facts.ancestors)
-    if cause is Cause.INF_MINUS_INF and (len(seen.origin.shape) > 2 or vocabulary):
-        wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # over a vocabulary there are no samples to drop
-    if cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
-        wanted = ("stable_function", "upcast_fp32", "clamp_input")
-    if seen.facts.multiplied and "mask_before_op" not in wanted[:1]:
-        wanted = ("mask_before_op", *wanted)
-    if seen.phase is Phase.OPTIMIZER and cause is Cause.EPS_UNDERFLOW:
-        wanted = ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
-    natural = {name: position for position, name in enumerate(wanted)}
+    wanted = _wanted(seen, cause)
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
-    working = [fix for fix in tried if fix.works and not fix.id.endswith("_after_op")]
-    working.sort(key=lambda fix: (fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 99)))
-    advised = [
-        Fix(name, ADVICE[name], where, False, None)
-        for name in wanted
-        if name not in {fix.id for fix in tried} and name in ("validate_config", "fix_upstream", "initialise_memory", "skip_bad_step")
-    ]
-    rejected = tuple(fix for fix in tried if not fix.works or fix.id.endswith("_after_op"))
-    if not working and not advised:
-        advised = [Fix(name, ADVICE[name], where, False, None) for name in wanted if name not in {fix.id for fix in rejected}]
-    first = advised if cause is not Cause.ZERO_DENOMINATOR or seen.facts.setting else []
-    return (*first, *working, *(fix for fix in advised if fix not in first)), rejected
+    working = [fix for fix in tried if _is_fix(fix)]
+    natural = {name: position for position, name in enumerate(wanted)}
+    working.sort(key=lambda fix: (fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 0)))
+    untried = [name for name in wanted if name not in {fix.id for fix in tried}]
+    names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
+    advised = [Fix(name, ADVICE[name], where, False, None) for name in names]
+    # What cannot be tried on one step is the better answer, but who divides by a number of the batch has no setting to check.
+    ordered = [*working, *advised] if cause is Cause.ZERO_DENOMINATOR and not seen.facts.setting else [*advised, *working]
+    return tuple(ordered), tuple(fix for fix in tried if not _is_fix(fix))
+
+
+_NO_EDIT = ("validate_config", "fix_upstream", "initialise_memory", "skip_bad_step")  # what no edit of the step can show to work
+
+
+def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
+    """The fixes that answer a cause here, the most natural first."""
+    if cause is Cause.EPS_UNDERFLOW and seen.phase is Phase.OPTIMIZER:
+        return ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
+    wanted = CAUSES[cause].fixes
+    if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):
+        wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
+    elif cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
+        wanted = ("stable_function", "upcast_fp32", "clamp_input")
+    return ("mask_before_op", *wanted) if seen.facts.multiplied and "mask_before_op" not in wanted[:1] else wanted
+
+
+def _over_vocabulary(seen: Observation) -> bool:
+    made_by = set(seen.facts.ancestors)
+    return len(seen.origin.shape) > 2 or bool(LOG_SOFTMAXES & made_by and not GATHERS & made_by)
+
+
+def _is_fix(fix: Fix) -> bool:
+    """Works, and not by chance: what is done after the op comes too late for backward."""
+    return bool(fix.works) and not fix.id.endswith("_after_op")
 
 
 def _bucket(distortion: float | None) -> float:

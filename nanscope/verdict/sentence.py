@@ -1,8 +1,9 @@
-"""One sentence for a finding, with the numbers of this step."""
+"""One sentence for a finding, with the numbers of this step: what happened, why, and how far it got."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from nanscope.causes import CAUSES, Cause
@@ -11,124 +12,160 @@ from nanscope.locate.origin import Location
 from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import last_word
 from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
-from nanscope.snapshot.step import Snapshot
+from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
 
 
-def headline(snapshot: Snapshot, phase: str) -> str:
-    r = snapshot.reached
-    parts = []
-    if r.loss is not None:
-        parts.append(f"loss {number(r.loss)}" + (" (finite)" if math.isfinite(r.loss) else ""))
-    if r.bad_gradients is not None and r.gradients:
-        parts.append(f"{r.bad_gradients} of {r.gradients} gradients non-finite" if r.bad_gradients else "gradients clean")
-    if r.bad_weights is not None:
-        parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
-    parts.append(
-        {"taken": "optimizer stepped", "skipped": "optimizer step skipped", "stopped": "run stopped before the optimizer step"}.get(
-            r.stepped, ""
-        )
-    )
-    return f"step {snapshot.step} · rank {snapshot.rank} · {phase}   " + " · ".join(part for part in parts if part)
-
-
-_BORN: dict[str, str] = {"+inf": "overflowed to +inf", "−inf": "gave −inf", "NaN": "gave NaN"}
-
-
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
-    p, r = seen.origin, snapshot.reached
-    where = f"{Path(p.file).name}:{p.line}" if p.file and p.line else "an unknown line"
-    token = "an element" if len(p.shape) != 2 else "a token"
-    inside = ""
-    if p.masked and p.masked_by and p.masked_by.endswith(CLIPPED):
-        inside = f" at {token} where {p.masked_by}"
-    elif p.masked:
-        inside = f" at {token} that the loss does not count ({p.masked_by})" if p.masked_by else f" at {token} outside the loss"
-    index = f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
-    extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
-    if seen.kind is Kind.ARRIVED:
-        name, source = p.variable or "a weight", seen.source.rstrip(".")
-        what = f"the gradient of {name} is {number(p.value)} at {index}, while this rank's own backward gives finite numbers"
-        what += f": it came by all-reduce. {source}" if source else ": it came by all-reduce"
-    elif seen.phase is Phase.INPUT:
-        what = f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {index}{extent}{inside}, read at {where}"
-    elif seen.phase is Phase.WEIGHTS:
-        name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
-        if cause is Cause.HW_BITFLIP:
-            what = f"{name} is {number(p.value)} at {index}, many orders of magnitude beyond every other element of it"
-        elif seen.poisoned_at is not None:
-            what = f"{name} was already {number(p.value)} at {index}: the update of step {seen.poisoned_at} wrote it there"
-        else:
-            what = f"{name} was already {number(p.value)} at {index} before the step"
-    elif seen.phase is Phase.OPTIMIZER and p.operands and p.op != "unknown" and seen.weight:
-        head, numbers = _made(p)
-        at = f" at {index}" if index else ""
-        what = f"the update of {seen.optimizer} made {seen.weight} non-finite: {head}{at}, {where}: {numbers}"
-    elif seen.phase is Phase.OPTIMIZER:
-        what = f"the update of {seen.optimizer or 'the optimizer'} made {p.variable or 'a weight'} {number(p.value)} at {index}"
-    elif p.op in ("unknown", "module"):
-        what = f"{p.variable or 'a value'} came out of the model as {number(p.value)} {('at ' + index) if index else ''}".rstrip()
-    else:
-        head, numbers = _made(p, seen.suspect)
-        what = f"{head}{(' at ' + index) if index else ''}{inside}, {where}: {numbers}"
+    """Return what is to be said of a bad step."""
+    tell = _arrived if seen.kind is Kind.ARRIVED else _BY_PHASE.get(seen.phase, _made_here)
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
-    end = _end(r.loss, r.bad_gradients, r.gradients, r.bad_weights, r.stepped)
-    if seen.kind is Kind.CLIP and not r.bad_gradients:
-        end = "The clip made every gradient exactly 0: nothing is non-finite any more, and the step is lost"
-    if seen.kind is Kind.SWALLOWED:
-        end = f"The kernel drops it: the loss stays finite ({number(r.loss)}), and the step learnt from the wrong ratio"
-    elif seen.suspect:
-        end = f"Everything is finite, but the loss is {number(r.loss)} and the step is {seen.scale or 'out of scale'}"
-    return ". ".join(part for part in (what, why[:1].upper() + why[1:], end) if part) + "."
-
-
-def _made(p: Origin, suspect: bool = False) -> tuple[str, str]:
-    """What was made, in words, and the numbers that it was made from."""
-    many = p.op in TOO_MANY_TO_NAME
-    args = "…" if many else ", ".join(number(value) for _, value in p.operands[:2])
-    result = number(p.value)
-    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
-    if math.isfinite(p.value):
-        head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
-        return head, f"{p.op}({args}) = {result}"
-    numbers = f"{p.op}({args}) = {result}"
-    if p.limit is not None and math.isinf(p.value):
-        numbers += f", {p.dtype} ends at exp({p.limit})"
-    return f"{subject} {_BORN.get(result, 'gave ' + result)}", numbers
-
-
-def _end(loss: float | None, bad: int | None, total: int | None, weights: int | None, stepped: str) -> str:
-    parts = []
-    if loss is not None:
-        parts.append(f"the loss is {number(loss)}" if not math.isfinite(loss) else f"the loss stays finite ({number(loss)})")
-    if bad is not None and total:
-        clean = not bad
-        if clean and not weights:
-            parts.append("weights and gradients stayed clean")
-        elif bad:
-            parts.append(_of(bad, total, "gradient"))
-    if weights:
-        parts.append(f"the update wrote it into {weights} weight{'' if weights == 1 else 's'}")
-    if stepped == "skipped":
-        parts.append("the optimizer step was skipped and the weights stayed clean")
-    text = ", ".join(parts)
-    return text[:1].upper() + text[1:]
-
-
-def _of(bad: int, total: int, what: str) -> str:
-    if total == 1:
-        return f"its {what} is non-finite"
-    return f"all {total} {what}s are non-finite" if bad == total else f"{bad} of {total} {what}s are non-finite"
+    end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
+    return ". ".join(part for part in (tell(seen), _capital(why), _capital(end)) if part) + "."
 
 
 def absorbed(location: Location, step: int) -> str:
     """Return what is worth saying of a value that overflowed and did no harm."""
     o = location.origin
     site = o.site
-    where = f"{Path(site.file).name}:{site.line}" if site else "an unknown line"
-    name = o.variable or (site.expression if site else o.op) or o.op
+    name = last_word(o.variable) if o.variable else (site.expression if site else "") or o.op
     outside = " at a position that the loss does not count" if o.masked else ""
+    where = _where(site.file, site.line) if site else _where(None, None)
     return (
-        f"{last_word(name) if o.variable else name} was {number(o.value)} at {show_index(o.index)}{outside} ({where}, step {step}), "
+        f"{name} was {number(o.value)} at {show_index(o.index)}{outside} ({where}, step {step}), "
         "and it was absorbed: loss is finite, weights and gradients stayed clean"
     )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# What happened.
+
+
+def _arrived(seen: Observation) -> str:
+    p = seen.origin
+    what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)} at {_element(p)}"
+    source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
+    return f"{what}, while this rank's own backward gives finite numbers: it came by all-reduce{source}"
+
+
+def _came_in(seen: Observation) -> str:
+    p = seen.origin
+    extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
+    where = _where(p.file, p.line)
+    return f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {_element(p)}{extent}{_inside(p)}, read at {where}"
+
+
+def _weight(seen: Observation) -> str:
+    p = seen.origin
+    name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
+    if math.isfinite(p.value):
+        return f"{name} is {number(p.value)} at {_element(p)}, many orders of magnitude beyond every other element of it"
+    when = " before the step" if seen.poisoned_at is None else f": the update of step {seen.poisoned_at} wrote it there"
+    return f"{name} was already {number(p.value)} at {_element(p)}{when}"
+
+
+def _update(seen: Observation) -> str:
+    p = seen.origin
+    if p.operands and p.op != "unknown" and seen.weight:
+        return f"the update of {seen.optimizer} made {seen.weight} non-finite: {_made(p)}"
+    name = seen.optimizer or "the optimizer"
+    return f"the update of {name} made {p.variable or 'a weight'} {number(p.value)} at {_element(p)}"
+
+
+def _made_here(seen: Observation) -> str:
+    p = seen.origin
+    if p.op in ("unknown", "module"):
+        return f"{p.variable or 'a value'} came out of the model as {number(p.value)}{_at(p)}"
+    return _made(p, _inside(p), seen.suspect)
+
+
+_BY_PHASE: dict[Phase | None, Callable[[Observation], str]] = {
+    Phase.INPUT: _came_in,
+    Phase.WEIGHTS: _weight,
+    Phase.OPTIMIZER: _update,
+}
+
+
+def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
+    """What a call made, where, and the numbers that it was made from."""
+    result = number(p.value)
+    args = "…" if p.op in TOO_MANY_TO_NAME else ", ".join(number(value) for _, value in p.operands[:2])
+    limit = f", {p.dtype} ends at exp({p.limit})" if p.limit is not None and math.isinf(p.value) else ""
+    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
+    if not math.isfinite(p.value):
+        head = f"{subject} overflowed to +inf" if p.value == math.inf else f"{subject} gave {result}"
+    else:
+        head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
+    return f"{head}{_at(p)}{inside}, {_where(p.file, p.line)}: {p.op}({args}) = {result}{limit}"
+
+
+def _where(file: str | None, line: int | None) -> str:
+    return f"{Path(file).name}:{line}" if file and line else "an unknown line"
+
+
+def _element(p: Origin) -> str:
+    return f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
+
+
+def _at(p: Origin) -> str:
+    return f" at {_element(p)}" if p.shape else ""
+
+
+def _inside(p: Origin) -> str:
+    """That the loss does not count an element, and why."""
+    if not p.masked:
+        return ""
+    token = "a token" if len(p.shape) == 2 else "an element"
+    if not p.masked_by:
+        return f" at {token} outside the loss"
+    if p.masked_by.endswith(CLIPPED):
+        return f" at {token} where {p.masked_by}"
+    return f" at {token} that the loss does not count ({p.masked_by})"
+
+
+# How far it got.
+
+
+def _reached(seen: Observation, r: Reached) -> str:
+    parts = []
+    if r.loss is not None:
+        parts.append(f"the loss stays finite ({number(r.loss)})" if math.isfinite(r.loss) else f"the loss is {number(r.loss)}")
+    if r.bad_gradients and r.gradients:
+        parts.append(_gradients(r.bad_gradients, r.gradients))
+    elif r.bad_gradients == 0 and r.gradients and not r.bad_weights:
+        parts.append("weights and gradients stayed clean")
+    if r.bad_weights:
+        parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")
+    if r.stepped == "skipped":
+        parts.append("the optimizer step was skipped and the weights stayed clean")
+    return ", ".join(parts)
+
+
+def _gradients(bad: int, total: int) -> str:
+    if total == 1:
+        return "its gradient is non-finite"
+    return f"all {total} gradients are non-finite" if bad == total else f"{bad} of {total} gradients are non-finite"
+
+
+def _clipped(seen: Observation, r: Reached) -> str:
+    if r.bad_gradients:
+        return _reached(seen, r)
+    return "the clip made every gradient exactly 0: nothing is non-finite any more, and the step is lost"
+
+
+def _swallowed(seen: Observation, r: Reached) -> str:
+    return f"the kernel drops it: the loss stays finite ({number(r.loss)}), and the step learnt from the wrong ratio"
+
+
+def _spiked(seen: Observation, r: Reached) -> str:
+    return f"everything is finite, but the loss is {number(r.loss)} and the step is {seen.scale or 'out of scale'}"
+
+
+_END: dict[Kind, Callable[[Observation, Reached], str]] = {
+    Kind.CLIP: _clipped,
+    Kind.SWALLOWED: _swallowed,
+    Kind.SPIKE: _spiked,
+}
