@@ -1,0 +1,201 @@
+"""Diagnosing: the snapshots of a run become one verdict, each with what its file holds, what the process saw, and what the others tell."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from recorded import leaf, record
+from seen import INF, NAN, seen
+from torch import Tensor
+
+from nanscope.causes import Cause
+from nanscope.locate.observe import observe_made
+from nanscope.program.program import Program
+from nanscope.snapshot.observation import Kind, Observation, Phase, Row
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.verdict.diagnose import diagnose, examine, verdict
+from nanscope.verdict.incident import Note
+from nanscope.watching.look import arrived
+
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+POISONED = observe_made("parameter", torch.tensor([0.5, NAN]), 1, None, "", Phase.WEIGHTS, "lm_head.weight")
+ARRIVED = arrived("lm_head.weight", torch.tensor([0.5, NAN]))
+TRIED = (
+    Row("as_recorded", "as recorded", "recorded", NAN, 3, 3, None, False),
+    Row("upcast_fp32", "in float32", "fix", 0.5, 0, 3, 0.0, True),
+)
+
+
+def masked_loss(log_ratio: Tensor) -> Tensor:
+    ratio = torch.exp(log_ratio)
+    return (ratio * MASK).sum() / MASK.sum()
+
+
+def overflowing(**changes: Any) -> Snapshot:
+    """A step whose file holds everything: exp overflows at a masked token."""
+    log_ratio = leaf(2, 3)
+    with torch.no_grad():
+        log_ratio[0, 2] = 99.0
+    return record(masked_loss, log_ratio).snapshot(**changes)
+
+
+def outside(observation: Observation, **changes: Any) -> Snapshot:
+    """A step of which the file holds no program."""
+    fields: dict[str, Any] = {"step": 7, "rank": 0, "loss": None, "grads": {}, "reached": Reached(NAN, 3, 3), **changes}
+    return Snapshot(program=Program((), (), -1), tensors={}, observation=observation, **fields)
+
+
+def test_a_step_whose_file_holds_it_is_explained_from_its_program() -> None:
+    """Origin, cause, fix, picture and all: nothing of it was seen in the process."""
+    incident = diagnose(overflowing(), "a.safetensors")
+    assert (incident.step, incident.rank, incident.phase, incident.cause) == (7, 0, "forward", Cause.INF_TIMES_ZERO_MASK)
+    assert (incident.origin.variable, incident.origin.index, incident.origin.masked) == ("ratio", (0, 2), True)
+    assert incident.fixes[0].id == "mask_before_op" and incident.reproduces is True and incident.snapshot == "a.safetensors"
+    assert incident.picture is not None and (incident.picture.row, incident.picture.column) == (0, 2)
+    assert incident.rows[0].id == "as_recorded" and not incident.suspect and incident.loss is not None and math.isnan(incident.loss)
+    assert incident.reached == {"loss": True, "gradients": [1, 1], "weights": [None, None], "stepped": "taken"}
+
+
+def test_a_replay_that_was_run_is_not_run_again() -> None:
+    """What is handed over is believed."""
+    snapshot = overflowing()
+    _, replayed, _ = examine(snapshot)
+    told = replace(replayed, rows=replayed.rows[:1])
+    assert diagnose(snapshot, replayed=told).rows == told.rows
+    assert examine(snapshot, told)[1] is told
+
+
+def test_an_origin_outside_the_program_is_told_as_it_was_seen() -> None:
+    """The fixes are those that were tried in the process, and no picture is drawn of what the file does not hold."""
+    made = observe_made("_softmax", torch.tensor([[0.5, NAN]]), 1, None, "layers.1", Phase.FORWARD)
+    snapshot = replace(overflowing(), observation=replace(made, tried=TRIED))
+    incident = diagnose(snapshot)
+    assert (incident.origin, incident.cause, incident.rows) == (made.origin, Cause.FULLY_MASKED_SOFTMAX, TRIED)
+    assert [fix.id for fix in incident.fixes] == ["upcast_fp32"] and incident.picture is None
+    assert diagnose(replace(snapshot, observation=made)).rows[0].id == "as_recorded", "nothing was tried there: what the file gives"
+
+
+def test_of_a_program_that_runs_well_the_observation_is_told() -> None:
+    """The fault was transient: what was seen counts, and the rows are those of the file."""
+    healthy = record(masked_loss, leaf(2, 3)).snapshot(reached=Reached(NAN, 1, 1))
+    incident = diagnose(healthy)
+    assert (incident.origin.op, incident.phase, incident.cause, incident.picture) == ("unknown", "forward", Cause.UNKNOWN, None)
+    assert [row.id for row in incident.rows] == ["as_recorded"]
+
+
+@pytest.mark.parametrize(("loss", "phase"), [(NAN, "forward"), (INF, "forward"), (0.5, "backward"), (None, "backward")])
+def test_of_what_nobody_saw_the_loss_tells_the_phase(loss: float | None, phase: str) -> None:
+    """A finite loss leaves backward; what was seen is not overruled."""
+    assert diagnose(outside(Observation(), reached=Reached(loss, 3, 3))).phase == phase
+    assert diagnose(outside(POISONED, reached=Reached(loss, 3, 3))).phase == "weights"
+
+
+def test_what_only_the_process_saw_joins_what_the_program_shows() -> None:
+    """The kind of a step, its scale, and whether the loss counts an element."""
+    spiked = replace(overflowing(), observation=Observation(Kind.SPIKE, scale="9 times the largest loss", masked=False))
+    seen_, _, _ = examine(spiked)
+    assert (seen_.kind, seen_.scale, seen_.origin.masked, seen_.origin.variable) == (Kind.SPIKE, "9 times the largest loss", False, "ratio")
+    incident = diagnose(spiked)
+    assert incident.suspect and "the step is 9 times the largest loss" in incident.sentence and incident.origin.masked is False
+
+
+def test_a_file_whose_program_cannot_be_replayed_is_an_incident_with_a_note() -> None:
+    """What was seen is told, and why there are no fixes."""
+    whole = overflowing(notes=(("logged_loss", "the log shows 0"),))
+    broken = replace(whole, tensors={}, observation=POISONED)
+    _, replayed, problem = examine(broken)
+    assert (replayed.rows, replayed.reproduces) == ((), None) and "is missing" in problem
+    incident = diagnose(broken)
+    assert [note.slug for note in incident.notes] == ["logged_loss", "not_replayed"] and incident.notes[1].text == problem
+    assert all(note.step == 7 for note in incident.notes)
+    assert (incident.cause, incident.origin.variable, incident.rows) == (Cause.POISONED_WEIGHTS, "lm_head.weight", ())
+    assert examine(whole)[2] == "" and [note.slug for note in diagnose(whole).notes] == ["logged_loss"]
+
+
+def test_a_later_step_knows_which_update_poisoned_the_weights() -> None:
+    """The first whose update left non-finite weights, in the order of the steps and not of the files."""
+    run = [
+        outside(POISONED, step=9, reached=Reached(NAN, 3, 3, 3, 3)),
+        outside(POISONED, step=5, reached=Reached(NAN, 3, 3, 3, 0)),
+        outside(POISONED, step=7, reached=Reached(NAN, 3, 3, 3, 2)),
+    ]
+    found = verdict(run, ["nine", "five", "seven"])
+    assert [(incident.step, incident.snapshot) for incident in found.incidents] == [(5, "five"), (7, "seven"), (9, "nine")]
+    told = ["wrote it there" in incident.sentence for incident in found.incidents]
+    assert told == [False, False, True] and "the update of step 7 wrote it there" in found.incidents[2].sentence
+    (alone,) = verdict(run[:1]).incidents
+    assert "before the step" in alone.sentence and alone.snapshot is None
+
+
+def test_of_one_step_the_rank_that_made_the_harm_comes_first_and_is_named() -> None:
+    """Where it only arrived, the sentence of the other rank is part of its own."""
+    run = [outside(ARRIVED, rank=0), overflowing(rank=1), outside(ARRIVED, rank=2), outside(ARRIVED, rank=0, step=8)]
+    found = verdict(run, ["zero", None])
+    assert [(i.step, i.rank, i.cause) for i in found.incidents] == [
+        (7, 1, Cause.INF_TIMES_ZERO_MASK),
+        (7, 0, Cause.ALLREDUCE_NAN),
+        (7, 2, Cause.ALLREDUCE_NAN),
+        (8, 0, Cause.ALLREDUCE_NAN),
+    ]
+    source, first, second, later = (incident.sentence for incident in found.incidents)
+    assert f"rank 1: {source}" in first and f"rank 1: {source}" in second and "all-reduce. A NaN" in later
+    assert [incident.snapshot for incident in found.incidents] == [None, "zero", None, None]
+
+
+def test_a_rank_is_no_source_of_its_own() -> None:
+    """Two backward passes of one step on one rank."""
+    _, other = verdict([overflowing(), outside(ARRIVED)]).incidents
+    assert other.cause is Cause.ALLREDUCE_NAN and "rank 0" not in other.sentence
+
+
+def test_a_verdict_counts_steps_and_says_everything_once() -> None:
+    """Bad steps are at least those that were saved; a note of the run and of an incident is one note."""
+    same = Note("logged_loss", "the log shows 0", 7)
+    run = [overflowing(notes=((same.slug, same.text),)), overflowing(part=2, notes=(("other", "x"),)), overflowing(step=8)]
+    found = verdict(run, notes=[same, Note("absorbed", "y", 1)], steps=9, skipped=2, bad_steps=1)
+    assert (found.steps, found.skipped, found.bad_steps, found.status) == (9, 2, 2, "non-finite")
+    assert found.notes == (same, Note("absorbed", "y", 1), Note("other", "x", 7))
+    assert verdict(run, bad_steps=6).bad_steps == 6
+    assert verdict([]).healthy and verdict([]).version
+
+
+def test_a_framework_is_recognised_by_its_files_or_by_the_objective() -> None:
+    """And what helps there is told in its own words."""
+    snapshot = overflowing()
+    assert (diagnose(snapshot).framework, diagnose(snapshot).remedies) == (None, ())
+    site = "trl/trainer/grpo_trainer.py"
+    incident = diagnose(replace(snapshot, objective={"key": "trl.grpo", "site": site, "settings": {}}))
+    assert incident.framework is not None and incident.framework.lower() == "trl"
+    sites = tuple(replace(known, file=f"/lib/{site}") for known in snapshot.program.sites)
+    assert diagnose(replace(snapshot, program=replace(snapshot.program, sites=sites))).framework == incident.framework
+
+
+HEADLINES = {
+    "everything is bad": (Reached(NAN, 3, 2, 3, 1, "taken"), "loss NaN · 2 of 3 gradients non-finite · 1 of 3 weights non-finite · optimizer stepped"),
+    "the loss is finite": (Reached(0.25, 3, 3, 3, 0, "skipped"), "loss 0.25 (finite) · 3 of 3 gradients non-finite · weights clean · optimizer step skipped"),
+    "stopped": (Reached(INF, 3, 0, stepped="stopped"), "loss +inf · gradients clean · run stopped before the optimizer step"),
+    "no optimizer": (Reached(NAN, 3, 3), "loss NaN · 3 of 3 gradients non-finite"),
+    "no gradients": (Reached(NAN, 0, 0), "loss NaN"),
+    "nobody counted": (Reached(NAN, 3, None), "loss NaN"),
+    "no loss": (Reached(None, 3, 3, stepped="taken"), "3 of 3 gradients non-finite · optimizer stepped"),
+    "nothing": (Reached(), ""),
+    "another release's word": (Reached(NAN, stepped="postponed"), "loss NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_the_headline_says_how_far_it_got(name: str) -> None:
+    """Step, rank and phase, then figures; nothing of what nobody looked at."""
+    reached, expected = HEADLINES[name]
+    assert diagnose(outside(POISONED, rank=2, reached=reached)).headline == f"step 7 · rank 2 · weights   {expected}"
+
+
+@pytest.mark.parametrize(("loss", "bad"), [(NAN, True), (INF, True), (0.5, False), (None, False)])
+def test_what_was_reached_says_whether_the_loss_was(loss: float | None, bad: bool) -> None:
+    """A loss that nobody knows is not a bad one."""
+    incident = diagnose(outside(seen("module", NAN, outside=True), reached=Reached(loss, 3, 1, 4, 2, "taken")))
+    assert incident.reached == {"loss": bad, "gradients": [1, 3], "weights": [2, 4], "stepped": "taken"}
