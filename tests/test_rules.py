@@ -208,6 +208,12 @@ def test_each_division_divides_by_its_own_operand(op: str, operands: tuple[float
     assert cause_of(seen(op, INF, *(number or 1e-30 for number in operands))) is Cause.MAGNITUDE_OVERFLOW
 
 
+@pytest.mark.parametrize("operands", [(0.0, 2.0), (2.0, INF), (0.0, NAN), (NAN, INF)])
+def test_a_product_needs_both_zero_and_infinity(operands: tuple[float, float]) -> None:
+    """With one of them alone the NaN has another origin."""
+    assert cause_of(seen("mul", NAN, *operands)) is Cause.UNKNOWN
+
+
 def test_zero_by_zero_reads_the_argument_before_the_divisor() -> None:
     """Of addcdiv that is the second: the first is what the quotient is added to."""
     assert cause_of(seen("addcdiv", NAN, 1.0, 0.0, 0.0)) is Cause.ZERO_DIV_ZERO

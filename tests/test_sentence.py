@@ -229,7 +229,7 @@ def masked(x: Tensor) -> Tensor:
 def test_what_was_absorbed_is_said_with_its_line(loss: Any, name: str) -> None:
     """Which value, where, and that nothing came of it."""
     recorded = record(loss, torch.tensor([[1.0, 99.0]], requires_grad=True))
-    location = spotted(recorded.program, recorded.run)
+    location = spotted(recorded.trace)
     assert location is not None
     line = location.origin.site.line if location.origin.site else 0
     counted = " at a position that the loss does not count" if location.origin.masked else ""
