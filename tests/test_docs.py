@@ -106,7 +106,7 @@ def test_every_page_is_in_the_navigation() -> None:
     """A page that no menu leads to is not read."""
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"causes/index.md"}  # the hook enters the causes
-    assert {page for page in pages if f"- {page}\n" not in menu} == set()
+    assert {page for page in pages if f" {page}\n" not in menu} == set()
 
 
 def test_links_between_files_lead_somewhere() -> None:

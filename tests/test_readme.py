@@ -159,7 +159,7 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
             exec(compile(block.text, str(block), "exec"), known)
         elif block.language == "pycon":
             example = doctest.DocTestParser().get_doctest(block.text, known, str(block), str(page), block.line)
-            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
             assert runner.run(example).failed == 0, block
 
 
