@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,46 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-CAUSES = sorted((ROOT / "nanscope" / "verdict" / "explanations").glob("*.md"))
 PUBLISHED = {"changelog.md": ROOT / "CHANGELOG.md", "contributing.md": ROOT / "CONTRIBUTING.md"}
+
+
+def _causes() -> dict[str, str]:
+    """Return the page of each cause, by its name."""
+    folder = ROOT / "nanscope" / "verdict" / "explanations"
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))} or _composed()
+
+
+def _composed() -> dict[str, str]:
+    """The same out of the table that the explanations stand in for as long as they are no pages."""
+    sys.path.insert(0, str(ROOT))
+    from nanscope.causes import CAUSES as TITLES
+    from nanscope.verdict.explain import EXPLANATIONS
+
+    return {
+        str(cause): f"# {cause}\n\n{TITLES[cause].title}\n\n## Why it happens\n\n{one.mechanism}\n\n## The smallest example\n\n"
+        f"```python\n{one.broken}```\n\n## The right fix\n\n```python\n{one.mended}```\n\n{one.right}\n\n"
+        f"## What does not help\n\n{one.wrong}\n\n" + "\n".join(f"- <{link}>" for link in one.links)
+        for cause, one in EXPLANATIONS.items()
+    }
+
+
+CAUSES = _causes()
 
 
 def on_config(config: MkDocsConfig) -> None:
     """Enter the causes into the navigation."""
     for section in config.nav or ():
         if isinstance(section, dict) and "Causes" in section:
-            section["Causes"] = ["causes/index.md", *(f"causes/{path.name}" for path in CAUSES)]
+            section["Causes"] = ["causes/index.md", *(f"causes/{name}.md" for name in CAUSES)]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages that do not stand in this folder, as they are."""
-    titles = {path.stem: path.read_text(encoding="utf-8").splitlines()[2] for path in CAUSES}
     index = next(file for file in files if file.src_uri == "causes/index.md")
-    rows = "".join(f"| [`{name}`]({name}.md) | {title} |\n" for name, title in titles.items())
+    rows = "".join(f"| [`{name}`]({name}.md) | {text.splitlines()[2]} |\n" for name, text in CAUSES.items())
     index.content_string = f"{index.content_string}\n| cause | what it is |\n| --- | --- |\n{rows}"
-    for path in CAUSES:
-        files.append(File.generated(config, f"causes/{path.name}", content=path.read_text(encoding="utf-8")))
+    for name, text in CAUSES.items():
+        files.append(File.generated(config, f"causes/{name}.md", content=text))
     for name, path in PUBLISHED.items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
 
