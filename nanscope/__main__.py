@@ -241,12 +241,12 @@ def variants(
 
     Example: nanscope variants verl.vanilla
     """
-    from nanscope.replay.variants import catalogue
-    from nanscope.report.variants import print_catalogue
+    from nanscope.replay.variants import variants as listed
+    from nanscope.report.variants import print_variants
 
-    found = catalogue(prefix)
+    found = listed(prefix)
     _write_json(json_file, found.to_json())
-    print_catalogue(found, bool(prefix), file=sys.stdout)
+    print_variants(found, bool(prefix), file=sys.stdout)
 
 
 @app.command()

@@ -14,10 +14,10 @@ from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import RecordedBatch
 from nanscope.replay.sweep import Point, Sweep, Trial
 from nanscope.replay.under import Alternatives, Outcome
-from nanscope.replay.variants import catalogue
+from nanscope.replay.variants import variants
 from nanscope.report.console import WIDTH
 from nanscope.report.replay import SUFFIXES, draw_sweep, print_alternatives, print_sweep
-from nanscope.report.variants import print_catalogue
+from nanscope.report.variants import print_variants
 
 HOSTILE = "\x1b[31mname\u202e$x^2$"
 GOOD, TIGHT, BAD, LOST = (
@@ -77,11 +77,11 @@ def test_a_sentence_for_every_objective_with_its_mark() -> None:
 
 
 def test_nothing_is_wider_than_a_terminal() -> None:
-    """Neither the catalogue with its long lists nor the table of a sweep."""
+    """Neither the variants with their long lists nor the table of a sweep."""
     stream = io.StringIO()
-    print_catalogue(catalogue(), False, file=stream)
-    print_catalogue(catalogue("verl"), True, file=stream)
-    print_catalogue(catalogue("skyrl"), True, file=stream)
+    print_variants(variants(), False, file=stream)
+    print_variants(variants("verl"), True, file=stream)
+    print_variants(variants("skyrl"), True, file=stream)
     print_sweep(SWEEP, file=stream)
     assert max(map(len, stream.getvalue().splitlines())) <= WIDTH
 

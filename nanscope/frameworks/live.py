@@ -9,11 +9,11 @@ What is held costs nothing; it is read, and turned into plain numbers and texts,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from nanscope.frameworks.losses import LOSSES, NOWHERE, live_options, option
-from nanscope.frameworks.rows import LossSite, Setting
+from nanscope.frameworks.rows import LossSite, Setting, Settings
 from nanscope.frameworks.table import FRAMEWORKS
 
 LONGEST = 60  # characters of a name or value that a file may have us show
@@ -95,8 +95,12 @@ def objective_of(glimpses: Sequence[Glimpse]) -> dict[str, Any]:
         own = {name: plain(seen.held[path]) for name, path in seen.site.settings if path in seen.held and name in names}
         fixed = {name: value for name, value in seen.site.fixed if name in names}
         given = {**found, **{name: value for name, value in own.items() if isinstance(value, Setting)}, **fixed}
-        described["settings"] = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        described["settings"] = _as_json(given)
     return described
+
+
+def _as_json(settings: Settings) -> dict[str, Setting]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
 def _rank(seen: Glimpse) -> int:
@@ -108,11 +112,7 @@ def objective_words(objective: Mapping[str, Any], most: int = 8) -> str:
     key, settings = str(objective.get("key") or "")[:LONGEST], objective.get("settings")
     if not key or not isinstance(settings, Mapping):
         return key
-    defaults: dict[str, object] = {}
-    if key in LOSSES:
-        row = LOSSES[key].options
-        known = {option.name: option.default for option in fields(row)}  # type: ignore[arg-type]
-        defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    defaults = _as_json(LOSSES[key].defaults()) if key in LOSSES else {}
     changed = [
         f"{str(name)[:LONGEST]} {str(value)[:LONGEST]}"
         for name, value in settings.items()

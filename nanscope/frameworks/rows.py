@@ -47,10 +47,14 @@ class Loss:
     walked: tuple[Settings, ...] = ()
     needs: tuple[tuple[str, Setting], ...] = ()
 
+    def defaults(self) -> dict[str, Setting]:
+        """Return the framework's default of every option, by name."""
+        given = self.options()
+        return {option.name: getattr(given, option.name) for option in fields(given)}  # type: ignore[arg-type]
+
     def names(self) -> tuple[str, ...]:
         """Return the names of the settings that a caller may pass."""
-        decided = dict(self.fixed)
-        return tuple(option.name for option in fields(self.options) if option.name not in decided)  # type: ignore[arg-type]
+        return tuple(name for name in self.defaults() if name not in dict(self.fixed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanscope.errors import NanscopeError
@@ -57,7 +57,7 @@ class KnownEdit:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class Variants:
     """The losses whose keys begin with what was asked for, and, with nothing asked for, the edits."""
 
     losses: tuple[KnownLoss, ...]
@@ -68,7 +68,7 @@ class Catalogue:
         return {"losses": [asdict(loss) for loss in self.losses], "edits": [asdict(edit) for edit in self.edits]}
 
 
-def catalogue(prefix: str = "") -> Catalogue:
+def variants(prefix: str = "") -> Variants:
     """Return everything that is known, or the losses whose key begins with `prefix` ("verl", "trl.gr").
 
     Raises NanscopeError if no key begins so.
@@ -77,23 +77,21 @@ def catalogue(prefix: str = "") -> Catalogue:
     if not losses:
         families = dict.fromkeys(key.split(".")[0] for key in LOSSES)
         raise NanscopeError(f"no loss begins with {prefix!r}: there are {', '.join(families)}", slug="unknown-loss")
-    return Catalogue(losses, () if prefix else (*_edits(EDITS, False), *_edits(CONTROLS, True)))
+    return Variants(losses, () if prefix else (*_edits(EDITS, False), *_edits(CONTROLS, True)))
 
 
-def _known(row: Loss) -> KnownLoss:
-    decided = dict(row.fixed)
-    defaults = row.options()
-    names = [option.name for option in fields(row.options)]  # type: ignore[arg-type]
-    knobs = [Knob(name, decided.get(name, getattr(defaults, name)), name in decided) for name in names]
-    return KnownLoss(row.key, row.version, row.site, tuple(knobs), _clamps(row.key, names), row.flaws)
+def _known(loss: Loss) -> KnownLoss:
+    decided = dict(loss.fixed)
+    knobs = [Knob(name, decided.get(name, default), name in decided) for name, default in loss.defaults().items()]
+    return KnownLoss(loss.key, loss.version, loss.site, tuple(knobs), _clamps(loss), loss.flaws)
 
 
-def _clamps(key: str, own_names: list[str]) -> tuple[ClampOfLoss, ...]:
+def _clamps(loss: Loss) -> tuple[ClampOfLoss, ...]:
     try:
-        bounds = own_clamps(framework_settings(key))
+        bounds = own_clamps(framework_settings(loss.key))
     except NanscopeError:
         return ()  # it needs a setting that has no default
-    found = [ClampOfLoss(name, _shown(bounds[name]), CLAMPS[name].meaning) for name in bounds if name not in own_names]
+    found = [ClampOfLoss(name, _shown(bounds[name]), CLAMPS[name].meaning) for name in bounds if name not in loss.defaults()]
     return (*found, ClampOfLoss(AFTER, "False", "bound the result of exp instead: the wrong order")) if found else ()
 
 

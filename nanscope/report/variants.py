@@ -11,10 +11,10 @@ from rich.text import Text
 from nanscope.report.console import HARM, QUIET, STRONG, console_for
 
 if TYPE_CHECKING:
-    from nanscope.replay.variants import Catalogue, KnownLoss
+    from nanscope.replay.variants import KnownLoss, Variants
 
 
-def print_catalogue(found: Catalogue, detailed: bool, *, file: IO[str]) -> None:
+def print_variants(found: Variants, detailed: bool, *, file: IO[str]) -> None:
     """Print the losses, one line each or with all their settings, and the edits."""
     console = console_for(file)
     if detailed:
