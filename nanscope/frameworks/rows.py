@@ -54,7 +54,8 @@ class Loss:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the settings that a caller may pass."""
-        return tuple(name for name in self.defaults() if name not in dict(self.fixed))
+        decided = dict(self.fixed)
+        return tuple(option.name for option in fields(self.options) if option.name not in decided)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
