@@ -4,9 +4,9 @@ Below autograd a call is seen with real tensors, so nothing about the run change
 the operator, references to its arguments, a reference to its result (up to a byte budget; autograd holds most of them anyway) and the
 code position. Which variable a result was bound to is worked out from the source only when somebody asks.
 
-Values are told apart by memory: address, shape, stride, dtype, and whether a gradient flows through (`x` and `x.detach()` share the
-rest). In-place writes are noted in their functional form, so the recorded program is pure; a write that the tape did not see is noticed
-by the tensor's version, and what it changed becomes a new leaf.
+Values are told apart by memory: address, shape, stride, dtype, and the history that a gradient takes (`x`, `x.detach()` and
+`x.detach().requires_grad_()` share the rest). In-place writes are noted in their functional form, so the recorded program is pure; what
+has no faithful one, and a write that the tape did not see, which the tensor's version tells, makes a new leaf of what was changed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nanscope.capture.modules import Address, address
@@ -32,7 +34,7 @@ from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
 from nanscope.program.calls import Arg, Call, Leaf, Ref, Site
-from nanscope.program.ops import FLOW
+from nanscope.program.ops import FLOW, Flow
 from nanscope.program.program import Program
 
 log = logging.getLogger("nanscope")
@@ -44,16 +46,17 @@ REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _SCALE = torch.amp.GradScaler.scale.__code__
-_DETACHING = frozenset(("detach", "detach_"))
+_DETACHING = frozenset(("detach", "detach_", *(name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill")))
 _DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 _EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
 _NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
 _QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
+Step = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # operator, arguments after the first, keyword arguments
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
-Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, PLAIN, MADE or LEAF
-PLAIN, MADE, LEAF = 0, 1, 2  # no gradient; a gradient flows through; an autograd leaf
+Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
+PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `_history`
 
 
 @dataclass(slots=True)
@@ -72,7 +75,13 @@ class Value:
     leaf: Leaf | None = None
     position: tuple[int, int] | None = None  # (call index, argument) that first read a leaf: the source there names it
     copied: bool = False  # the tensor is a copy of ours, of what a write has destroyed
+    alien: int = PLAIN  # history that this one's views seem to have: it is a view, and a gradient does not go through its base
     guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
+
+    @property
+    def history(self) -> int:
+        """What a gradient goes through, PLAIN if there is none."""
+        return self.key[4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,9 @@ class Operator:
     name: str
     overload: str
     mutable: bool
+    view: bool  # its result is a view to autograd, too
     functional: str | None  # the overload without the write, for in-place operators
+    turns: bool  # in place, but what it changes is how a tensor lies or whether it has a gradient, not its elements
     replayable: bool
 
 
@@ -139,10 +150,12 @@ class Tape:
         self.by_storage: dict[int, list[int]] = {}
         self.made_by: dict[int, int] = {}
         self.held = 0
-        self._written_version: int | None = None
+        self._written: tuple[int, int | None] = (PLAIN, None)  # history and version after the last write in place
+        self._owners: dict[int, int] = {}  # history that views seem to have → the one that they have, by whoever was seen first
+        self._mixed: set[int] = set()  # seeming histories of several owners: there only the tensor itself tells
         self._storages: dict[int, list[int]] = {}  # address → values that hold it, bytes
         self.broken = ""
-        self.opaque: dict[Key, str] = {}  # results of calls that cannot be replayed, until they are read
+        self.opaque: dict[Address, str] = {}  # results of calls that cannot be replayed, until they are read
         self.tags: dict[str, int] = {}
         self._replay_cache: tuple[int, dict[int, bool]] = (-1, {})
         self.norms: list[Tensor] = []  # norms taken without gradient since the last `forget`: of gradients, by whoever clips them
@@ -180,7 +193,7 @@ class Tape:
             self._read.clear()
             noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
             if mutable:
-                target = self._before_write(args[0] if args else None)
+                target = self._before_write(args[0] if args else None, known.turns)
         except Unseen:
             noted = None
         except Exception as error:  # noqa: BLE001 - whatever fails in here must not reach the training run
@@ -204,7 +217,11 @@ class Tape:
     def _know(self, func: Any) -> Operator:
         name = func._schema.name
         name = name[6:] if name.startswith("aten::") else name
-        known = Operator(name, str(func), func._schema.is_mutable, _functional_name(func, name), name in FLOW)
+        schema = func._schema
+        view = any(one.alias_info is not None for one in schema.returns)
+        pure = _functional(func, name)
+        turns = pure is not None and any(one.alias_info is not None for one in pure._schema.returns)
+        known = Operator(name, str(func), schema.is_mutable, view, None if pure is None else str(pure), turns, name in FLOW)
         self._known[func] = known
         return known
 
@@ -225,25 +242,30 @@ class Tape:
             raise Unseen
         raise Unseen
 
-    def _key(self, tensor: Tensor, state: int) -> Key:
+    def _key(self, tensor: Tensor, history: int) -> Key:
         if tensor.layout is not torch.strided or tensor.is_nested or type(tensor).__module__.startswith("torch._subclasses"):
             raise Unseen
         try:
-            return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, state)
+            return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, history)
         except RuntimeError:
             raise Unseen from None  # no memory of its own: a wrapper of some transform
 
     def find(self, tensor: Tensor) -> Value | None:
         """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
-        state = _state(tensor)
-        found = self.by_key.get(self._key(tensor, state))
+        history = _history(tensor)
+        key = self._key(tensor, history)
+        found = self.by_key.get(key)
         if found is None:
             return None
-        value = self.values[found]
+        value: Value | None = self.values[found]
+        assert value is not None
+        if history in self._mixed and value.tensor is not tensor:
+            same = (self.values[i] for i in self.by_storage.get(value.storage, ()))
+            value = next((v for v in same if v.tensor is tensor and v.key == key), None)
+            if value is None:
+                return None
         if value.guard is not None and value.guard.expired():
             return None
-        if state == LEAF and value.tensor is not None and value.tensor is not tensor:
-            return None  # `x.detach().requires_grad_()` shares x's memory, and is another leaf
         version = _version(tensor)
         if value.version is None:
             value.version = version
@@ -283,7 +305,7 @@ class Tape:
         for value_id in self.made_by:
             value = self.values.get(value_id)
             if value is not None and value.tensor is not None and not value.copied:
-                value.guard = _StorageHandle(value.tensor.untyped_storage())
+                value.guard = _Handle(value.tensor)
                 self._release(value)
                 if self.held + size <= self.budget:
                     return
@@ -308,7 +330,7 @@ class Tape:
 
     def _leaf(self, tensor: Tensor) -> Value:
         diff = bool(tensor.requires_grad)
-        opaque = self.opaque.pop(self._key(tensor, _state(tensor)), "") if self.opaque else ""
+        opaque = self.opaque.pop(self._key(tensor, PLAIN)[:4], "") if self.opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
         if opaque.startswith(_EMPTY):
@@ -319,25 +341,29 @@ class Tape:
             kind, made_by = "module", module
         elif parameter:
             kind, made_by = "parameter", parameter
-        elif diff and tensor.grad_fn is not None:
-            kind, made_by = "opaque", type(tensor.grad_fn).__name__.removesuffix("Backward")
+        elif diff and (node := _node(tensor)) is not None:
+            kind, made_by = "opaque", type(node).__name__.removesuffix("Backward")
         else:
             kind, made_by = "data", ""
-        value = self._register(tensor, _state(tensor))
+        history = _history(tensor)
+        value = self._register(tensor, history)
+        base = tensor._base
+        if history == id(tensor) and base is not None:
+            value.alien = id(base)
+            self._owners.setdefault(id(base), id(base) if base.requires_grad else history)
         value.version = _version(tensor)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 
-    def _register(self, tensor: Tensor, state: int, made: int | None = None) -> Value:
-        key = self._key(tensor, state)
-        item = key[3].itemsize
-        pointer = key[0] - int(tensor.storage_offset()) * item if key[0] else 0
-        value = Value(self._next, key, None, tensor.numel() * item, None, pointer, state != PLAIN, key[1], key[3])
+    def _register(self, tensor: Tensor, history: int, made: int | None = None) -> Value:
+        key = self._key(tensor, history)
+        pointer = _memory(tensor)
+        value = Value(self._next, key, None, tensor.numel() * key[3].itemsize, None, pointer, history != PLAIN, key[1], key[3])
         self._next += 1
         if made is not None:
             self.made_by[value.id] = made
         if not self._hold(value, tensor):
-            value.guard = _StorageHandle(tensor.untyped_storage())
+            value.guard = _Handle(tensor)
         self.values[value.id] = value
         self.by_key[key] = value.id
         self.by_storage.setdefault(pointer, []).append(value.id)
@@ -347,36 +373,56 @@ class Tape:
         results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
         if not any(isinstance(item, Tensor) for item in results):
             return
-        if not known.replayable:
+        if not known.replayable or (known.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(
                 result, known.name
             )  # it becomes a leaf when it is read: only then is known whether a gradient flows through
             return
-        self._append(known.overload, noted, results, known.name not in _DETACHING and self._flows(noted))
+        self._append(known.overload, noted, results, known.name not in _DETACHING and self._flows(noted), known.view)
+
+    def _lies_as_numbered(self, noted: Noted) -> bool:
+        """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
+        value = self.values[noted[0][0].id] if isinstance(noted[0][0], Ref) else None
+        return value is not None and value.key[0] == value.storage and _dense(value) and not _turned(value)
 
     def _flows(self, noted: Noted) -> bool:
         if not torch.is_grad_enabled():
             return False
         values = self.values
-        return any(values[i].diff for arg in noted[0] for i in _ids(arg)) or any(values[i].diff for _, arg in noted[1] for i in _ids(arg))
+        read = (i for args in (noted[0], noted[1]) for arg in args for i in _ids(arg))  # a name before an argument is no value
+        return any(i in values and values[i].diff for i in read)
 
-    def _version_of_result(self, item: Tensor, value: Value, noted: Noted) -> int | None:
-        """A view counts its writes with its base, and is given that count only after the call that makes it."""
+    def _will_be(self, item: Tensor, noted: Noted, diff: bool, view: bool | None) -> tuple[int, int | None]:
+        """Return the history and the version that a result will have: autograd gives it both only after the call.
+
+        view: is it one to autograd? None if it was written in place.
+        """
+        diff = diff and (item.is_floating_point() or item.is_complex())
+        if view is None:
+            return (id(item if item._base is None else item._base) if diff else PLAIN), _next_version(item)
+        pointer = _memory(item)
         for arg in noted[0]:
             for value_id in _ids(arg):
                 base = self.values.get(value_id)
-                if base is not None and base.storage == value.storage and item.numel():
-                    return base.version
-        return _version(item)
+                if base is not None and base.storage == pointer and item.numel():  # it counts its writes with its base
+                    if not diff:
+                        return PLAIN, base.version
+                    if not view or not base.diff:
+                        return id(item), base.version
+                    if base.alien and self._owners.setdefault(base.alien, base.history) != base.history:
+                        self._mixed.add(base.alien)
+                    return base.alien or base.history, base.version
+        return (id(item) if diff else PLAIN), _version(item)
 
-    def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, version: int | None = None) -> list[int | None]:
+    def _append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, view: bool | None) -> list[int | None]:
         outs: list[int | None] = []
         index = self.count
         lasting = not diff
         for item in results:
             if isinstance(item, Tensor):
-                value = self._register(item, MADE if diff and (item.is_floating_point() or item.is_complex()) else PLAIN, index)
-                value.version = self._version_of_result(item, value, noted) if version is None else version
+                history, version = self._will_be(item, noted, diff, view)
+                value = self._register(item, history, index)
+                value.version = version
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
             else:
@@ -404,15 +450,16 @@ class Tape:
     def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_nested:
-                for state in (PLAIN, MADE, LEAF):
-                    key = self._key(item, state)
-                    self.by_key.pop(key, None)
-                    if op and (op not in _DATA or op.startswith(_EMPTY)):
-                        self.opaque[key] = op
+                place = self._key(item, PLAIN)[:4]
+                for value_id in self.by_storage.get(_memory(item), ()):
+                    if (known := self.values[value_id].key)[:4] == place:
+                        self.by_key.pop(known, None)
+                if op and (op not in _DATA or op.startswith(_EMPTY)):
+                    self.opaque[place] = op
 
     # -- in-place writes -------------------------------------------------------------------------------------------------
 
-    def _before_write(self, tensor: Any) -> Value | None:
+    def _before_write(self, tensor: Any, turns: bool) -> Value | None:
         """Save what a write is about to destroy: a leaf's content, by copy, while it is small enough to keep.
 
         Without gradient it is most often gradients that are clipped in place: large ones are not worth a copy in every step.
@@ -422,13 +469,13 @@ class Tape:
         target = self.value_of(tensor)
         for value_id in self.by_storage.get(target.storage, ()):
             value = self.values.get(value_id)
-            if value is None or value.tensor is None or value.copied:
+            if value is None or value.tensor is None or value.copied or (turns and value.tensor is not tensor):
                 continue
             content, intact = value.tensor, _intact(value)
             if value.leaf is not None or value.id != target.id:
                 self._release(value)
             if value.leaf is not None and intact and (value.bytes <= REMEMBERED or torch.is_grad_enabled()):
-                value.tensor, value.copied = content.detach().clone(), True
+                value.tensor, value.copied = _copy(value, content), True
                 self.held += value.bytes
         return target
 
@@ -447,6 +494,9 @@ class Tape:
         if not isinstance(tensor, Tensor) or target is None:
             self._forget_memory(_tensors((args, result)))
             return
+        if known.turns:
+            self._after_turn(known, noted, target, tensor)
+            return
         relatives = [self.values[i] for i in self.by_storage.get(target.storage, ()) if i in self.values]
         live = [v for v in relatives if self.by_key.get(v.key) == v.id and v.id != target.id and v.key != target.key]
         for value in relatives:
@@ -454,18 +504,60 @@ class Tape:
         if target.leaf is None:
             self._release(target)
         overload, noted = self._without_write(known, noted, tensor)
-        if overload is None:
+        if overload is None or _overlaps(target) or self._reads_what_it_writes(known, noted, target):
             self._forget_memory(_tensors((args, result)))
             self._forget_results(tensor, known.name)
             return
         # A constant that is written into a part of a tensor does not end the gradient of the rest.
         diff = self._flows(noted) or (target.diff and torch.is_grad_enabled())
-        written = self._append(overload, noted, [tensor], diff, _next_version(tensor))[0]
+        written = self._append(overload, noted, [tensor], diff, None)[0]
         if written is None:
             return
-        if self.values[written].dtype is not _promoted(noted, self.values):
-            written = self._cast(written, tensor)
+        if tensor.dtype is not _promoted(noted, self.values):
+            self._then(written, [("aten._to_copy.default", (), (("dtype", tensor.dtype),))])
+        if _dense(target) and self._lies_otherwise(known, noted, target):
+            # The order in which a sum adds is that of memory: the functional form has to lie as what was written does.
+            order = _memory_order(target)
+            back = tuple(order.index(n) for n in range(len(order)))
+            clone: Step = ("aten.clone.default", (), (("memory_format", torch.contiguous_format),))
+            turn: list[Step] = [("aten.permute.default", (order,), ()), clone, ("aten.permute.default", (back,), ())]
+            self._then(written, turn if _turned(target) else [clone])
         self._spread(self.values[written], target, live, tensor)
+
+    def _after_turn(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> None:
+        """No element was written, but whoever shares the memory counts a write."""
+        detached = known.name == "detach_"
+        now, after = _version(tensor), _version(tensor) if detached else _next_version(tensor)
+        for value_id in self.by_storage.get(target.storage, ()):
+            value = self.values[value_id]
+            if value.tensor is tensor:
+                self._release(value)
+            if detached and value.history == target.history:
+                self.by_key.pop(value.key, None)  # what was a view of it may lose its gradient, too
+            elif value.version == now and not value.copied:
+                value.version = after
+        (written,) = self._append(known.functional or "", noted, [tensor], not detached and self._flows(noted), None)
+        if written is not None:
+            self.values[written].version = after
+
+    def _lies_otherwise(self, known: Operator, noted: Noted, target: Value) -> bool:
+        """May the functional form of a write give the same elements in another order of memory?"""
+        if known.name != "copy_":
+            return _turned(target)
+        source = self.values.get(noted[0][0].id) if isinstance(noted[0][0], Ref) else None
+        return source is None or source.key[1:3] != target.key[1:3]
+
+    def _reads_what_it_writes(self, known: Operator, noted: Noted, target: Value) -> bool:
+        """Does a write read elements that it has written already? Which of them are new then, not even torch says."""
+        pointwise = known.name == "copy_" or FLOW.get(known.name.rstrip("_")) is Flow.POINTWISE
+        for arg in (*noted[0][known.name != "copy_" :], *(arg for _, arg in noted[1])):
+            for value_id in _ids(arg):
+                other = self.values.get(value_id)
+                if other is None or other.storage != target.storage or (pointwise and other.key[:4] == target.key[:4]):
+                    continue
+                if _meet(other, target):
+                    return True
+        return False
 
     def _without_write(self, known: Operator, noted: Noted, tensor: Tensor) -> tuple[str | None, Noted]:
         """Return the functional form of an in-place call and its arguments, None if it has none that can be replayed."""
@@ -478,32 +570,38 @@ class Tape:
             return None, noted
         return known.functional, (args, kwargs)
 
-    def _cast(self, written: int, tensor: Tensor) -> int:
-        """In place keeps the target's dtype where the functional form would promote: add the cast."""
-        last = self.count - 1
-        entry = self.entries[last]
+    def _then(self, written: int, steps: list[Step]) -> None:
+        """Let calls follow on the functional form of a write: the last of them gives what was written."""
         value = self.values[written]
-        raw = self._next
+        last = self.entries[self.count - 1]
+        raw = self._unseen(value.shape, value.dtype, value.diff)
+        self.entries[self.count - 1] = replace(last, outs=(raw,))
+        self.made_by[raw] = self.count - 1
+        for n, (op, args, kwargs) in enumerate(steps):
+            made = written if n == len(steps) - 1 else self._unseen(value.shape, value.dtype, value.diff)
+            self.made_by[made] = self.count
+            self._number(replace(last, op=op, args=(Ref(raw), *args), kwargs=kwargs, outs=(made,)), not value.diff)
+            raw = made
+
+    def _unseen(self, shape: tuple[int, ...], dtype: torch.dtype, diff: bool) -> int:
+        """Number a value that no tensor of the trainer's stands for."""
+        value = Value(self._next, (0, (), (), dtype, PLAIN), None, 0, None, -1, diff, shape, dtype)
         self._next += 1
-        self.entries[last] = Entry(entry.op, entry.args, entry.kwargs, (raw,), entry.grad, entry.code, entry.lasti, entry.module)
-        self.values[raw] = Value(raw, (0, (), (), tensor.dtype, PLAIN), None, 0, None, -1, value.diff, value.shape, tensor.dtype)
-        self.made_by[raw] = last
-        self.made_by[written] = self.count
-        cast = (("dtype", tensor.dtype),)
-        self._number(
-            Entry("aten._to_copy.default", (Ref(raw),), cast, (written,), entry.grad, entry.code, entry.lasti, entry.module), not value.diff
-        )
-        return written
+        self.values[value.id] = value
+        return value.id
 
     def _spread(self, written: Value, target: Value, live: list[Value], tensor: Tensor) -> None:
         """Carry a write to the other tensors that share its memory, through the one that covers all of it."""
-        # What is written through a detached alias changes a value behind autograd's back: that value is a leaf when it is next read.
-        live = [value for value in live if written.diff or not value.diff]
+        # What is written through an alias of another history changes a value behind autograd's back: that value is a leaf when it is next
+        # read. So does what was written to it unseen, and an unseen `detach_` changes the history of all.
+        now, base = (None, _version(tensor)), tensor if tensor._base is None else tensor._base
+        known = (PLAIN, written.history if base.requires_grad else PLAIN)
+        live = [v for v in live if v.id in self.values and v.version in now and v.history in known]
         if not live:
             return
         storage = tensor.untyped_storage()
-        self._written_version = _next_version(tensor)
-        whole = [v for v in [target, *live] if _covers(v, storage)]
+        self._written = written.history, _next_version(tensor)
+        whole = [v for v in [target, *live] if v.dtype is tensor.dtype and _covers(v, storage)]
         if not whole:
             return
         # Of two that are the same memory, the one that has the gradient: a write without gradients leaves one that has none beside it.
@@ -555,18 +653,16 @@ class Tape:
         self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype, kwargs: tuple[tuple[str, Arg], ...] = ()
     ) -> int:
         """Add a call that the trainer did not make, and whose result no tensor of his stands for."""
-        diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in args for i in _ids(arg))
-        value = Value(self._next, (0, (), (), dtype, PLAIN), None, 0, None, -1, diff, shape, dtype)
-        self._next += 1
-        self.values[value.id] = value
-        self._note_made(op, args, value, diff, kwargs)
+        value = self.values[self._unseen(shape, dtype, self._flows((args, ())))]
+        self._note_made(op, args, value, value.diff, kwargs)
         return value.id
 
     def _pseudo(self, op: str, noted: Noted, like: Value) -> Value:
         """Add a call that the trainer did not make: the functional form of what a write to shared memory did to `like`."""
-        diff = torch.is_grad_enabled() and any(self.values[i].diff for arg in noted[0] for i in _ids(arg))
-        key: Key = (like.key[0], like.key[1], like.key[2], like.key[3], MADE if diff else PLAIN)
-        value = Value(self._next, key, None, 0, self._written_version, like.storage, diff, like.shape, like.dtype)
+        diff = self._flows(noted)
+        history, version = self._written
+        key: Key = (*like.key[:4], history if diff else PLAIN)
+        value = Value(self._next, key, None, 0, version, like.storage, diff, like.shape, like.dtype)
         self._next += 1
         self.values[value.id] = value
         self.by_key[key] = value.id
@@ -782,6 +878,8 @@ class Tape:
         self.taken = {}
         self.norms = []
         self.opaque = {}
+        self._owners.clear()
+        self._mixed.clear()
         self._replay_cache = (-1, {})
 
     def _drop(self, index: int) -> None:
@@ -834,13 +932,34 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _state(tensor: Tensor) -> int:
+def _history(tensor: Tensor) -> int:
+    """Return what tells tensors of the same memory apart by the way that a gradient takes: the identity of the tensor that they are views
+    of, PLAIN if there is no gradient."""
     if not tensor.requires_grad:
         return PLAIN
+    base = tensor._base
+    if base is None:
+        return id(tensor)
     try:
-        return LEAF if tensor.is_leaf else MADE
+        node: object = tensor.grad_fn
+        # A view that was made under no_grad leads nowhere, and one that a custom function returns leads where the function wants.
+        return id(tensor if node is None or isinstance(node, BackwardCFunction) else base)
     except RuntimeError:  # a view made without gradient, of a tensor that was written to since: autograd itself will not have it
         return PLAIN
+
+
+def _node(tensor: Tensor) -> object | None:
+    """Return the autograd node that made a tensor."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # as above
+        return None
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of."""
+    pointer = tensor.data_ptr()
+    return pointer - int(tensor.storage_offset()) * tensor.element_size() if pointer else 0
 
 
 def _next_version(tensor: Tensor) -> int:
@@ -859,14 +978,14 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _functional_name(func: Any, name: str) -> str | None:
+def _functional(func: Any, name: str) -> Any | None:
     """aten.mul_.Tensor → aten.mul.Tensor, if that exists and takes the same arguments."""
     packet = getattr(torch.ops.aten, name.rstrip("_"), None)
     found = getattr(packet, func._overloadname, None) if packet is not None else None
     if found is None or found._schema.is_mutable:
         return None
     ours, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, found))
-    return str(found) if ours == theirs else None
+    return found if ours == theirs else None
 
 
 def _promoted(noted: Noted, values: dict[int, Value]) -> torch.dtype | None:
@@ -891,32 +1010,80 @@ def _memory_order(value: Value) -> tuple[int, ...]:
     return tuple(sorted(range(len(shape)), key=lambda n: (-stride[n], -shape[n], n)))
 
 
-def _covers(value: Value, storage: Any) -> bool:
-    """Does a value lie in all of its memory, without gaps, in whatever order of dimensions?"""
-    pointer, shape, stride, dtype, _ = value.key
+def _overlaps(value: Value) -> bool:
+    """Are several elements of a value one memory, as those of an expanded row are? What is written into one of them stands in all."""
+    _, shape, stride, _, _ = value.key
+    reach = 0  # elements between the first and the last of the dimensions so far
+    for n in reversed(_memory_order(value)):
+        if shape[n] > 1:
+            if stride[n] <= reach:
+                return True
+            reach += (shape[n] - 1) * stride[n]
+    return False
+
+
+def _turned(value: Value) -> bool:
+    """Do the dimensions of a value lie in another order than they are counted in?"""
+    return _memory_order(value) != tuple(range(len(value.shape)))
+
+
+def _copy(value: Value, content: Tensor) -> Tensor:
+    """Return a copy that lies as the original does, if that takes no more memory: the order in which a sum adds is that of memory."""
+    _, shape, stride, _, _ = value.key
+    if not _overlaps(value):
+        return content.detach().clone()
+    reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return content.detach().as_strided((reach,), (1,)).clone().as_strided(shape, stride)
+
+
+def _dense(value: Value) -> bool:
+    """Does a value lie without gaps, in whatever order of dimensions?"""
+    _, shape, stride, _, _ = value.key
     size = 1
     for n in reversed(_memory_order(value)):
         if shape[n] != 1 and stride[n] != size:
             return False
         size *= shape[n]
-    return bool(pointer == storage.data_ptr() and size * dtype.itemsize == storage.nbytes())
+    return True
 
 
-class _StorageHandle:
-    """A weak handle on a storage: while it lives, the address of a freed tensor is not mistaken for the one that follows it."""
+def _covers(value: Value, storage: Any) -> bool:
+    """Does a value lie in all of its memory, without gaps?"""
+    pointer, shape, _, dtype, _ = value.key
+    return bool(pointer == storage.data_ptr() and math.prod(shape) * dtype.itemsize == storage.nbytes()) and _dense(value)
 
-    __slots__ = ("_pointer",)
 
-    def __init__(self, storage: Any) -> None:
-        self._pointer = storage._weak_ref()
+def _meet(one: Value, other: Value) -> bool:
+    """Do two values share any element of the memory that both are a part of?"""
+    item = one.dtype.itemsize
+    ends = [v.key[0] + item * (1 + sum((n - 1) * step for n, step in zip(v.shape, v.key[2], strict=True))) for v in (one, other)]
+    if 0 in one.shape or 0 in other.shape or one.key[0] >= ends[1] or other.key[0] >= ends[0]:
+        return False
+    if other.dtype.itemsize != item or (one.key[0] - other.key[0]) % item:
+        return True
+    first = min(one.key[0], other.key[0])
+    taken = torch.zeros((max(ends) - first) // item, dtype=torch.bool, device="cpu")
+    parts = [taken.as_strided(v.shape, v.key[2], (v.key[0] - first) // item) for v in (one, other)]
+    parts[0].fill_(True)
+    return bool(parts[1].any())
+
+
+class _Handle:
+    """A weak handle on a tensor that is not kept: its memory and its identity are not taken for those of what follows it there."""
+
+    __slots__ = ("_storage", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()._weak_ref()
+        self._tensor = _WeakTensorRef(tensor) if tensor.requires_grad and tensor._base is None else None
 
     def expired(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self._pointer))
+        return bool(torch.UntypedStorage._expired(self._storage)) or (self._tensor is not None and self._tensor.expired())
 
     def __del__(self) -> None:
         free = getattr(getattr(torch, "UntypedStorage", None), "_free_weak_ref", None)
         if free is not None:  # None while the interpreter shuts down
-            free(self._pointer)
+            free(self._storage)
 
 
 class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
