@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from nanscope.capture import tape as module
+from nanscope.capture import log as module
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.ops import FLOW, base_name
 from nanscope.program.program import Program
@@ -954,7 +954,7 @@ def test_forgetting_keeps_what_prepares_the_next_loss() -> None:
             assert {leaf.name for leaf in program.leaves} >= {"rewards"}, shown(program)
             assert same(program.execute(tensors).values[program.output], loss.detach())
             tape.forget()
-            assert not any(v.diff for v in tape.values.values() if tape.made_by.get(v.id) is not None)
+            assert not any(v.diff for v in tape.values.values() if tape.known.made_by.get(v.id) is not None)
     tape.forget(everything=True)
     assert not tape.values and not tape.entries and tape.held == 0
 
@@ -988,7 +988,7 @@ def test_generation_does_not_grow_the_tape(monkeypatch: pytest.MonkeyPatch) -> N
             x = x + 1
             torch.bernoulli(torch.full((3,), 0.5))
         assert len(tape.entries) <= 201
-        assert len(tape.values) <= 600 and len(tape.by_storage) <= 600 and len(tape.by_key) <= 600
+        assert len(tape.values) <= 600 and len(tape.known.by_storage) <= 600 and len(tape.known.by_key) <= 600
     mode = TapeMode(tape)
     with mode:
         loss = (fresh(4) * x).exp().sum()

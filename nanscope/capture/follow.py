@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.capture.modules import tensors_in
+from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
-from nanscope.capture.tape import is_user
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.ops import FLOW, Flow, base_name
 from nanscope.program.program import Program

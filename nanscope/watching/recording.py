@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from nanscope.capture import custom, kernels
 from nanscope.capture.custom import Backward
+from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Quiet
 from nanscope.capture.modules import ModuleCall
-from nanscope.capture.tape import Taken
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import is_finite

@@ -1,0 +1,209 @@
+"""What the tape notes, as plain data: operators, calls and values, and how a tensor is told from others in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
+from torch.autograd.function import BackwardCFunction
+
+from nanscope.capture.modules import Address
+from nanscope.program.calls import Arg, Leaf, Ref
+from nanscope.program.ops import FLOW, Flow
+
+Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
+Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
+PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
+
+_ENDING = frozenset(("detach", *(name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill")))
+
+
+class Unseen(Exception):
+    """The tape met something that it cannot note; the value becomes an opaque leaf."""
+
+
+@dataclass(slots=True)
+class Value:
+    """What the tape knows of one value. tensor is None where it was too large to keep."""
+
+    id: int
+    key: Key
+    tensor: Tensor | None
+    bytes: int
+    version: int | None  # None until first read: a view shares its base's count only after the call that made it
+    storage: int
+    diff: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaf: Leaf | None = None
+    position: tuple[int, int] | None = None  # (call index, argument) that first read a leaf: the source there names it
+    copied: bool = False  # the tensor is a copy of ours, of what a write has destroyed
+    alien: int = PLAIN  # history that this one's views seem to have: it is a view, and a gradient does not go through its base
+    guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
+
+    @property
+    def history(self) -> int:
+        """What a gradient goes through, PLAIN if there is none."""
+        return self.key[4]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An argument of a kernel. tensor: None where the budget had no room for it. bytes: on the account of the budget."""
+
+    tensor: Tensor | None
+    version: int
+    bytes: int
+    address: Address
+
+    def content(self) -> Tensor | None:
+        """Return the tensor if nobody is known to have written to it."""
+        return self.tensor if self.tensor is not None and version_of(self.tensor) == self.version else None
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What the tape needs to know of an aten overload, looked up once."""
+
+    name: str
+    overload: str
+    mutable: bool
+    view: bool  # its result is a view to autograd, too
+    functional: str | None  # the overload without the write, for in-place operators
+    turns: bool  # in place, but what it changes is how a tensor lies or whether it has a gradient, not its elements
+    replayable: bool
+    ends: bool  # no gradient flows through it
+
+    @staticmethod
+    def of(func: Any) -> Operator:
+        """Look an overload up."""
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        pure = _functional(func, name)
+        return Operator(
+            name,
+            str(func),
+            schema.is_mutable,
+            _is_view(schema),
+            None if pure is None else str(pure),
+            pure is not None and _is_view(pure._schema),
+            name in FLOW,
+            name in _ENDING,
+        )
+
+
+def _functional(func: Any, name: str) -> Any | None:
+    """aten.mul_.Tensor → aten.mul.Tensor, if that exists and takes the same arguments."""
+    packet = getattr(torch.ops.aten, name.rstrip("_"), None)
+    found = getattr(packet, func._overloadname, None) if packet is not None else None
+    if found is None or found._schema.is_mutable:
+        return None
+    ours, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, found))
+    return found if ours == theirs else None
+
+
+def _is_view(schema: Any) -> bool:
+    return any(one.alias_info is not None for one in schema.returns)
+
+
+@dataclass(slots=True)  # frozen ones are slower to make, and this is made at every call
+class Entry:
+    """One recorded call, with its code position still unresolved."""
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[int | None, ...]
+    grad: bool
+    code: CodeType | None
+    lasti: int
+    module: str = ""
+
+
+class Handle:
+    """A weak handle on a tensor that is not kept: its memory and its identity are not taken for those of what follows it there."""
+
+    __slots__ = ("_storage", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()._weak_ref()
+        self._tensor = _WeakTensorRef(tensor) if tensor.requires_grad and tensor._base is None else None
+
+    def expired(self) -> bool:
+        return bool(torch.UntypedStorage._expired(self._storage)) or (self._tensor is not None and self._tensor.expired())
+
+    def __del__(self) -> None:
+        free = getattr(getattr(torch, "UntypedStorage", None), "_free_weak_ref", None)
+        if free is not None:  # None while the interpreter shuts down
+            free(self._storage)
+
+
+def history_of(tensor: Tensor) -> int:
+    """Return what tells tensors of the same memory apart by the way that a gradient takes: the identity of the tensor that they are views
+    of, PLAIN if there is no gradient."""
+    if not tensor.requires_grad:
+        return PLAIN
+    base = tensor._base
+    if base is None:
+        return id(tensor)
+    try:
+        node: object = tensor.grad_fn
+        # A view that was made under no_grad leads nowhere, and one that a custom function returns leads where the function wants.
+        return id(tensor if node is None or isinstance(node, BackwardCFunction) else base)
+    except RuntimeError:  # a view made without gradient, of a tensor that was written to since: autograd itself will not have it
+        return PLAIN
+
+
+def node_of(tensor: Tensor) -> object | None:
+    """Return the autograd node that made a tensor."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # as above
+        return None
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of."""
+    pointer = tensor.data_ptr()
+    return pointer - int(tensor.storage_offset()) * tensor.element_size() if pointer else 0
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; a tensor of inference mode does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def next_version(tensor: Tensor) -> int:
+    """The count that a tensor will have when the write which is being seen has been counted."""
+    return 0 if tensor.is_inference() else tensor._version + 1
+
+
+def is_intact(value: Value) -> bool:
+    """Does a held tensor still hold what was read from it?"""
+    if value.tensor is None:
+        return False
+    return value.copied or (value.tensor.data_ptr() == value.key[0] and value.version in (None, version_of(value.tensor)))
+
+
+def ids(arg: Arg) -> Iterator[int]:
+    if isinstance(arg, Ref):
+        yield arg.id
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from ids(item)
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_of(item)

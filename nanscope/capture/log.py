@@ -1,0 +1,104 @@
+"""The log of the tape: the calls in the order in which they were made, each with the values that it read and made."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.entries import Entry, Noted, ids
+from nanscope.capture.sites import Callers
+from nanscope.capture.values import Values
+
+RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
+REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
+
+
+class Log:
+    """Entries by number. read: ids of the arguments of the call that is being noted. module: the part of the model it is made in."""
+
+    def __init__(self, values: Values, callers: Callers) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.count = 0  # calls numbered so far
+        self.read: list[int] = []
+        self.module = ""
+        self._values, self._callers = values, callers
+        self._passing: list[int] = []  # calls that a finished backward pass takes with it
+        self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
+        self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
+        values.evict = self._evict
+
+    def flows(self, noted: Noted) -> bool:
+        """Will autograd give the result of a call a gradient?"""
+        if not torch.is_grad_enabled():
+            return False
+        values = self._values.by_id
+        read = (i for args in (noted[0], noted[1]) for arg in args for i in ids(arg))  # a name before an argument is no value
+        return any(i in values and values[i].diff for i in read)
+
+    def append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, view: bool | None) -> list[int | None]:
+        """Note a call and number its results. diff: they have a gradient. view: see `Values.will_be`."""
+        outs: list[int | None] = []
+        index = self.count
+        lasting = not diff
+        for item in results:
+            if isinstance(item, Tensor):
+                history, version = self._values.will_be(item, noted, diff, view)
+                value = self._values.register(item, history, index)
+                value.version = version
+                outs.append(value.id)
+                lasting = lasting and value.bytes <= REMEMBERED
+            else:
+                outs.append(None)
+        code, lasti = self._callers.caller()
+        self.number(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.module), lasting)
+        for position, arg in enumerate(noted[0]):
+            for value_id in ids(arg):
+                read = self._values.by_id.get(value_id)
+                if read is not None and read.leaf is not None and read.position is None:
+                    read.position = (index, position)
+                    self._owned.setdefault(index, []).append(value_id)
+        return outs
+
+    def number(self, entry: Entry, lasting: bool) -> None:
+        """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones."""
+        self.entries[self.count] = entry
+        if lasting:
+            self._lasting.append(self.count)
+            if len(self._lasting) > RING:
+                self._drop(self._lasting.popleft())
+        else:
+            self._passing.append(self.count)
+        self.count += 1
+
+    def _evict(self, held: int) -> bool:
+        """Drop the oldest call without gradient to make room, unless it made or introduced that value, or one that is being read."""
+        if not self._lasting:
+            return False
+        index = self._lasting[0]
+        entry = self.entries.get(index)
+        if entry is not None and any(value in entry.outs or value in self._owned.get(index, ()) for value in (held, *self.read)):
+            return False
+        self._drop(self._lasting.popleft())
+        return True
+
+    def forget(self, everything: bool) -> None:
+        """Drop what belongs to a finished backward pass, or everything."""
+        if everything:
+            for known in (self.entries, self._lasting, self._owned):
+                known.clear()
+            self._values.drop_all()
+        else:
+            for index in self._passing:
+                self._drop(index)
+        self._passing.clear()
+
+    def _drop(self, index: int) -> None:
+        """Forget one call, what it made, and the leaves that only it introduced."""
+        entry = self.entries.pop(index, None)
+        if entry is not None:
+            for value_id in (*(out for out in entry.outs if out is not None), *self._owned.pop(index, ())):
+                self._values.drop(value_id)

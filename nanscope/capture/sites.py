@@ -1,0 +1,101 @@
+"""Where in the trainer's code a call is made, and what is seen of the framework's loss functions on the way there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.entries import Taken, version_of
+from nanscope.capture.modules import address
+from nanscope.capture.source import is_open
+from nanscope.capture.values import Values
+from nanscope.frameworks.live import Glimpse, glimpse
+from nanscope.frameworks.rows import LossSite
+from nanscope.frameworks.table import site_in
+
+log = logging.getLogger("nanscope")
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_SCALE = torch.amp.GradScaler.scale.__code__
+
+
+class Callers:
+    """Walks up the stack to the trainer's own code.
+
+    glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. scaled: a
+    GradScaler multiplied something.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.glimpses: dict[CodeType, Glimpse] = {}
+        self.taken: dict[str, Taken] = {}
+        self.scaled = False
+        self._values = values
+        self._users: dict[CodeType, bool] = {}
+        self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
+
+    def caller(self) -> tuple[CodeType | None, int]:
+        """Return the innermost function of the trainer that is running, and its instruction."""
+        frame: FrameType | None = sys._getframe(2)
+        users = self._users
+        while frame is not None:
+            code = frame.f_code
+            user = users.get(code)
+            if user is None:
+                user = users[code] = is_user(code.co_filename)
+                if user and (site := _loss_site(code)) is not None:
+                    self._sites[code] = site
+            if user:
+                if code in self._sites and code not in self.glimpses:
+                    self._glimpse(self._sites[code], frame)
+                return code, frame.f_lasti
+            if code is _SCALE:
+                self.scaled = True
+            frame = frame.f_back
+        return None, -1
+
+    def _glimpse(self, site: LossSite, frame: FrameType) -> None:
+        """Look at the options that a loss function runs under, and hold what a kernel is given; once a function and step."""
+        self.glimpses[frame.f_code] = Glimpse(site, {})
+        variables = frame.f_locals
+        try:
+            self.glimpses[frame.f_code] = glimpse(site, variables)
+            for name in site.kernel.tensors_read() if site.kernel is not None else ():
+                tensor = variables.get(name)
+                if isinstance(tensor, Tensor):
+                    self.taken[name] = self._take(tensor)
+        except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
+            log.warning("nanscope [settings-unread]: %s of %s (%s: %s)", site.function, site.file, type(error).__name__, error)
+        if type(variables) is dict:
+            variables.clear()  # a copy, which would keep alive what the function lets go of
+
+    def _take(self, tensor: Tensor) -> Taken:
+        """Hold an argument of a kernel until `forget`: a parameter is there anyway, anything else counts against the budget."""
+        size = 0 if isinstance(tensor, torch.nn.Parameter) else tensor.numel() * tensor.element_size()
+        fits = self._values.held + size <= self._values.budget
+        self._values.held += size if fits else 0
+        return Taken(tensor if fits else None, version_of(tensor), size if fits else 0, address(tensor))
+
+    def forget(self) -> None:
+        """What was seen belongs to one backward pass."""
+        self._values.held -= sum(taken.bytes for taken in self.taken.values()) if self._values.held else 0
+        self.glimpses, self.taken, self.scaled = {}, {}, False
+
+
+def _loss_site(code: CodeType) -> LossSite | None:
+    """Return the row of a function in which a framework computes its loss, None if it is not one or its variables are not ours to read."""
+    site = site_in(code.co_filename, code.co_qualname)
+    return site if site is not None and site.key is not None and is_open(code) else None
+
+
+def is_user(file: str) -> bool:
+    """Code of the trainer, as opposed to torch's and our own (the demo is a trainer, and a kernel's formula may be our objective)."""
+    if file.startswith(_OURS):
+        return file.endswith(("demo.py", "objective.py"))
+    return not (file.startswith((_TORCH, "<")) or file.endswith("contextlib.py"))

@@ -1,0 +1,161 @@
+"""From the log to a program: the slice that makes one value, its leaves, and what they are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import CodeType
+
+from torch import Tensor
+
+from nanscope.capture.entries import Entry, Value, ids, is_intact
+from nanscope.capture.log import Log
+from nanscope.capture.source import site_of
+from nanscope.capture.values import Values
+from nanscope.program.calls import Call, Leaf, Site
+from nanscope.program.program import Program
+
+_NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
+
+
+@dataclass(slots=True)
+class _Sites:
+    """The source positions of a program, each once."""
+
+    sites: list[Site] = field(default_factory=list)
+    _known: dict[tuple[CodeType, int], int] = field(default_factory=dict)
+
+    def of(self, entry: Entry, tag: str | None) -> int:
+        """Return the number of an entry's position, -1 if it has none. tag: a name that the user gave to its result."""
+        number = -1
+        if entry.code is not None:
+            place = (entry.code, entry.lasti)
+            if place not in self._known:
+                self._known[place] = len(self.sites)
+                self.sites.append(site_of(*place))
+            number = self._known[place]
+        if tag is None:
+            return number
+        self.sites.append(replace(self.sites[number] if number >= 0 else Site("", 0, ""), name=tag))  # its own, which carries the name
+        return len(self.sites) - 1
+
+
+class Slicing:
+    """Slices a log."""
+
+    def __init__(self, log: Log, values: Values) -> None:
+        self._log, self._values = log, values
+        self._cache: tuple[int, dict[int, bool]] = (-1, {})
+
+    def program(self, output: Value, tags: dict[str, int]) -> tuple[Program, dict[int, Tensor]]:
+        """Return the slice that makes `output`, cut where tensors are missing, and the tensors of its leaves. tags: name → value.
+
+        Raises LookupError if the output itself was not kept and cannot be recomputed.
+        """
+        names = {value_id: name for name, value_id in tags.items()}
+        order, sites = self._needed(output.id), _Sites()
+        calls: list[Call] = []
+        for index in order:
+            entry = self._log.entries[index]
+            site = sites.of(entry, next((names[out] for out in entry.outs if out in names), None))
+            calls.append(Call(entry.op, entry.args, entry.kwargs, entry.outs, site, entry.grad, entry.module))
+        made = {out for call in calls for out in call.outs if out is not None}
+        read = {i for call in calls for i in call.inputs()} | {output.id}
+        leaves: list[Leaf] = []
+        tensors: dict[int, Tensor] = {}
+        for value_id in sorted(read - made):
+            value = self._values.by_id[value_id]
+            if value.tensor is None or not is_intact(value):
+                raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
+            leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
+            name = names.get(value_id) or leaf.name or self._name_of(value, calls, order, sites.sites)
+            leaves.append(Leaf(value_id, name, leaf.origin, value.diff, leaf.made_by))
+            tensors[value_id] = value.tensor
+        return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors
+
+    def forget(self) -> None:
+        """Tensors were let go of: what could be made again may be lost."""
+        self._cache = (-1, {})
+
+    def _needed(self, output: int) -> list[int]:
+        """The calls that make a value, in order, as far as they can be made again."""
+        needed: set[int] = set()
+        chosen: set[int] = set()
+        stack = [output]
+        while stack:
+            value_id = stack.pop()
+            if value_id in needed:
+                continue
+            needed.add(value_id)
+            index = self._values.made_by.get(value_id)
+            if index is not None and index not in chosen and self._reachable(index):
+                chosen.add(index)
+                stack.extend(_read(self._log.entries[index]))
+        return sorted(chosen)
+
+    def _reachable(self, index: int) -> bool:
+        """A call can be replayed if all that it reads was kept or can itself be made again."""
+        state = self._replayable()
+        if index in state:
+            return state[index]
+        stack = [index]
+        while stack:
+            current = stack[-1]
+            if current in state:
+                stack.pop()
+                continue
+            entry = self._log.entries[current]
+            waiting, ok = [], True
+            for value_id in _read(entry):
+                made = self._values.made_by.get(value_id)
+                value = self._values.by_id.get(value_id)
+                if value is None:
+                    ok = False
+                elif made is None:
+                    ok = ok and is_intact(value)
+                elif made in state:
+                    ok = ok and (state[made] or is_intact(value))
+                elif value.diff or not is_intact(value):
+                    waiting.append(made)
+            if waiting and ok:
+                stack.extend(waiting)
+                continue
+            state[current] = ok
+            stack.pop()
+        return state[index]
+
+    def _replayable(self) -> dict[int, bool]:
+        """Which calls can be replayed, as far as was asked; valid for as long as the log has this length."""
+        if self._cache[0] != self._log.count:
+            self._cache = (self._log.count, {})
+        return self._cache[1]
+
+    def _name_of(self, value: Value, calls: list[Call], order: list[int], sites: list[Site]) -> str | None:
+        """A value is called what its first reader calls it, or what it was bound to where it was made."""
+        made = self._values.made_by.get(value.id)
+        if made is not None:
+            entry = self._log.entries[made]
+            site = site_of(entry.code, entry.lasti) if entry.code is not None else None
+            if site is not None and site.name:
+                return site.name
+        for index, call in zip(order, calls, strict=True):
+            if value.position is not None and value.position[0] != index and value.id not in set(call.inputs()):
+                continue
+            for position, arg in enumerate(call.args):
+                if value.id in ids(arg) and call.site >= 0:
+                    if call.op.startswith("aten.lift_fresh"):  # a literal: `torch.tensor(…)` is called what it is bound to
+                        return sites[call.site].name
+                    words = sites[call.site].args
+                    if position < len(words):
+                        # `0.01 * x` arrives as (x, 0.01): the word at the tensor's place is the number
+                        other = len(words) == 2 and _NUMBER.fullmatch(words[position])
+                        return words[1 - position if other else position]
+        return None
+
+
+def _read(entry: Entry) -> Iterator[int]:
+    for arg in entry.args:
+        yield from ids(arg)
+    for _, arg in entry.kwargs:
+        yield from ids(arg)
