@@ -79,8 +79,6 @@ def gradients_agree(live: Tensor, program: Program, tensors: dict[int, Tensor], 
         assert "inplace" in str(error) or "in-place" in str(error) or "single memory location" in str(error), error
         return
     for position, (leaf, grad) in enumerate(zip(roots or made, wanted, strict=True)):
-        if tensors[leaf].is_leaf and tensors[leaf]._base is not None:
-            continue  # a view that was made under no_grad: it says that it wants a gradient, and gets none
         parts = [run.grads.get(leaf), *(grads[position] for grads in through)]
         told = f"gradient of {program.leaf(leaf)}: {parts} is not {grad}\n{shown(program)}"
         if roots and (made or not exact):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,37 +31,42 @@ class Log:
         self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
         values.evict = self._evict
 
-    def flows(self, noted: Noted) -> bool:
-        """Will autograd give the result of a call a gradient?"""
-        if not torch.is_grad_enabled():
-            return False
-        values = self._values.by_id
-        read = (i for args in (noted[0], noted[1]) for arg in args for i in ids(arg))  # a name before an argument is no value
-        return any(i in values and values[i].diff for i in read)
+    def flows(self, read: Iterable[int]) -> bool:
+        """Will autograd give the result of a call that reads these values a gradient?"""
+        if torch.is_grad_enabled():
+            by_id = self._values.by_id
+            for value_id in read:
+                value = by_id.get(value_id)
+                if value is not None and value.diff:
+                    return True
+        return False
 
     def append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, view: bool | None) -> list[int | None]:
-        """Note a call and number its results. diff: they have a gradient. view: see `Values.will_be`."""
+        """Note a call and number its results. diff: they have a gradient. view: see `Values.register`."""
         outs: list[int | None] = []
         index = self.count
         lasting = not diff
         for item in results:
             if isinstance(item, Tensor):
-                history, version = self._values.will_be(item, noted, diff, view)
-                value = self._values.register(item, history, index)
-                value.version = version
+                value = self._values.register(item, index, diff, view, self.read)
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
             else:
                 outs.append(None)
         code, lasti = self._callers.caller()
         self.number(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.module), lasting)
+        if not self._values.nameless.isdisjoint(self.read):
+            self._introduce(index, noted)
+        return outs
+
+    def _introduce(self, index: int, noted: Noted) -> None:
+        """Remember which call was the first to read a leaf, and where: the source there names it."""
         for position, arg in enumerate(noted[0]):
             for value_id in ids(arg):
-                read = self._values.by_id.get(value_id)
-                if read is not None and read.leaf is not None and read.position is None:
-                    read.position = (index, position)
+                if value_id in self._values.nameless:
+                    self._values.nameless.discard(value_id)
+                    self._values.by_id[value_id].position = (index, position)
                     self._owned.setdefault(index, []).append(value_id)
-        return outs
 
     def number(self, entry: Entry, lasting: bool) -> None:
         """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones."""

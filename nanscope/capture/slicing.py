@@ -70,7 +70,7 @@ class Slicing:
                 raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
             name = names.get(value_id) or leaf.name or self._name_of(value, calls, order, sites.sites)
-            leaves.append(Leaf(value_id, name, leaf.origin, value.diff, leaf.made_by))
+            leaves.append(replace(leaf, name=name))
             tensors[value_id] = value.tensor
         return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors
 

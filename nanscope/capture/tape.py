@@ -28,11 +28,9 @@ from nanscope.capture.entries import (
     Taken,
     Unseen,
     Value,
-    history_of,
     memory_of,
     node_of,
     tensors_of,
-    version_of,
 )
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import Log
@@ -151,7 +149,7 @@ class Tape:
         if not operator.replayable or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
-            self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(noted), operator.view)
+            self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
         if operator.name in _NORMS and not torch.is_grad_enabled():
             self.norms += tensors_of(result)
             self._norm_place = self.callers.caller()
@@ -182,7 +180,9 @@ class Tape:
         return self.known.find(tensor) or self._leaf(tensor)
 
     def _leaf(self, tensor: Tensor) -> Value:
-        diff = bool(tensor.requires_grad)
+        node, base = node_of(tensor), tensor._base
+        # A view that was made under no_grad says that it wants a gradient, and gets none.
+        diff = tensor.requires_grad and not (node is None and base is not None and base.requires_grad)
         opaque = self._opaque.pop(key_of(tensor, PLAIN)[:4], "") if self._opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
@@ -194,13 +194,11 @@ class Tape:
             kind, made_by = "module", module
         elif parameter:
             kind, made_by = "parameter", parameter
-        elif diff and (node := node_of(tensor)) is not None:
+        elif diff and node is not None:
             kind, made_by = "opaque", type(node).__name__.removesuffix("Backward")
         else:
             kind, made_by = "data", ""
-        value = self.known.register(tensor, history_of(tensor))
-        self.known.own(value, tensor)
-        value.version = version_of(tensor)
+        value = self.known.leaf(tensor)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 

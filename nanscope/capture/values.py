@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nanscope.capture.entries import PLAIN, Handle, Key, Noted, Unseen, Value, history_of, ids, memory_of, next_version, version_of
+from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version, version_of
 
 
 class Values:
@@ -25,6 +25,7 @@ class Values:
         self.by_key: dict[Key, int] = {}
         self.by_storage: dict[int, list[int]] = {}
         self.made_by: dict[int, int] = {}  # value → number of the call
+        self.nameless: set[int] = set()  # leaves that no recorded call has read so far
         self.evict: Callable[[int], bool] = lambda value: False
         self._largest = budget // 8
         self._wide = self._largest if wide is None else wide
@@ -101,14 +102,30 @@ class Values:
             self.held -= known[1]
             del self._storages[value.storage]
 
-    def register(self, tensor: Tensor, history: int, made: int | None = None) -> Value:
-        """Number a tensor as a new value. made: number of the call that made it, None if it is a leaf."""
-        key = key_of(tensor, history)
+    def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
+        """Number a result of a call: autograd gives it its history and its version only after that.
+
+        made: number of the call. diff: it has a gradient. view: is it one to autograd? None if it was written in place. read: by the call.
+        """
         pointer = memory_of(tensor)
-        value = Value(self.length, key, None, tensor.numel() * key[3].itemsize, None, pointer, history != PLAIN, key[1], key[3])
+        history, version = self._will_be(tensor, pointer, diff, view, read)
+        self.made_by[self.length] = made
+        return self._number(tensor, history, version, pointer)
+
+    def leaf(self, tensor: Tensor) -> Value:
+        """Number a tensor that comes from outside."""
+        value = self._number(tensor, history_of(tensor), version_of(tensor), memory_of(tensor))
+        self.nameless.add(value.id)
+        base = tensor._base
+        if base is not None and value.history == id(tensor):
+            value.alien = id(base)
+            self._owners.setdefault(id(base), id(base) if base.requires_grad else value.history)
+        return value
+
+    def _number(self, tensor: Tensor, history: int, version: int | None, pointer: int) -> Value:
+        key = key_of(tensor, history)
+        value = Value(self.length, key, None, tensor.numel() * key[3].itemsize, version, pointer, history != PLAIN, key[1], key[3])
         self.length += 1
-        if made is not None:
-            self.made_by[value.id] = made
         if not self.hold(value, tensor):
             value.guard = Handle(tensor)
         self.by_id[value.id] = value
@@ -116,39 +133,27 @@ class Values:
         self.by_storage.setdefault(pointer, []).append(value.id)
         return value
 
-    def will_be(self, item: Tensor, noted: Noted, diff: bool, view: bool | None) -> tuple[int, int | None]:
-        """Return the history and the version that a result will have: autograd gives it both only after the call.
-
-        view: is it one to autograd? None if it was written in place.
-        """
+    def _will_be(self, item: Tensor, pointer: int, diff: bool, view: bool | None, read: list[int]) -> tuple[int, int | None]:
+        """Return the history and the version that a result will have."""
         diff = diff and (item.is_floating_point() or item.is_complex())
         if view is None:
             return (id(item if item._base is None else item._base) if diff else PLAIN), next_version(item)
-        pointer = memory_of(item)
-        for arg in noted[0]:
-            for value_id in ids(arg):
-                base = self.by_id.get(value_id)
-                if base is not None and base.storage == pointer and item.numel():  # it counts its writes with its base
-                    if not diff:
-                        return PLAIN, base.version
-                    if not view or not base.diff:
-                        return id(item), base.version
-                    if base.alien and self._owners.setdefault(base.alien, base.history) != base.history:
-                        self._mixed.add(base.alien)
-                    return base.alien or base.history, base.version
+        for value_id in read:
+            base = self.by_id.get(value_id)
+            if base is not None and base.storage == pointer and item.numel():  # it counts its writes with its base
+                if not diff:
+                    return PLAIN, base.version
+                if not view or not base.diff:
+                    return id(item), base.version
+                if base.alien and self._owners.setdefault(base.alien, base.history) != base.history:
+                    self._mixed.add(base.alien)
+                return base.alien or base.history, base.version
         return (id(item) if diff else PLAIN), version_of(item)
 
     def relatives(self, storage: int) -> list[Value]:
         """Return the values that lie in a piece of memory."""
         by_id = self.by_id
         return [by_id[i] for i in self.by_storage.get(storage, ()) if i in by_id]
-
-    def own(self, value: Value, tensor: Tensor) -> None:
-        """Notice the history of a leaf that is a view and whose gradient does not go through its base."""
-        base = tensor._base
-        if base is not None and value.history == id(tensor):
-            value.alien = id(base)
-            self._owners.setdefault(id(base), id(base) if base.requires_grad else value.history)
 
     def add(self, shape: tuple[int, ...], dtype: torch.dtype, diff: bool) -> Value:
         """Number a value that no tensor of the trainer's stands for."""
@@ -180,6 +185,7 @@ class Values:
         value = self.by_id.pop(value_id, None)
         if value is None:
             return
+        self.nameless.discard(value_id)
         self.made_by.pop(value_id, None)
         if self.by_key.get(value.key) == value_id:
             del self.by_key[value.key]
@@ -193,7 +199,7 @@ class Values:
 
     def drop_all(self) -> None:
         """Forget everything."""
-        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self._storages):
+        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self._storages, self.nameless):
             known.clear()
         self.held = 0
 

@@ -63,7 +63,7 @@ class Writes:
         if overload is None or overlaps(target) or self._reads_what_it_writes(known, noted, target):
             return False
         # A constant that is written into a part of a tensor does not end the gradient of the rest.
-        diff = self._log.flows(noted) or (target.diff and torch.is_grad_enabled())
+        diff = self._log.flows(self._log.read) or (target.diff and torch.is_grad_enabled())
         (written,) = self._log.append(overload, noted, [tensor], diff, None)
         assert written is not None  # the result is the tensor
         if tensor.dtype is not _promoted(noted, self._by_id):
@@ -81,7 +81,7 @@ class Writes:
                 self._values.release(value)
             if value.version == now and not value.copied:
                 value.version = after
-        self._log.append(known.functional or "", noted, [tensor], self._log.flows(noted), None)
+        self._log.append(known.functional or "", noted, [tensor], self._log.flows(self._log.read), None)
 
     def _lies_otherwise(self, known: Operator, noted: Noted, target: Value) -> bool:
         """May the functional form of a write give the same elements in another order of memory?"""
@@ -171,14 +171,14 @@ class Writes:
 
     def _hidden(self, op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Add a call that the trainer did not make, and whose result no tensor of his stands for."""
-        value = self._values.add(shape, dtype, self._log.flows((args, ())))
+        value = self._values.add(shape, dtype, self._log.flows(i for arg in args for i in ids(arg)))
         self._add(op, args, value)
         return value.id
 
     def _become(self, op: str, args: tuple[Arg, ...], like: Value) -> Value:
         """Add a call that the trainer did not make: the functional form of what a write to shared memory did to `like`."""
         history, version = self._written
-        value = self._values.add_like(like, history if self._log.flows((args, ())) else PLAIN, version)
+        value = self._values.add_like(like, history if self._log.flows(i for arg in args for i in ids(arg)) else PLAIN, version)
         self._add(op, args, value)
         return value
 
