@@ -1,4 +1,4 @@
-"""The trail: who made a non-finite value in a model that cannot be recorded, forward by its calls and backward by its nodes."""
+"""Following: who made a non-finite value in a model that cannot be recorded, forward by its calls and backward by its nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture.follow import FINE, Kinds, Made, Trail, kinds_of, made_backward, part_of
+from nanscope.capture.follow import FINE, Follower, Kinds, Made, kinds_of, made_backward, part_of
 
 
 def followed(model: Callable[..., Tensor], *inputs: Tensor) -> Made | None:
     """What made the bad output of a function."""
-    with Trail() as trail:
+    with Follower() as follower:
         output = model(*inputs)
-    return trail.made(output)
+    return follower.made(output)
 
 
 class Doubled(torch.autograd.Function):

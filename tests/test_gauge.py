@@ -1,4 +1,4 @@
-"""The pulse of a step: extremes on counted and masked tokens, headroom, clip fraction, and nothing where nothing is held."""
+"""The gauge of a step: extremes on counted and masked tokens, headroom, clip fraction, and nothing where nothing is held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import leaf, record
 from torch import Tensor
 
-from nanscope.capture.gauge import Plan, Pulse, read_pulse
+from nanscope.capture.gauge import Dials, Reading, read_gauge
 from nanscope.program.numbers import exponent_limit
 
 
@@ -29,19 +29,19 @@ def test_extremes_match_a_loop(log_ratios: list[float], counted: list[bool]) -> 
     old = leaf(3, 4).detach()
     recorded = record(ppo, (old + delta).requires_grad_(), old, mask)
     values = recorded.run.values
-    pulse = read_pulse(Plan.of(recorded.program), recorded.program, values)
+    reading = read_gauge(Dials.of(recorded.program), recorded.program, values)
     exponents = (old + delta) - old
     inside = [float(x) for x, c in zip(exponents.flatten(), counted, strict=True) if c]
     outside = [float(x) for x, c in zip(exponents.flatten(), counted, strict=True) if not c]
     if all(counted):
-        assert pulse.highest_masked is None
+        assert reading.highest_masked is None
     elif outside:
-        assert pulse.highest_masked == max(outside)
-    assert pulse.highest == (max(inside) if inside else -math.inf)
-    assert pulse.headroom == pytest.approx(exponent_limit(torch.float32) - max(inside + outside))
+        assert reading.highest_masked == max(outside)
+    assert reading.highest == (max(inside) if inside else -math.inf)
+    assert reading.headroom == pytest.approx(exponent_limit(torch.float32) - max(inside + outside))
     if inside:
         ratios = torch.tensor(inside).exp()
-        assert pulse.clipped == pytest.approx(float(((ratios < 0.8) | (ratios > 1.2)).float().mean()), abs=0.1)
+        assert reading.clipped == pytest.approx(float(((ratios < 0.8) | (ratios > 1.2)).float().mean()), abs=0.1)
 
 
 def test_headroom_goes_below_zero_when_exp_overflows() -> None:
@@ -51,13 +51,13 @@ def test_headroom_goes_below_zero_when_exp_overflows() -> None:
     assert exponent_limit(torch.float16) == pytest.approx(11.09, abs=0.01)
     old = leaf(2, 3).detach()
     recorded = record(ppo, (old + 100).requires_grad_(), old, torch.ones(2, 3))
-    pulse = read_pulse(Plan.of(recorded.program), recorded.program, recorded.run.values)
-    assert pulse.headroom is not None and pulse.headroom < -11
+    reading = read_gauge(Dials.of(recorded.program), recorded.program, recorded.run.values)
+    assert reading.headroom is not None and reading.headroom < -11
 
 
 def test_what_is_not_held_is_not_seen() -> None:
-    """Without tensors there is no pulse, and two pulses join to the worse of each."""
+    """Without tensors there is nothing to read, and two readings join to the worse of each."""
     recorded = record(ppo, leaf(2, 3), leaf(2, 3).detach(), torch.ones(2, 3))
-    assert read_pulse(Plan.of(recorded.program), recorded.program, {}) == Pulse()
-    joined = Pulse(1.0, None, 50.0, 0.1).joined(Pulse(3.0, 2.0, 20.0, None))
-    assert joined == Pulse(3.0, 2.0, 20.0, 0.1)
+    assert read_gauge(Dials.of(recorded.program), recorded.program, {}) == Reading()
+    joined = Reading(1.0, None, 50.0, 0.1).joined(Reading(3.0, 2.0, 20.0, None))
+    assert joined == Reading(3.0, 2.0, 20.0, 0.1)

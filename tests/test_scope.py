@@ -405,7 +405,7 @@ PLANTS = [
     (ModuleWatch, "parameters"),
     (TapeMode, "suspend"),
     (running, "norms"),
-    (running, "read_pulse"),
+    (running, "read_gauge"),
     (recording, "is_finite"),
 ]
 

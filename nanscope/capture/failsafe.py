@@ -11,7 +11,7 @@ from nanscope.errors import Deliberate
 log = logging.getLogger("nanscope")
 
 
-class Quiet:
+class Failsafe:
     """Calls functions of ours. failures: slugs of what has failed so far, each logged once."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The trail: a second look at models that are too large or too opaque to be recorded as a program.
+"""Following a model call by call: a second look at models that are too large or too opaque to be recorded as a program.
 
 The module runs once more on the inputs it had. After every call it is noted of which kind of non-finite values the result has any; from
 the bad output one walks back, call by call, to the one that made them out of finite operands. Custom autograd functions, fused kernels
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanscope.capture.modules import tensors_in
+from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
@@ -27,9 +27,6 @@ from nanscope.program.ops import FLOW, Flow, base_name
 from nanscope.program.program import Program
 
 KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
-
-
-Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ def kinds_of(tensor: Tensor) -> Kinds:
 
 @dataclass(slots=True)
 class Mark:
-    """One call of the trail.
+    """One call that was followed.
 
     reads:     numbers of earlier marks, or -1 for what came from outside. outside: kinds of the latter; foreign: one of them that is bad.
     operands:  its arguments, kept where it seems to have made something non-finite.
@@ -101,7 +98,7 @@ class Made:
     foreign: bool = False
 
 
-class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the calls of one run of a module."""
 
     supports_higher_order_operators = True
@@ -115,18 +112,18 @@ class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: list[Mark] = []
         self.current_module = ""  # set by whoever knows in which part of the model a call is made
         self.spans: list[tuple[int, int, str]] = []  # numbers of the autograd nodes that each part of the model made
-        self._writer: dict[Place, int] = {}
-        self._places: dict[int, set[Place]] = {}  # address of a storage → the tensors in it
+        self._writer: dict[Address, int] = {}
+        self._addresses: dict[int, set[Address]] = {}  # address of a storage → the tensors in it
         self._kept = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         written, untouched = _written(func, args, kwargs)
         read = [tensor for tensor in tensors_in([args, kwargs]) if tensor.layout is torch.strided and id(tensor) not in untouched]
-        foreign = [tensor for tensor in read if _place(tensor) not in self._writer]
+        foreign = [tensor for tensor in read if _address(tensor) not in self._writer]
         before = [kinds_of(tensor) for tensor in foreign]
         bad = next((tensor for tensor, kinds in zip(foreign, before, strict=True) if kinds), None)
-        sources = tuple(self._writer.get(_place(tensor), -1) for tensor in read)
+        sources = tuple(self._writer.get(_address(tensor), -1) for tensor in read)
         result = func(*args, **kwargs)
         outs = [tensor for tensor in tensors_in([result]) if tensor.layout is torch.strided]
         self._note(func, args, kwargs, sources, before, bad, [*outs, *written], bool(written))
@@ -165,20 +162,20 @@ class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._writes(tensor, len(self.marks) - 1, writes)
 
     def _writes(self, tensor: Tensor, number: int, in_place: bool) -> None:
-        place, storage = _place(tensor), tensor.untyped_storage().data_ptr()
+        address, storage = _address(tensor), tensor.untyped_storage().data_ptr()
         if in_place:  # whoever shares the memory holds a part of what was written, beside what was there before
-            for other in self._places.get(storage, ()):
-                if other != place and other in self._writer:
+            for other in self._addresses.get(storage, ()):
+                if other != address and other in self._writer:
                     old = self.marks[self._writer[other]]
                     both = _union([old.kinds, self.marks[number].kinds])
                     self.marks.append(Mark("alias", "", (number, self._writer[other]), FINE, both, None, -1, self.current_module))
                     self._writer[other] = len(self.marks) - 1
-        self._writer[place] = number
-        self._places.setdefault(storage, set()).add(place)
+        self._writer[address] = number
+        self._addresses.setdefault(storage, set()).add(address)
 
     def made(self, bad: Tensor) -> Made | None:
         """Walk from a bad tensor back to the call that made the harm; None if it was not made in this run or not kept."""
-        number = self._writer.get(_place(bad), -1)
+        number = self._writer.get(_address(bad), -1)
         kinds = kinds_of(bad)
         seen: set[int] = set()
         while number >= 0 and number not in seen:
@@ -257,7 +254,7 @@ def _first(tensor: Tensor, kinds: Kinds) -> int:
     return int(bad.int().argmax())
 
 
-def _place(tensor: Tensor) -> Place:
+def _address(tensor: Tensor) -> Address:
     try:
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     except RuntimeError:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nanscope.capture.failsafe import Quiet
+from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.source import variables
 
 
 class Observer(Protocol):
-    """Who is told; `nanscope.scope.Scope` is one."""
+    """Who is told; `nanscope.watching.scope.Scope` is one."""
 
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None: ...
     def after_backward(self) -> None: ...
@@ -30,10 +30,10 @@ class Observer(Protocol):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
-class Guard:
+class Gates:
     """Installs the gates and calls the observer, from the thread that opened it only."""
 
-    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], quietly: Quiet) -> None:
+    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], quietly: Failsafe) -> None:
         self._observer = observer
         self._suspend, self._resume, self._quietly = suspend, resume, quietly
         self._thread = threading.get_ident()

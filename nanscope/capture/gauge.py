@@ -1,4 +1,4 @@
-"""The pulse of a step: how close the exponents of a loss came to overflow, from tensors that the tape holds anyway.
+"""The gauge, one reading a step: how close the exponents of a loss came to overflow, from tensors that the tape holds anyway.
 
 A trend towards zero headroom is the warning before the incident: exp overflows above 88.72 nats in float32, 11.09 in float16.
 """
@@ -18,8 +18,8 @@ from nanscope.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Where to read the pulse in programs of one structure.
+class Dials:
+    """Where to read the gauge in programs of one structure.
 
     exponents: calls whose argument 0 is raised to e. masks: (call, argument) of mask tensors. clips: (call, low, high) of clipped ratios.
     """
@@ -29,8 +29,8 @@ class Plan:
     clips: tuple[tuple[int, float, float], ...]
 
     @staticmethod
-    def of(program: Program) -> Plan:
-        """Work out the plan; once for each structure, since names have to be looked up."""
+    def of(program: Program) -> Dials:
+        """Find them; once for each structure, since names have to be looked up."""
         namer = Names(program)
         exponents, masks, clips = [], [], []
         for index, call in enumerate(program.calls):
@@ -44,11 +44,11 @@ class Plan:
                 low, high = call.args[1], call.args[2]
                 if isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 < high:
                     clips.append((index, float(low), float(high)))
-        return Plan(tuple(exponents), tuple(masks), tuple(clips))
+        return Dials(tuple(exponents), tuple(masks), tuple(clips))
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Reading:
     """The extremes of one step, in nats; clipped is a fraction of the counted tokens. None: not seen."""
 
     highest: float | None = None
@@ -56,14 +56,14 @@ class Pulse:
     headroom: float | None = None
     clipped: float | None = None
 
-    def joined(self, other: Pulse) -> Pulse:
+    def joined(self, other: Reading) -> Reading:
         """Return the extremes over two micro-batches."""
 
         def worst(a: float | None, b: float | None, low: bool = False) -> float | None:
             both = [x for x in (a, b) if x is not None]
             return (min(both) if low else max(both)) if both else None
 
-        return Pulse(
+        return Reading(
             worst(self.highest, other.highest),
             worst(self.highest_masked, other.highest_masked),
             worst(self.headroom, other.headroom, low=True),
@@ -71,13 +71,12 @@ class Pulse:
         )
 
 
-def read_pulse(plan: Plan, program: Program, values: Mapping[int, Tensor]) -> Pulse:
+def read_gauge(dials: Dials, program: Program, values: Mapping[int, Tensor]) -> Reading:
     """Read the extremes off the tensors of a step; what is not held is not seen. Transfers a few numbers, on a CPU only."""
     highest = masked_highest = headroom = clipped = None
-    masks = [
-        values[arg.id] for index, position in plan.masks if isinstance(arg := program.calls[index].args[position], Ref) and arg.id in values
-    ]
-    for index in plan.exponents:
+    read = [program.calls[index].args[position] for index, position in dials.masks]
+    masks = [values[arg.id] for arg in read if isinstance(arg, Ref) and arg.id in values]
+    for index in dials.exponents:
         arg = program.calls[index].args[0]
         operand = values.get(arg.id) if isinstance(arg, Ref) else None
         if operand is None or operand.device.type != "cpu" or not operand.is_floating_point() or not operand.numel():
@@ -95,7 +94,7 @@ def read_pulse(plan: Plan, program: Program, values: Mapping[int, Tensor]) -> Pu
             masked_highest = outside if masked_highest is None else max(masked_highest, outside)
         left = exponent_limit(operand.dtype) - max(inside, -float("inf") if outside is None else outside)
         headroom = left if headroom is None else min(headroom, left)
-    for index, low_bound, high_bound in plan.clips:
+    for index, low_bound, high_bound in dials.clips:
         arg = program.calls[index].args[0]
         ratio = values.get(arg.id) if isinstance(arg, Ref) else None
         if ratio is None or ratio.device.type != "cpu" or not ratio.numel():
@@ -106,7 +105,7 @@ def read_pulse(plan: Plan, program: Program, values: Mapping[int, Tensor]) -> Pu
         if tokens:
             clipped = float((out & counted if counted is not None else out).sum()) / tokens
         break
-    return Pulse(highest, masked_highest, headroom, clipped)
+    return Reading(highest, masked_highest, headroom, clipped)
 
 
 def _counted(masks: list[Tensor], like: Tensor) -> Tensor | None:

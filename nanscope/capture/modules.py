@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from nanscope.capture.failsafe import Quiet
+from nanscope.capture.failsafe import Failsafe
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
@@ -81,7 +81,7 @@ def autocast_state() -> dict[str, torch.dtype]:
 class ModuleWatch:
     """Installs the hooks; `suspend` and `resume` are called around every outermost call of a module that has weights."""
 
-    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], quietly: Quiet) -> None:
+    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], quietly: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.busy = False  # during a backward pass or a second look

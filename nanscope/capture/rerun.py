@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanscope.capture.follow import Made, MadeBackward, Trail, kinds_of, made_backward, part_of
+from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.calls import Arg, Computes, substitute
@@ -136,7 +136,7 @@ def _without_others(module: nn.Module) -> nn.Module | None:
     return None if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds) else module
 
 
-def _run_again(call: ModuleCall, mode: TorchDispatchMode, follower: Tape | Trail, watch: ModuleWatch) -> list[Tensor]:
+def _run_again(call: ModuleCall, mode: TorchDispatchMode, follower: Tape | Follower, watch: ModuleWatch) -> list[Tensor]:
     module = _without_others(call.module)
     if module is None:
         raise LookupError(f"{type(call.module).__name__} is spread over several ranks and cannot be run again by one of them")
@@ -174,7 +174,7 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _following(follower: Tape | Trail, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
+def _following(follower: Tape | Follower, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
     """Tell who follows which part of the model each call is made in."""
     before: list[tuple[str, int]] = []
 
@@ -184,7 +184,7 @@ def _following(follower: Tape | Trail, paths: Mapping[torch.nn.Module, str]) -> 
 
     def leave(module: torch.nn.Module, args: object, output: object) -> None:
         outer, begin = before.pop() if before else ("", 0)
-        if isinstance(follower, Trail):
+        if isinstance(follower, Follower):
             follower.spans.append((begin, torch._C._autograd._get_sequence_nr(), follower.current_module))
         follower.current_module = outer
 
@@ -215,10 +215,10 @@ def follow(tensors: Mapping[int, Tensor], calls: list[ModuleCall], watch: Module
     for call in reversed(calls):
         if call.args is None or not any(place in bad for place in call.outputs):
             continue
-        trail = Trail()
-        outputs = _run_again(call, trail, trail, watch)
+        follower = Follower()
+        outputs = _run_again(call, follower, follower, watch)
         for place, tensor in zip(call.outputs, outputs, strict=False):
-            made = trail.made(tensor) if place in bad and kinds_of(tensor) else None
+            made = follower.made(tensor) if place in bad and kinds_of(tensor) else None
             if made is not None:
                 return made
     return None
@@ -235,8 +235,8 @@ def follow_back(
         seeds = {address(tensor): grads[value] for value, tensor in tensors.items() if value in grads}
         if call.args is None or not any(place in seeds for place in call.outputs):
             continue
-        trail = Trail()
-        outputs = _run_again(call, trail, trail, watch)
+        follower = Follower()
+        outputs = _run_again(call, follower, follower, watch)
         pairs = [(t, seeds[place]) for place, t in zip(call.outputs, outputs, strict=False) if place in seeds and t.requires_grad]
         wanted = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
         if not pairs or not wanted:
@@ -247,7 +247,7 @@ def follow_back(
         finally:
             watch.busy = False
         if made is not None:
-            return made, part_of(made.number, trail.spans)
+            return made, part_of(made.number, follower.spans)
     return None
 
 

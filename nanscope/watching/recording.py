@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from nanscope.capture import custom, kernels
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
-from nanscope.capture.failsafe import Quiet
+from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import ModuleCall
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Ref
@@ -56,7 +56,7 @@ class Recording:
     backwards: list[Backward] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
-    def watch(self, failsafe: Quiet, limit: int) -> None:
+    def watch(self, failsafe: Failsafe, limit: int) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. limit: bytes of a gradient that is kept."""
         self.flags.append(is_finite(self.loss))
         failsafe("kernel", self._watch_kernel, failsafe, limit)
@@ -74,7 +74,7 @@ class Recording:
             hook.remove()
         self.hooks.clear()
 
-    def _watch_leaf(self, tensor: Tensor, leaf: int, failsafe: Quiet, limit: int) -> None:
+    def _watch_leaf(self, tensor: Tensor, leaf: int, failsafe: Failsafe, limit: int) -> None:
         def look(grad: Tensor) -> None:
             self.flags.append(is_finite(grad))
             if grad.numel() * grad.element_size() <= limit:
@@ -86,7 +86,7 @@ class Recording:
 
         self.hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _watch_custom(self, node: Any, leaf: int, failsafe: Quiet, limit: int) -> None:
+    def _watch_custom(self, node: Any, leaf: int, failsafe: Failsafe, limit: int) -> None:
         def look(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
             flags = [is_finite(grad) for grad in returned if grad is not None]
             self.flags += flags
@@ -103,7 +103,7 @@ class Recording:
 
         self.hooks.append(node.register_hook(hook))
 
-    def _watch_kernel(self, failsafe: Quiet, limit: int) -> None:
+    def _watch_kernel(self, failsafe: Failsafe, limit: int) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
         hidden = self.hidden()
         if hidden is not None and hidden.requires_grad:

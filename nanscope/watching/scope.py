@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanscope.capture.failsafe import Quiet
-from nanscope.capture.gates import Guard
+from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.gates import Gates
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
 from nanscope.errors import NanscopeError
@@ -59,13 +59,13 @@ class Scope:
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         self._tape = Tape(budget, wide=budget // 32)
         self._mode = TapeMode(self._tape)
-        self._failsafe = Quiet()
+        self._failsafe = Failsafe()
         self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._failsafe)
         self._tape.module_outputs = self._modules.output_of
         self._tape.is_parameter = self._modules.parameter_name
         examiner = Examiner(self._tape, self._modules, targets, save_tokens)
         self._step = Step(self._tape, self._modules, self._failsafe, examiner, self._logbook, on_nonfinite, frozenset(save_steps))
-        self._gates = Guard(self._step, self._mode.suspend, self._mode.resume, self._failsafe)
+        self._gates = Gates(self._step, self._mode.suspend, self._mode.resume, self._failsafe)
         self._entered = False
 
     def __enter__(self) -> Scope:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture.failsafe import Quiet
-from nanscope.capture.gauge import Plan, Pulse, read_pulse
+from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.gauge import Dials, Reading, read_gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad, norms
@@ -43,7 +43,7 @@ class Step:
         self,
         tape: Tape,
         modules: ModuleWatch,
-        failsafe: Quiet,
+        failsafe: Failsafe,
         examiner: Examiner,
         logbook: Logbook,
         on_nonfinite: OnNonFinite,
@@ -61,10 +61,10 @@ class Step:
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._loss: float | None = None
         self._norm: float | None = None
-        self._pulse: Pulse | None = None
+        self._pulse: Reading | None = None
         self._began = time.perf_counter()
         # what outlives a step
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, Dials] = {}
         self._usual_loss, self._usual_norm = Usual(), Usual()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
 
@@ -310,9 +310,9 @@ class Step:
         key = tuple((call.op, call.site) for call in program.calls)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan.of(program)
+            plan = self._plans[key] = Dials.of(program)
         values = {i: v.tensor for i, v in self._tape.values.items() if v.tensor is not None}
-        pulse = read_pulse(plan, program, values)
+        pulse = read_gauge(plan, program, values)
         self._pulse = pulse if self._pulse is None else self._pulse.joined(pulse)
 
     def _close(self) -> None:
