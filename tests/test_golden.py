@@ -29,7 +29,7 @@ from nanscope.objective.settings import LossInputs
 from nanscope.plain import show
 from nanscope.replay.sweep import sweep_clamp
 from nanscope.replay.under import replay_under
-from nanscope.replay.variants import catalogue
+from nanscope.replay.variants import variants
 from nanscope.report.atlas import print_atlas
 from nanscope.report.audit import print_audit
 from nanscope.report.explain import print_causes, print_explanation
@@ -38,7 +38,7 @@ from nanscope.report.page import build
 from nanscope.report.replay import print_alternatives, print_replay, print_sweep
 from nanscope.report.terminal import print_verdict
 from nanscope.report.tried import tried_json
-from nanscope.report.variants import print_catalogue
+from nanscope.report.variants import print_variants
 from nanscope.snapshot.file import load, save
 from nanscope.snapshot.header import read_header
 from nanscope.verdict.incident import Incident, Verdict
@@ -129,8 +129,8 @@ CASES: dict[str, Callable[[], str]] = {
     "audit trl.grpo.txt": partial(audited, "trl.grpo"),
     "explain.txt": partial(printed, print_causes),
     "explain where_grad_trap.txt": partial(printed, print_explanation, Cause.WHERE_GRAD_TRAP),
-    "variants trl.grpo.txt": lambda: printed(print_catalogue, catalogue("trl.grpo"), True),
-    "variants.txt": lambda: printed(print_catalogue, catalogue(), False),
+    "variants trl.grpo.txt": lambda: printed(print_variants, variants("trl.grpo"), True),
+    "variants.txt": lambda: printed(print_variants, variants(), False),
     "atlas trl.grpo.txt": lambda: printed(print_atlas, atlas(["trl.grpo"]), None),
 }  # name of the golden file: what makes it
 CASES = {name.replace(",", "").replace(" ", "-"): make for name, make in CASES.items()}
