@@ -68,6 +68,22 @@ def test_files_are_layered_inside_a_folder_too() -> None:
         pytest.fail(" → ".join(error.args[1]))
 
 
+def test_two_classes_never_share_a_name() -> None:
+    """One word for one thing: a reader who looks a class up finds one. The demo is a trainer, and not part of the house."""
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items() if module != "nanscope.demo"}
+    found = [(node.name, module) for module, tree in trees.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = [name for name, _ in found]
+    assert {(name, module) for name, module in found if names.count(name) > 1} == set()
+
+
+def test_what_is_private_to_a_file_stays_there() -> None:
+    """No file imports a name with an underscore from another one."""
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in FILES:
+                assert not [alias.name for alias in node.names if alias.name.startswith("_") and alias.name != "__version__"], module
+
+
 def test_every_room_of_the_table_is_built() -> None:
     """A row of the table that names no file guards nothing."""
     assert {room(module) for module in FILES} == set(FLOOR)

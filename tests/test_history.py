@@ -1,4 +1,4 @@
-"""The ledger: one line a step, readable after any kind of death."""
+"""The book: one line a step, readable after any kind of death."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanscope.errors import NanscopeError
 from nanscope.plain import parse, show
-from nanscope.snapshot.history import TAIL, Entry, Ledger, frame, history, read
+from nanscope.snapshot.history import TAIL, Entry, History, frame, history, read
 
 MAYBE = st.none() | st.floats()
 ENTRIES = st.builds(
@@ -48,11 +48,11 @@ def test_an_entry_survives_strict_json(entry: Entry) -> None:
 @given(st.lists(ENTRIES, max_size=5))
 def test_a_history_file_gives_the_entries_back(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry]) -> None:
     """What is appended is what is read, in order."""
-    path = tmp_path_factory.mktemp("ledger") / "history.rank0.jsonl"
-    ledger = Ledger(path)
+    path = tmp_path_factory.mktemp("book") / "history.rank0.jsonl"
+    book = History(path)
     for entry in entries:
-        ledger.append(entry)
-    ledger.close()
+        book.append(entry)
+    book.close()
     found = read(path) if entries else []
     assert len(found) == len(entries) and all(same(a, b) for a, b in zip(found, entries, strict=True))
 
@@ -75,21 +75,21 @@ def test_other_values_are_left_alone(value: object) -> None:
 def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
     """A killed process has written every step that it finished."""
     path = tmp_path / "history.jsonl"
-    ledger = Ledger(path)
+    book = History(path)
     for step in range(3):
-        ledger.append(Entry(step, 0, 1.0))
+        book.append(Entry(step, 0, 1.0))
         assert [entry.step for entry in read(path)] == list(range(step + 1))
-    ledger.close()
-    ledger.close()  # twice does no harm
+    book.close()
+    book.close()  # twice does no harm
 
 
 def test_a_half_written_last_line_is_skipped(tmp_path: Path) -> None:
     """At whichever byte the process was killed, the lines before it are read and nothing is raised."""
     path = tmp_path / "history.jsonl"
-    ledger = Ledger(path)
+    book = History(path)
     for step in range(3):
-        ledger.append(Entry(step, 0, 1.5, loss=math.nan, grad_norm=float(step)))
-    ledger.close()
+        book.append(Entry(step, 0, 1.5, loss=math.nan, grad_norm=float(step)))
+    book.close()
     whole = path.read_bytes()
     last = whole.rstrip(b"\n").rfind(b"\n") + 1
     for cut in range(last, len(whole) - 1):
@@ -121,20 +121,20 @@ def test_unknown_keys_of_a_later_release_are_ignored() -> None:
 
 def test_memory_holds_the_tail_only(tmp_path: Path) -> None:
     """A run of a million steps keeps the last ones in memory, all of them in the file, and counts on."""
-    ledger = Ledger(tmp_path / "history.jsonl")
+    book = History(tmp_path / "history.jsonl")
     for step in range(TAIL + 10):
-        ledger.append(Entry(step, 0, 0.0))
-    ledger.close()
-    assert len(ledger.entries) == TAIL and ledger.entries[0].step == 10 and ledger.count == TAIL + 10
+        book.append(Entry(step, 0, 0.0))
+    book.close()
+    assert len(book.entries) == TAIL and book.entries[0].step == 10 and book.count == TAIL + 10
     assert len(read(tmp_path / "history.jsonl")) == TAIL + 10
 
 
 def test_a_folder_that_is_gone_costs_no_entry(tmp_path: Path) -> None:
     """Where the file cannot be opened the caller hears of it, and the entry is kept in memory."""
-    ledger = Ledger(tmp_path / "gone" / "history.jsonl")
+    book = History(tmp_path / "gone" / "history.jsonl")
     with pytest.raises(OSError):
-        ledger.append(Entry(1, 0, 0.0))
-    assert [entry.step for entry in ledger.entries] == [1]
+        book.append(Entry(1, 0, 0.0))
+    assert [entry.step for entry in book.entries] == [1]
 
 
 def test_a_frame_has_a_row_per_step_and_a_column_per_field() -> None:
@@ -156,10 +156,10 @@ def test_an_empty_frame_has_its_columns() -> None:
 def test_the_history_of_a_run_has_a_row_per_step_and_rank(tmp_path: Path) -> None:
     """The files of all ranks, by step and then by rank; NaN and the infinities come back as numbers."""
     for rank, losses in ((1, [0.5, math.nan]), (0, [0.25, math.inf])):
-        ledger = Ledger(tmp_path / f"history.rank{rank}.jsonl")
+        book = History(tmp_path / f"history.rank{rank}.jsonl")
         for step, loss in enumerate(losses, start=1):
-            ledger.append(Entry(step, rank, 0.0, loss=loss))
-        ledger.close()
+            book.append(Entry(step, rank, 0.0, loss=loss))
+        book.close()
     found = history(tmp_path)
     assert list(zip(found.index, found["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert found["loss"].tolist()[:3] == [0.25, 0.5, math.inf] and math.isnan(found["loss"].iloc[3])

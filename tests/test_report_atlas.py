@@ -12,7 +12,7 @@ import pytest
 
 from nanscope.atlas import atlas
 from nanscope.atlas.cells import Atlas
-from nanscope.atlas.faults import FAULTS, Kind, Where
+from nanscope.atlas.faults import FAULTS, FaultKind, Where
 from nanscope.atlas.harm import GRADIENT, LEGEND, Harm
 from nanscope.atlas.verification import Compared, Disagreement, Verification
 from nanscope.errors import NanscopeError
@@ -108,7 +108,7 @@ def test_heads_stand_over_their_cells() -> None:
 def test_the_first_sentence_counts(whole: Atlas) -> None:
     """How many paths have a bad gradient after a masked overflow, framework by framework, and under how many the loss is finite."""
     position = [
-        n for n, f in enumerate(FAULTS) if (f.tensor, f.kind, f.where) == ("old_log_probs", Kind.PLUS, Where.MASKED) and f.advantage
+        n for n, f in enumerate(FAULTS) if (f.tensor, f.kind, f.where) == ("old_log_probs", FaultKind.PLUS, Where.MASKED) and f.advantage
     ]
     assert len(position) == 2
     cells = {path: [row[n] for n in position] for path, row in zip(whole.paths, whole.cells, strict=True) if not path.supposed}

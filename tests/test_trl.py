@@ -119,7 +119,7 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path, settings: dict[str, Any]) -
     assert scope.verdict.healthy and not scope.verdict.notes
     assert not list((tmp_path / "run").glob("*.safetensors"))
     assert len((tmp_path / "run" / "history.rank0.jsonl").read_text().splitlines()) == trainer.state.global_step == scope.steps
-    assert all(entry.grad_norm and entry.headroom and entry.headroom > 80 for entry in scope.ledger.entries)
+    assert all(entry.grad_norm and entry.headroom and entry.headroom > 80 for entry in scope.history.entries)
 
 
 @pytest.mark.parametrize("settings", [{}, {"beta": 0.04, "loss_type": "grpo"}, {"model_config": {"attention_dropout": 0.2}}])

@@ -29,28 +29,28 @@ def evaluate(path: LossPath, inputs: LossInputs) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Evaluated:
     """A loss, and its gradient to the log-probs, [B, T]."""
 
     loss: Tensor
     gradient_BT: Tensor
 
     @classmethod
-    def of(cls, path: LossPath, inputs: LossInputs, evaluated: Evaluate) -> Outcome:
+    def of(cls, path: LossPath, inputs: LossInputs, evaluated: Evaluate) -> Evaluated:
         """Run a path on a batch, forward and backward."""
         torch.default_generator.manual_seed(0)  # clip_cov draws tokens; `torch.manual_seed` would cost as much as the loss
         loss = evaluated(path, inputs)
         (gradient_BT,) = torch.autograd.grad(loss, inputs.log_probs, allow_unused=True, materialize_grads=True)
         return cls(loss.detach().float(), gradient_BT.float())
 
-    def like(self, other: Outcome, counted_BT: Tensor) -> bool:
+    def like(self, other: Evaluated, counted_BT: Tensor) -> bool:
         """Return whether the losses and the gradients of the counted tokens are alike up to rounding."""
         close = torch.isclose(self.gradient_BT, other.gradient_BT, rtol=1e-5, atol=1e-7)
         return bool(torch.isclose(self.loss, other.loss, rtol=1e-5, atol=1e-7) & (close | ~counted_BT).all())
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Ready:
     """A fault ready to be run. reference: where, among the trials' references, the outcome is that it should have."""
 
     fault: Fault
@@ -62,7 +62,7 @@ class Trial:
 class Trials:
     """Faults with their batches, and the few healthy batches that they are held against; made once for all paths."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[Ready, ...]
     references: tuple[LossInputs, ...]
 
     @classmethod
@@ -73,16 +73,16 @@ class Trials:
         for fault in faults:
             about = (fault.advantage, fault.where is Where.ROW)
             known.setdefault(about, reference(fault))
-            trials.append(Trial(fault, faulty(fault), list(known).index(about)))
+            trials.append(Ready(fault, faulty(fault), list(known).index(about)))
         return cls(tuple(trials), tuple(known.values()))
 
     def run(self, path: LossPath, evaluated: Evaluate, skipped: frozenset[str] = frozenset()) -> tuple[Harm, ...]:
         """Return what each fault does on a path. skipped: tensors that this loss does not read; a fault in them does nothing."""
-        references = [Outcome.of(path, inputs, evaluated) for inputs in self.references]
+        references = [Evaluated.of(path, inputs, evaluated) for inputs in self.references]
         return tuple(
             Harm.CLEAN
             if trial.fault.tensor in skipped
-            else harm_of(trial.fault, trial.inputs, Outcome.of(path, trial.inputs, evaluated), references[trial.reference])
+            else harm_of(trial.fault, trial.inputs, Evaluated.of(path, trial.inputs, evaluated), references[trial.reference])
             for trial in self.trials
         )
 
@@ -103,7 +103,7 @@ def unread(path: LossPath) -> frozenset[str]:
     return frozenset(found)
 
 
-def harm_of(fault: Fault, inputs: LossInputs, found: Outcome, reference: Outcome) -> Harm:
+def harm_of(fault: Fault, inputs: LossInputs, found: Evaluated, reference: Evaluated) -> Harm:
     """Return what a fault did. reference: the outcome that there should be."""
     counted_BT = inputs.mask > 0
     bad_BT = ~found.gradient_BT.isfinite()
@@ -117,7 +117,7 @@ def harm_of(fault: Fault, inputs: LossInputs, found: Outcome, reference: Outcome
     return harm | Harm.CHANGED if _changed(fault, harm, counted_BT, found, reference) else harm
 
 
-def _changed(fault: Fault, harm: Harm, counted_BT: Tensor, found: Outcome, reference: Outcome) -> bool:
+def _changed(fault: Fault, harm: Harm, counted_BT: Tensor, found: Evaluated, reference: Evaluated) -> bool:
     """Return whether a finite loss is not what it should be. At a counted token ±200 is a number like others: it may change the loss."""
     if Harm.LOSS in harm or Harm.VALID in harm:
         return False
@@ -126,7 +126,7 @@ def _changed(fault: Fault, harm: Harm, counted_BT: Tensor, found: Outcome, refer
     if fault.where is Where.VALID and fault.kind in LOG_RATIO:
         return False
     if fault.where is Where.ROW:
-        found, counted_BT = Outcome(found.loss, found.gradient_BT[FAULTY + 1 :]), counted_BT[FAULTY + 1 :]
+        found, counted_BT = Evaluated(found.loss, found.gradient_BT[FAULTY + 1 :]), counted_BT[FAULTY + 1 :]
     return not found.like(reference, counted_BT)
 
 

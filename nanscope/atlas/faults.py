@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import product
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What is put into the batch."""
 
     NEGATIVE_INFINITY = "−inf"
@@ -35,21 +35,21 @@ class Fault:
     """
 
     tensor: str
-    kind: Kind
+    kind: FaultKind
     where: Where
     advantage: int = 1
 
     @property
     def name(self) -> str:
         """Return `old +200 masked A>0`."""
-        if self.kind is Kind.EMPTY:
+        if self.kind is FaultKind.EMPTY:
             return f"empty {self.where}"
         return f"{SHORT[self.tensor]} {self.kind} {self.where} A{'<=>'[self.advantage + 1]}0"
 
     @property
     def sets(self) -> str:
         """Return what exactly is set in the batch."""
-        if self.kind is Kind.EMPTY:
+        if self.kind is FaultKind.EMPTY:
             return f"mask := 0 in {'the faulty row' if self.where is Where.ROW else 'every row'}"
         if self.kind not in LOG_RATIO:
             return f"{self.tensor} := {self.kind}"
@@ -67,8 +67,8 @@ SHORT = {
     "mask": "mask",
 }
 
-LOG_RATIO = {Kind.PLUS: 200.0, Kind.MINUS: -200.0}
-CONSTANT = {Kind.NEGATIVE_INFINITY: float("-inf"), Kind.NAN: float("nan")}
+LOG_RATIO = {FaultKind.PLUS: 200.0, FaultKind.MINUS: -200.0}
+CONSTANT = {FaultKind.NEGATIVE_INFINITY: float("-inf"), FaultKind.NAN: float("nan")}
 # tensor: (what it is set against, the sign with which it enters its log-ratio, that log-ratio)
 STANDS_IN = {
     "log_probs": ("old_log_probs", 1.0, "log_ratio = policy − old"),
@@ -83,12 +83,12 @@ FAULTS: tuple[Fault, ...] = (
         for where, tensor, kind, sign in product(
             (Where.MASKED, Where.VALID),
             STANDS_IN,
-            (Kind.NEGATIVE_INFINITY, Kind.NAN, Kind.PLUS, Kind.MINUS),
+            (FaultKind.NEGATIVE_INFINITY, FaultKind.NAN, FaultKind.PLUS, FaultKind.MINUS),
             (1, -1),
         )
     ),
-    *(Fault("old_log_probs", Kind.PLUS, where, 0) for where in (Where.MASKED, Where.VALID)),  # a group whose rewards are all alike
-    *(Fault("entropy", Kind.NAN, where) for where in (Where.MASKED, Where.VALID)),
-    Fault("mask", Kind.EMPTY, Where.ROW),
-    Fault("mask", Kind.EMPTY, Where.BATCH),
+    *(Fault("old_log_probs", FaultKind.PLUS, where, 0) for where in (Where.MASKED, Where.VALID)),  # a group whose rewards are all alike
+    *(Fault("entropy", FaultKind.NAN, where) for where in (Where.MASKED, Where.VALID)),
+    Fault("mask", FaultKind.EMPTY, Where.ROW),
+    Fault("mask", FaultKind.EMPTY, Where.BATCH),
 )

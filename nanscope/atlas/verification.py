@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.atlas.cells import Atlas, Outcome, Trials, harm_of
+from nanscope.atlas.cells import Atlas, Evaluated, Trials, harm_of
 from nanscope.atlas.faults import Fault
 from nanscope.atlas.harm import Harm
 from nanscope.errors import NanscopeError
@@ -117,13 +117,13 @@ def _theirs(path: LossPath, trials: Trials) -> list[Harm | str] | str:
         return native_loss(path.key, inputs, **dict(path.settings))
 
     try:
-        references = [Outcome.of(path, inputs, native) for inputs in trials.references]
+        references = [Evaluated.of(path, inputs, native) for inputs in trials.references]
     except Exception as error:  # noqa: BLE001 - a framework runs anybody's code
         return _in_a_line(error)
     answers: list[Harm | str] = []
     for trial in trials.trials:
         try:
-            answers.append(harm_of(trial.fault, trial.inputs, Outcome.of(path, trial.inputs, native), references[trial.reference]))
+            answers.append(harm_of(trial.fault, trial.inputs, Evaluated.of(path, trial.inputs, native), references[trial.reference]))
         except Exception as error:  # noqa: BLE001
             answers.append(_in_a_line(error))
     return answers

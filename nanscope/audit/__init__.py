@@ -19,7 +19,7 @@ from typing import Any
 from nanscope.audit.denominators import denominators, emptied_key
 from nanscope.audit.findings import RULES
 from nanscope.audit.model import Audit, Denominator, Effect, Finding, PartFigures, Reduced, Sure
-from nanscope.audit.step import Part, Step, empty_rows, part_of, recorded_part
+from nanscope.audit.step import AuditedStep, Part, empty_rows, part_of, recorded_part
 from nanscope.audit.weights import SCHEMES, Emptied, Pattern, Scheme, is_constant
 from nanscope.audit.words import use
 from nanscope.errors import NanscopeError
@@ -66,7 +66,7 @@ def audit(
         for n, (batch, rank, share) in enumerate(zip(batches, of_rank, shares, strict=True), start=1)
     ]
     nothing = None if key is None else emptied_key(key, settings)
-    return _audit(None, Step.of(parts, {**dict(trainer or {}), **settings}, group_size, nothing, key))
+    return _audit(None, AuditedStep.of(parts, {**dict(trainer or {}), **settings}, group_size, nothing, key))
 
 
 def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), *, group_size: int | None = None) -> Audit:
@@ -94,7 +94,7 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
     read = [_read(snapshot, name, share) for snapshot, name in zip(snapshots, names, strict=True)]
     named = snapshots[0].objective.get("settings")
     settings = {**snapshots[0].settings, **(named if isinstance(named, dict) else {})}
-    step = Step.of([part for part, _ in read], settings, group_size, read[0][1], None)
+    step = AuditedStep.of([part for part, _ in read], settings, group_size, read[0][1], None)
     return _audit(steps[0], step)
 
 
@@ -105,7 +105,7 @@ def _read(snapshot: Snapshot, name: str, share: float) -> tuple[Part, Emptied]:
         raise NanscopeError(f"{name}: {error}", slug=error.slug) from None
 
 
-def _audit(number_of_step: int | None, step: Step) -> Audit:
+def _audit(number_of_step: int | None, step: AuditedStep) -> Audit:
     findings = [finding for rule in RULES for finding in rule(step)]
     return Audit(
         step=number_of_step,
@@ -132,7 +132,7 @@ def _figures(part: Part) -> PartFigures:
     return PartFigures(part.source, part.rank, len(part.mask_BT), part.empty_rows, part.tokens, mean, loss)
 
 
-def _reduced(step: Step, scheme: Scheme) -> Reduced:
+def _reduced(step: AuditedStep, scheme: Scheme) -> Reduced:
     info = SCHEMES[scheme]
     averaged = step.averaged(lambda part: part.reduced(scheme))
     short, long = step.extremes()
@@ -151,7 +151,7 @@ def _reduced(step: Step, scheme: Scheme) -> Reduced:
     )
 
 
-def _in_words(step: Step) -> str | None:
+def _in_words(step: AuditedStep) -> str | None:
     """What the loss is, as one reads it aloud."""
     if not step.recognised:
         return _by_value(step)
@@ -164,7 +164,7 @@ def _in_words(step: Step) -> str | None:
     return _divided(step) or "none of the known reductions: its tokens have weights of their own"
 
 
-def _divided(step: Step) -> str | None:
+def _divided(step: AuditedStep) -> str | None:
     """A sum over a count that is not the file's own."""
     weights_BT = step.weights_BT
     assert weights_BT is not None
@@ -181,7 +181,7 @@ def _divided(step: Step) -> str | None:
     return None
 
 
-def _by_value(step: Step) -> str | None:
+def _by_value(step: AuditedStep) -> str | None:
     """Where the program does not show the weights: which reductions of the PPO loss give the recorded loss?"""
     part = step.parts[0]
     if len(step.parts) > 1 or part.loss is None or not math.isfinite(part.loss):

@@ -14,7 +14,7 @@ import torch
 from nanscope.audit.first import first_step
 from nanscope.audit.model import Effect, Finding, Sure
 from nanscope.audit.normalisation import Normalised, Twice, normalised
-from nanscope.audit.step import Part, Step, empty_rows, masked
+from nanscope.audit.step import AuditedStep, Part, empty_rows, masked
 from nanscope.audit.weights import MOST_STEPS, SAME, SCHEMES, Pattern, Scheme, is_constant
 from nanscope.audit.words import sizes
 from nanscope.text import count, number
@@ -27,7 +27,7 @@ MEANS = {Scheme.TOKEN_MEAN, Scheme.ROW_MEAN, Scheme.FILLED_ROW_MEAN}
 UNIT = {Pattern.EQUAL: "token", Pattern.BY_ROW: "row"}
 
 
-def _rows(step: Step) -> Iterator[Finding]:
+def _rows(step: AuditedStep) -> Iterator[Finding]:
     """A mean of row means: the tokens of short rows weigh more."""
     judged = step.pattern is Pattern.BY_ROW or not step.known
     if not judged or step.token_mean is None or any(part.per_row for part in step.parts):
@@ -45,20 +45,20 @@ def _rows(step: Step) -> Iterator[Finding]:
     yield Finding("rows_unequal", _if_shown(step), sentence, figures=figures)
 
 
-def _if_shown(step: Step) -> Effect:
+def _if_shown(step: AuditedStep) -> Effect:
     return Effect.RISK if step.hidden else Effect.CHANGES
 
 
-def _row_scheme(step: Step) -> Scheme:
+def _row_scheme(step: AuditedStep) -> Scheme:
     return Scheme.FILLED_ROW_MEAN if step.drops_empty_rows else Scheme.ROW_MEAN
 
 
-def _as_factor(step: Step, value: float, base: float) -> str:
+def _as_factor(step: AuditedStep, value: float, base: float) -> str:
     times = step.times(value, base)
     return f" ({number(times)} times that)" if times is not None else ""
 
 
-def _empty_rows(step: Step) -> Iterator[Finding]:
+def _empty_rows(step: AuditedStep) -> Iterator[Finding]:
     """Fully masked rows: a row mean counts them or drops them."""
     empty, rows = empty_rows(step.mask_BT), len(step.mask_BT)
     if not empty or empty == rows:
@@ -74,7 +74,7 @@ def _empty_rows(step: Step) -> Iterator[Finding]:
     yield Finding("empty_rows", effect, sentence, figures=figures)
 
 
-def _own_way(step: Step) -> tuple[str, Effect]:
+def _own_way(step: AuditedStep) -> tuple[str, Effect]:
     """How this loss takes rows without a token."""
     used = set(step.used)
     by_row = used & {Scheme.ROW_MEAN, Scheme.ROW_SUM, Scheme.HORIZON}
@@ -83,18 +83,18 @@ def _own_way(step: Step) -> tuple[str, Effect]:
     return ("This loss counts them as rows, so it is that much smaller. " if by_row else "", Effect.CHANGES)
 
 
-def _micro_batches(step: Step) -> Iterator[Finding]:
+def _micro_batches(step: AuditedStep) -> Iterator[Finding]:
     """Gradient accumulation: a mean of the means of micro-batches."""
     for parts in step.ranks:
         yield from _unequal(step, [(part,) for part in parts], "micro_batches_unequal", "micro-batch", len(step.ranks) > 1)
 
 
-def _ranks(step: Step) -> Iterator[Finding]:
+def _ranks(step: AuditedStep) -> Iterator[Finding]:
     """DDP: a mean of the means of ranks."""
     yield from _unequal(step, list(step.ranks), "ranks_unequal", "rank", False)
 
 
-def _unequal(step: Step, groups: list[tuple[Part, ...]], slug: str, one: str, of_one_rank: bool) -> Iterator[Finding]:
+def _unequal(step: AuditedStep, groups: list[tuple[Part, ...]], slug: str, one: str, of_one_rank: bool) -> Iterator[Finding]:
     """Compare the weight that a token, or a row, has in each group of parts."""
     groups = [group for group in groups if any(part.tokens for part in group)]
     pattern = step.pattern if step.known else Pattern.EQUAL
@@ -118,21 +118,21 @@ def _unequal(step: Step, groups: list[tuple[Part, ...]], slug: str, one: str, of
     yield Finding(slug, _if_shown(step), sentence, figures={"value": value, "whole": fair, "weight": most, "count": float(total)})
 
 
-def _mended(step: Step, pattern: Pattern, total: int) -> str:
+def _mended(step: AuditedStep, pattern: Pattern, total: int) -> str:
     if step.used and step.used[0] in (Scheme.ROW_SUM, Scheme.HORIZON):
         return f"Divide the sum of every micro-batch by the same number: {SCHEMES[step.used[0]].count}."
     undo = "; then multiply by the number of ranks, since DDP averages" if len(step.ranks) > 1 else ""
     return f"Divide the sum of every micro-batch by {total}, the count of the whole step ({COUNTS[pattern]}), and add them up{undo}."
 
 
-def _units(step: Step, part: Part) -> int:
+def _units(step: AuditedStep, part: Part) -> int:
     """Tokens, or rows that the loss counts."""
     if step.pattern is not Pattern.BY_ROW:
         return part.tokens
     return len(part.mask_BT) - (part.empty_rows if step.drops_empty_rows else 0)
 
 
-def _mass(step: Step, part: Part) -> float:
+def _mass(step: AuditedStep, part: Part) -> float:
     """The weight of a part in the loss of the step. A row that is empty and counted has its share of it, with a loss of 0."""
     if not step.known or part.weights_BT is None:
         return step.share_of(part)
@@ -141,18 +141,18 @@ def _mass(step: Step, part: Part) -> float:
     return weight * _units(step, part) / filled if step.pattern is Pattern.BY_ROW and filled else weight
 
 
-def _averaged(step: Step) -> float:
+def _averaged(step: AuditedStep) -> float:
     """The loss of the step as it is; without a known reduction, the mean of the token means."""
     return step.averaged(lambda part: part.reduced(Scheme.TOKEN_MEAN)) if step.loss is None else step.loss
 
 
-def _fair(step: Step) -> float:
+def _fair(step: AuditedStep) -> float:
     """The same with one weight for every token, or for every row, of the step."""
     mean = step.whole(_row_scheme(step) if step.pattern is Pattern.BY_ROW else Scheme.TOKEN_MEAN)
     return mean * (math.fsum(_mass(step, part) for part in step.parts) if step.known else 1.0)
 
 
-def _one_of_many(step: Step) -> Iterator[Finding]:
+def _one_of_many(step: AuditedStep) -> Iterator[Finding]:
     """One file of several micro-batches."""
     first = step.parts[0]
     if len(step.parts) > 1 or not step.recognised or Scheme.TOKEN_MEAN not in step.used or step.recognised[0].factor >= 1:
@@ -165,7 +165,7 @@ def _one_of_many(step: Step) -> Iterator[Finding]:
     yield Finding("one_of_many", Effect.RISK, sentence, figures={"micro_batches": float(steps), "tokens": float(first.tokens)})
 
 
-def _no_tokens(step: Step) -> Iterator[Finding]:
+def _no_tokens(step: AuditedStep) -> Iterator[Finding]:
     """Nothing valid in a micro-batch."""
     empty = sum(not part.tokens for part in step.parts)
     if not empty:
@@ -179,7 +179,7 @@ def _no_tokens(step: Step) -> Iterator[Finding]:
     yield Finding("no_tokens", Effect.CHANGES, sentence, figures={"empty": float(empty), "micro_batches": float(len(step.parts))})
 
 
-def _floors(step: Step) -> Iterator[Finding]:
+def _floors(step: AuditedStep) -> Iterator[Finding]:
     """Denominators that become 0."""
     if step.nothing is None:
         return
@@ -197,7 +197,7 @@ def _floors(step: Step) -> Iterator[Finding]:
             return  # what fails with one row fails with all
 
 
-def _sums(step: Step) -> Iterator[Finding]:
+def _sums(step: AuditedStep) -> Iterator[Finding]:
     """A sum where others have a mean."""
     if Scheme.TOTAL not in step.used or Scheme.TOKEN_MEAN in step.used or step.loss is None or step.token_mean is None:
         return
@@ -215,7 +215,7 @@ def _sums(step: Step) -> Iterator[Finding]:
     yield Finding("sum_not_mean", Effect.CHANGES, sentence, figures=figures)
 
 
-def _by_a_constant(step: Step) -> Iterator[Finding]:
+def _by_a_constant(step: AuditedStep) -> Iterator[Finding]:
     """Every token weighs the same, and not one over their number: a sum, a fixed horizon, or a mean over padding as well."""
     part = step.parts[0]
     over = part.recognised.divisors.get(Pattern.EQUAL) if part.recognised is not None and part.tokens else None
@@ -246,7 +246,7 @@ def _by_a_constant(step: Step) -> Iterator[Finding]:
         yield Finding("fixed_divisor", Effect.NOTE, sentence, figures=figures)
 
 
-def _padding(step: Step) -> Iterator[Finding]:
+def _padding(step: AuditedStep) -> Iterator[Finding]:
     """A reduction that counts masked tokens."""
     outside = [part.weights_BT[part.mask_BT == 0].abs().sum().item() for part in step.parts if part.weights_BT is not None]
     if step.key is not None and math.fsum(outside) > 0:
@@ -256,7 +256,7 @@ def _padding(step: Step) -> Iterator[Finding]:
         yield Finding("padding_weighs", Effect.CHANGES, sentence, figures={"weight": math.fsum(outside)})
 
 
-def _own_weights(step: Step) -> Iterator[Finding]:
+def _own_weights(step: AuditedStep) -> Iterator[Finding]:
     """Weights that follow no pattern."""
     weights_BT = step.weights_BT
     if weights_BT is None or step.pattern is not Pattern.OTHER:
@@ -270,7 +270,7 @@ def _own_weights(step: Step) -> Iterator[Finding]:
     yield Finding("own_weights", Effect.CHANGES, sentence, figures={"least": least, "most": most})
 
 
-def _other_terms(step: Step) -> Iterator[Finding]:
+def _other_terms(step: AuditedStep) -> Iterator[Finding]:
     """A loss that is more than its policy term."""
     for part in step.parts:
         value = part.value()
@@ -283,7 +283,7 @@ def _other_terms(step: Step) -> Iterator[Finding]:
             return
 
 
-def _unrecognised(step: Step) -> Iterator[Finding]:
+def _unrecognised(step: AuditedStep) -> Iterator[Finding]:
     """A recorded loss whose weights the program does not show."""
     part = step.parts[0]
     if step.known or len(step.parts) > 1 or part.loss is None or not math.isfinite(part.loss):
@@ -295,7 +295,7 @@ def _unrecognised(step: Step) -> Iterator[Finding]:
     yield Finding("unrecognised", Effect.NOTE, sentence, figures={"loss": part.loss})
 
 
-def _left_out(step: Step) -> Iterator[Finding]:
+def _left_out(step: AuditedStep) -> Iterator[Finding]:
     """Tokens that have no loss to speak of."""
     left_out = sum(part.left_out for part in step.parts)
     if left_out:
@@ -304,7 +304,7 @@ def _left_out(step: Step) -> Iterator[Finding]:
         yield Finding("not_finite", Effect.NOTE, sentence, figures={"tokens": float(left_out)})
 
 
-def _normalised_twice(step: Step) -> Iterator[Finding]:
+def _normalised_twice(step: AuditedStep) -> Iterator[Finding]:
     """Advantages that were normalised a second time."""
     found = normalised(step.advantages(), step.mask_BT, step.group_size or _group_size(step.settings))
     figures = {"mean": found.mean, "spread": found.spread, "group_mean": found.group_mean, "group_spread": found.group_spread}
@@ -366,7 +366,7 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
     return next((value for name in names if isinstance(value := settings.get(name), int) and value > 1), None)
 
 
-Rule = Callable[[Step], Iterator[Finding]]
+Rule = Callable[[AuditedStep], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (  # within one effect, in this order
     _no_tokens, _floors, _micro_batches, _ranks, _rows, _sums, _by_a_constant, _empty_rows, _padding, _own_weights, _normalised_twice,
     _one_of_many, first_step, _other_terms, _unrecognised, _left_out,

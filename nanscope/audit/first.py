@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from nanscope.audit.model import Effect, Finding
-from nanscope.audit.step import NEARLY, Step, masked, stacked
+from nanscope.audit.step import NEARLY, AuditedStep, masked, stacked
 from nanscope.audit.weights import SCHEMES, Scheme, token_weights
 from nanscope.audit.words import use
 from nanscope.frameworks.losses import framework_loss
@@ -28,7 +28,7 @@ FIRST: tuple[tuple[str, tuple[tuple[str, Setting], ...]], ...] = (
 )
 
 
-def first_step(step: Step) -> Iterator[Finding]:
+def first_step(step: AuditedStep) -> Iterator[Finding]:
     """Yield the explanation if every log-ratio is exactly 0."""
     size = step.advantages().abs().mean().item()
     if any(part.drift != 0.0 for part in step.parts if part.tokens) or step.token_mean is None or not 0 < size < math.inf:
@@ -50,7 +50,7 @@ def first_step(step: Step) -> Iterator[Finding]:
     yield Finding("first_step", Effect.NOTE, sentence, figures={"expected": expected, "gradient_norm": norm})
 
 
-def _why(step: Step, size: float) -> str:
+def _why(step: AuditedStep, size: float) -> str:
     advantages_BT = masked(step.advantages().expand(step.mask_BT.shape), step.mask_BT)
     mean = (advantages_BT.sum(-1) / step.mask_BT.sum(-1).clamp(min=1)).mean().item()
     if abs(mean) > NEARLY * size:
@@ -64,7 +64,7 @@ def _why(step: Step, size: float) -> str:
     return f"The advantages sum to 0 over the rows, so a mean of row means is 0; {lengths}."
 
 
-def _pooled(step: Step) -> LossInputs:
+def _pooled(step: AuditedStep) -> LossInputs:
     """The step as one batch on which every ratio is 1."""
     log_probs_BT = stacked([part.inputs.log_probs for part in step.parts])
     return LossInputs(log_probs_BT, log_probs_BT.clone(), None, None, step.advantages(), step.mask_BT)
@@ -75,7 +75,7 @@ def _value(batch: LossInputs, key: str, settings: tuple[tuple[str, Setting], ...
     return framework_loss(key, batch, **filled).loss.item()
 
 
-def _invariant(step: Step) -> tuple[float, float]:
+def _invariant(step: AuditedStep) -> tuple[float, float]:
     """Return −Σ weight · A, and the norm of weight · A, which is the gradient of a PPO loss at the log-probs."""
     weights_BT = step.weights_BT
     if weights_BT is None:

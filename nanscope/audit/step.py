@@ -183,7 +183,7 @@ def _horizons(settings: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AuditedStep:
     """All parts of one step.
 
     loss_BT, mask_BT: rows of all parts under each other. settings: of the trainer, by name. key: the loss that is judged, if one was named.
@@ -199,7 +199,9 @@ class Step:
     key: str | None
 
     @classmethod
-    def of(cls, parts: list[Part], settings: Mapping[str, Any], group_size: int | None, nothing: Emptied | None, key: str | None) -> Step:
+    def of(
+        cls, parts: list[Part], settings: Mapping[str, Any], group_size: int | None, nothing: Emptied | None, key: str | None
+    ) -> AuditedStep:
         """Put parts together."""
         loss_BT, mask_BT = stacked([part.loss_BT for part in parts]), stacked([part.mask_BT for part in parts])
         return cls(tuple(parts), loss_BT, mask_BT, settings, group_size, nothing, key)

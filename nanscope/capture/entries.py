@@ -112,7 +112,7 @@ def _is_view(schema: Any) -> bool:
 
 
 @dataclass(slots=True)  # frozen ones are slower to make, and this is made at every call
-class Entry:
+class Record:
     """One recorded call, with its code position still unresolved."""
 
     op: str

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.capture.entries import Entry, Noted, ids
+from nanscope.capture.entries import Noted, Record, ids
 from nanscope.capture.sites import Callers
 from nanscope.capture.values import Values
 
@@ -21,7 +21,7 @@ class Log:
     """Entries by number. read: ids of the arguments of the call that is being noted. module: the part of the model it is made in."""
 
     def __init__(self, values: Values, callers: Callers) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, Record] = {}
         self.count = 0  # calls numbered so far
         self.read: list[int] = []
         self.module = ""
@@ -54,7 +54,7 @@ class Log:
             else:
                 outs.append(None)
         code, lasti = self._callers.caller()
-        self.number(Entry(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.module), lasting)
+        self.number(Record(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.module), lasting)
         if not self._values.nameless.isdisjoint(self.read):
             self._introduce(index, noted)
         return outs
@@ -68,7 +68,7 @@ class Log:
                     self._values.by_id[value_id].position = (index, position)
                     self._owned.setdefault(index, []).append(value_id)
 
-    def number(self, entry: Entry, lasting: bool) -> None:
+    def number(self, entry: Record, lasting: bool) -> None:
         """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones."""
         self.entries[self.count] = entry
         if lasting:

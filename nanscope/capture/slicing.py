@@ -9,7 +9,7 @@ from types import CodeType
 
 from torch import Tensor
 
-from nanscope.capture.entries import Entry, Value, ids, is_intact
+from nanscope.capture.entries import Record, Value, ids, is_intact
 from nanscope.capture.log import Log
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values
@@ -26,7 +26,7 @@ class _Sites:
     sites: list[Site] = field(default_factory=list)
     _known: dict[tuple[CodeType, int], int] = field(default_factory=dict)
 
-    def of(self, entry: Entry, tag: str | None) -> int:
+    def of(self, entry: Record, tag: str | None) -> int:
         """Return the number of an entry's position, -1 if it has none. tag: a name that the user gave to its result."""
         number = -1
         if entry.code is not None:
@@ -154,7 +154,7 @@ class Slicing:
         return None
 
 
-def _read(entry: Entry) -> Iterator[int]:
+def _read(entry: Record) -> Iterator[int]:
     for arg in entry.args:
         yield from ids(arg)
     for _, arg in entry.kwargs:

@@ -20,18 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from nanscope.capture.entries import (
-    PLAIN,
-    Entry,
-    Noted,
-    Operator,
-    Taken,
-    Unseen,
-    Value,
-    memory_of,
-    node_of,
-    tensors_of,
-)
+from nanscope.capture.entries import PLAIN, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
@@ -225,7 +214,7 @@ class Tape:
         return self.known.length
 
     @property
-    def entries(self) -> dict[int, Entry]:
+    def entries(self) -> dict[int, Record]:
         """The calls by number, in order."""
         return self.log.entries
 

@@ -36,7 +36,7 @@ _LEVEL = {"token": Level.TOKEN, "seq": Level.SEQUENCE_MEAN}
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregation:
+class OpenRlhfAggregation:
     """`aggregate_loss`: token or row means, with the counts of the whole optimizer step; None counts what is here."""
 
     token_level_loss: bool = True
@@ -45,14 +45,14 @@ class Aggregation:
     global_batch_size: float | None = None
 
 
-def _aggregation(o: Aggregation, by_token: bool) -> Reduction:
+def _aggregation(o: OpenRlhfAggregation, by_token: bool) -> Reduction:
     if by_token:
         return replace(_TOKENS, count=o.batch_num_tokens, factor=1 if o.batch_num_tokens is None else o.dp_size)
     return replace(_ROWS, count=o.global_batch_size, factor=1 if o.global_batch_size is None else o.dp_size)
 
 
 @dataclass(frozen=True, slots=True)
-class KlLoss(Aggregation):
+class OpenRlhfKlLoss(OpenRlhfAggregation):
     """`compute_approx_kl`, aggregated, without coefficient. unbiased_gradient: the value of the estimator, the gradient of sg w · d²/2."""
 
     kl_estimator: str = "k1"
@@ -67,7 +67,7 @@ class KlLoss(Aggregation):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy(Aggregation):
+class OpenRlhfPolicy(OpenRlhfAggregation):
     """`PolicyLoss`. through_actor: ℓ comes from `Actor.forward`, which multiplies it by the mask."""
 
     policy_loss_type: str = "ppo"
@@ -219,16 +219,16 @@ FRAMEWORK = Framework(
         LossSite("openrlhf/models/utils.py", "masked_mean", roles(mask="mask")),
     ),
     losses=(
-        Loss("openrlhf.ppo", Policy, f"{_LOSS}:174", _VERSION, (("policy_loss_type", "ppo"),), (_EMPTY, _ACTOR), _WALKED),
+        Loss("openrlhf.ppo", OpenRlhfPolicy, f"{_LOSS}:174", _VERSION, (("policy_loss_type", "ppo"),), (_EMPTY, _ACTOR), _WALKED),
         Loss(
             "openrlhf.gspo",
-            Policy,
+            OpenRlhfPolicy,
             f"{_LOSS}:174",
             _VERSION,
             (("policy_loss_type", "gspo"),),
             (_EMPTY, _ACTOR, _BARE),
             ({"is_correction_level": "token"}, {"through_actor": True}),
         ),
-        Loss("openrlhf.kl_loss", KlLoss, "openrlhf/models/utils.py:68", _VERSION, flaws=(_EMPTY,), walked=_KL_WALKED),
+        Loss("openrlhf.kl_loss", OpenRlhfKlLoss, "openrlhf/models/utils.py:68", _VERSION, flaws=(_EMPTY,), walked=_KL_WALKED),
     ),
 )

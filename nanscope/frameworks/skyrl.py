@@ -79,7 +79,7 @@ _DIVERGENCE = {"binary_tv": Divergence.TV, "binary_kl": Divergence.BINARY_KL}
 
 
 @dataclass(frozen=True, slots=True)
-class KlLoss:
+class SkyrlKlLoss:
     """The KL term of the worker, without coefficient: masked mean of each row, then mean."""
 
     kl_estimator_type: str = "k3"
@@ -89,7 +89,7 @@ class KlLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SkyrlPolicy:
     """`AlgorithmConfig`, nested options by their last name (`cispo.cispo_eps_clip_low`, `off_policy_correction.tis_ratio_type`).
 
     Off here and on in SkyRL's configuration: use_kl_loss, since the worker adds it to what a registered loss returns.
@@ -180,23 +180,23 @@ class Policy:
         return clip(self.eps_clip_low, self.eps_clip_high)
 
 
-def _cispo(o: Policy) -> LossSettings:
+def _cispo(o: SkyrlPolicy) -> LossSettings:
     return LossSettings(Cispo(clip(o.cispo_eps_clip_low, o.cispo_eps_clip_high)), _SAFE)
 
 
-def _dppo(o: Policy) -> LossSettings:
+def _dppo(o: SkyrlPolicy) -> LossSettings:
     region = TrustRegion(pick("dppo_type", o.dppo_type, _DIVERGENCE), o.delta_low, o.delta_high, nan_passes=True)
     return LossSettings(ImportanceSampling(), Ratio(against=Anchor.SAMPLER, clamp=SAFE), region)
 
 
-def _clip_cov(o: Policy) -> LossSettings:
+def _clip_cov(o: SkyrlPolicy) -> LossSettings:
     return LossSettings(ClipCov(o.band(), o.clip_ratio, o.clip_cov_lb, o.clip_cov_ub, mean=Masking.MULTIPLY))
 
 
 _GSPO = replace(PER_SEQUENCE, level=Level.SEQUENCE_TOKEN, clamp=Bounds(high=10.0))
 _UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")  # these do not call apply_off_policy_correction
 
-_LOSSES: dict[str, Callable[[Policy], LossSettings]] = {
+_LOSSES: dict[str, Callable[[SkyrlPolicy], LossSettings]] = {
     "regular": lambda o: LossSettings(Ppo(o.band()), _SAFE),
     "dual_clip": lambda o: LossSettings(Ppo(o.band(), dual=o.clip_ratio_c), _SAFE),
     "sapo": lambda o: LossSettings(Sapo(o.tau_pos, o.tau_neg), _SAFE),
@@ -329,7 +329,7 @@ FRAMEWORK = Framework(
         *(
             Loss(
                 f"skyrl.{kind}",
-                Policy,
+                SkyrlPolicy,
                 f"{_UTILS}:{line}",
                 _VERSION,
                 (("policy_loss_type", kind),),
@@ -338,6 +338,12 @@ FRAMEWORK = Framework(
             )
             for kind, line in _LINES.items()
         ),
-        Loss("skyrl.kl_loss", KlLoss, f"{_UTILS}:88", _VERSION, walked=tuple({"kl_estimator_type": kind} for kind in ("k1", "abs", "k2"))),
+        Loss(
+            "skyrl.kl_loss",
+            SkyrlKlLoss,
+            f"{_UTILS}:88",
+            _VERSION,
+            walked=tuple({"kl_estimator_type": kind} for kind in ("k1", "abs", "k2")),
+        ),
     ),
 )

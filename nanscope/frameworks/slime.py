@@ -18,7 +18,7 @@ _UTILS = "slime/utils/ppo_utils.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SlimePolicy:
     """`policy_loss_function`, reduced over tokens. The entropy term is there whenever the batch has an entropy."""
 
     eps_clip: float = 0.2
@@ -40,7 +40,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class KlLoss:
+class SlimeKlLoss:
     """`compute_approx_kl`, without coefficient."""
 
     kl_loss_type: str = "k1"
@@ -120,10 +120,10 @@ FRAMEWORK = Framework(
         ),
     ),
     losses=(
-        Loss("slime.policy", Policy, f"{_UTILS}:124", _VERSION, flaws=(_ENTROPY,), walked=_WALKED),
+        Loss("slime.policy", SlimePolicy, f"{_UTILS}:124", _VERSION, flaws=(_ENTROPY,), walked=_WALKED),
         Loss(
             "slime.kl_loss",
-            KlLoss,
+            SlimeKlLoss,
             f"{_UTILS}:12",
             _VERSION,
             flaws=(_LATE,),

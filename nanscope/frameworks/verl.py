@@ -74,7 +74,7 @@ _KL_LOSSES = _KL | {f"{name}+": replace(kl, straight_through=True) for name, kl 
 
 
 @dataclass(frozen=True, slots=True)
-class Aggregation:
+class VerlAggregation:
     """What `agg_loss` reads: the mode, and the counts over all ranks and micro-batches; None counts what is here."""
 
     loss_agg_mode: str = "token-mean"
@@ -84,14 +84,14 @@ class Aggregation:
     global_batch_size: float | None = None
 
 
-def _aggregation(o: Aggregation, mode: str) -> Reduction:
+def _aggregation(o: VerlAggregation, mode: str) -> Reduction:
     how = pick("loss_agg_mode", mode, _AGGREGATION)
     horizon = o.loss_scale_factor if how.horizon is None else how.horizon
     return replace(how, count=o.batch_num_tokens if how.over is Over.TOKENS else o.global_batch_size, horizon=horizon, factor=o.dp_size)
 
 
 @dataclass(frozen=True, slots=True)
-class KlLoss(Aggregation):
+class VerlKlLoss(VerlAggregation):
     """`agg_loss(kl_penalty(…))`, without coefficient."""
 
     kl_loss_type: str = "low_var_kl"
@@ -102,7 +102,7 @@ class KlLoss(Aggregation):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy(Aggregation):
+class VerlPolicy(VerlAggregation):
     """`ActorConfig` with its `PolicyLossConfig`, and `algorithm.rollout_correction`.
 
     clip_ratio_low, clip_ratio_high: clip_ratio counts only where these are None. rollout_is: token or sequence.
@@ -131,7 +131,7 @@ class Policy(Aggregation):
 
 
 @dataclass(frozen=True, slots=True)
-class PpoLoss(Policy):
+class PpoLoss(VerlPolicy):
     """`workers.utils.losses.ppo_loss`: the policy loss, and what it adds. The entropy term is there whenever the batch has an entropy."""
 
     use_kl_loss: bool = False
@@ -155,7 +155,7 @@ _SAFE = Ratio(clamp=SAFE)
 _GSPO = replace(PER_SEQUENCE, level=Level.SEQUENCE_TOKEN, clamp=Bounds(high=10.0))
 
 
-def _policy(o: Policy) -> LossSettings:
+def _policy(o: VerlPolicy) -> LossSettings:
     low = o.clip_ratio if o.clip_ratio_low is None else o.clip_ratio_low
     high = o.clip_ratio if o.clip_ratio_high is None else o.clip_ratio_high
     band = clip(low, high)
@@ -194,7 +194,7 @@ def _positive(beta: float | None) -> float:
     return beta
 
 
-def _correction(o: Policy) -> Correction | None:
+def _correction(o: VerlPolicy) -> Correction | None:
     """rollout_corr_helper.py:522: exp of the clamped log-weight, 0 where masked, truncated or (with two bounds) dropped."""
     if o.rollout_is is None:
         return None
@@ -242,7 +242,7 @@ _LOSSES = (
     *(
         Loss(
             f"verl.{mode}",
-            Policy,
+            VerlPolicy,
             f"{_ALGOS}:{line}",
             _VERSION,
             (("loss_mode", mode),),
@@ -254,7 +254,7 @@ _LOSSES = (
     ),
     Loss(
         "verl.kl_loss",
-        KlLoss,
+        VerlKlLoss,
         f"{_ALGOS}:2188",
         _VERSION,
         walked=(*({"kl_loss_type": kind} for kind in ("k1", "abs", "k2", "k1+", "k2+", "k3+")), _SEQUENCES),

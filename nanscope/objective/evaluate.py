@@ -26,22 +26,9 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.objective.bounds import OPEN, Bounds
-from nanscope.objective.reduction import (
-    GUARDED,
-    Guard,
-    Masking,
-    Over,
-    Reduction,
-    divisor,
-    masked,
-    reduce,
-    tokens_B1,
-)
+from nanscope.objective.reduction import GUARDED, Guard, Masking, Over, Reduction, divisor, masked, reduce, tokens_B1
 from nanscope.objective.settings import Anchor, Correction, Estimator, Gate, Kl, KlWeight, Level, LossInputs, LossSettings, Ratio, Statistic
-from nanscope.objective.surrogates import (
-    Terms,
-    Vespo,
-)
+from nanscope.objective.surrogates import Terms, Vespo
 from nanscope.roles import Role
 
 _ESTIMATE: dict[Estimator, Callable[[Tensor], Tensor]] = {

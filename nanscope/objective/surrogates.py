@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.objective.bounds import SAFE, Bounds
-from nanscope.objective.reduction import (
-    Masking,
-    masked,
-    tokens,
-)
+from nanscope.objective.reduction import Masking, masked, tokens
 
 USUAL = Bounds(0.8, 1.2)  # of a ratio, ε = 0.2
 

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
-from nanscope.program.run import (
-    Run,
-    _Back,
-    _keep,
-    _saving,
-    perform,
-)
+from nanscope.program.run import Run, _Back, _keep, _saving, perform
 from nanscope.program.shelf import Shelf, Shelved
 from nanscope.program.written import decode, encode
 

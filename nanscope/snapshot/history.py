@@ -54,7 +54,7 @@ class Entry:
         return Entry(**checked(Entry, data))
 
 
-class Ledger:
+class History:
     """The entries of one rank, in order; also written to a file if one is given."""
 
     def __init__(self, path: Path | None = None) -> None:

@@ -21,7 +21,7 @@ from nanscope.watching.step import OnNonFinite
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Ended:
     """How a watched script ended. exit_code: its own, 0 if it did not say; error: what it raised, None if nothing."""
 
     scope: Scope
@@ -29,7 +29,7 @@ class Outcome:
     error: BaseException | None
 
 
-def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfinite: OnNonFinite, save_steps: Sequence[int] = ()) -> Outcome:
+def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfinite: OnNonFinite, save_steps: Sequence[int] = ()) -> Ended:
     """Run `target`, a script's path or, with module=True, a module's name, and watch it.
 
     Raises NanscopeError if there is no such script or module.
@@ -55,7 +55,7 @@ def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfini
             pass  # asked for, and the report tells it better
         except BaseException as raised:  # noqa: BLE001 - the script's own failure: reported after the verdict, then passed on
             exit_code, error = (130 if isinstance(raised, KeyboardInterrupt) else 1), raised
-    return Outcome(scope, exit_code, error)
+    return Ended(scope, exit_code, error)
 
 
 def _module_exists(name: str) -> bool:

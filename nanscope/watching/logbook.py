@@ -23,7 +23,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.program.program import Program
 from nanscope.snapshot.file import load, save
-from nanscope.snapshot.history import Entry, Ledger
+from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import Kind
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import verdict
@@ -45,7 +45,7 @@ class Logbook:
 
     def __init__(self, folder: Path, rank: int, limit: int) -> None:
         self.folder, self.rank, self.limit = folder, rank, limit
-        self.history = Ledger()
+        self.history = History()
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture import custom as functions
-from nanscope.capture import kernels
-from nanscope.capture import rerun as autopsy
+from nanscope.capture import custom, kernels, rerun
 from nanscope.capture.custom import Backward
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
@@ -55,7 +53,7 @@ NOTHING = Look(Program((), (), -1), {}, None, None)
 def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
     """Run the model's forward once more under a tape and walk through it; None if that is not possible."""
     try:
-        looked = autopsy.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
+        looked = rerun.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
         if looked is None:
             return None
         program, tensors = looked
@@ -95,7 +93,7 @@ def _given(recording: Recording, watch: ModuleWatch) -> dict[str, Tensor]:
     found = kernels.kernel_of(recording.glimpses)
     if found is not None and found[0].hidden in recording.taken and (not found[0].weight or found[0].hidden not in given):
         given.pop(found[0].hidden, None)
-        again = autopsy.output_again(recording.taken[found[0].hidden].address, recording.calls, watch)
+        again = rerun.output_again(recording.taken[found[0].hidden].address, recording.calls, watch)
         given |= {} if again is None else {found[0].hidden: again}
     return given
 
@@ -148,7 +146,7 @@ def function_look(recording: Recording, budget: int) -> Look | None:
         if not bool(is_finite(recording.tensors[found.leaf])):
             return _of_forward(recording, found)
         try:
-            again = functions.run_again(found, budget)
+            again = custom.run_again(found, budget)
             look = _walked(*again) if again is not None else None
             if look is not None and look.location is not None and look.location.origin.born:
                 return replace(look, seen=_counted(recording, found.leaf, look.location))
@@ -188,7 +186,7 @@ def is_settled(location: Location) -> bool:
 
 
 def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
-    made = autopsy.follow(recording.edge(), recording.calls, watch)
+    made = rerun.follow(recording.edge(), recording.calls, watch)
     if made is None:
         return None
     if made.program is not None:
@@ -212,7 +210,7 @@ def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
     grads: Mapping[int, Tensor] = recording.grads
     if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
         grads = recording.program.execute(recording.tensors, ends=True).grads
-    found = autopsy.follow_back(recording.edge(), grads, recording.calls, watch)
+    found = rerun.follow_back(recording.edge(), grads, recording.calls, watch)
     if found is None:
         return None
     made, module = found
@@ -225,7 +223,7 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
     An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
     """
     try:
-        again = autopsy.update_again(optimizer, parameter, name, budget, first)
+        again = rerun.update_again(optimizer, parameter, name, budget, first)
         if again is None:
             return None
         look = _walked(*again)

@@ -22,10 +22,7 @@ from nanscope.program.run import Run
 from nanscope.replay.tries import replay
 from nanscope.roles import Role, role_of
 from nanscope.snapshot.step import Snapshot
-from nanscope.watching.look import (
-    LARGEST_CALL,
-    Look,
-)
+from nanscope.watching.look import LARGEST_CALL, Look
 
 
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:

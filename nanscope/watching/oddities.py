@@ -17,10 +17,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
 from nanscope.program.numbers import at, norms
 from nanscope.snapshot.observation import Kind, Observation, Phase
-from nanscope.watching.look import (
-    Look,
-    is_settled,
-)
+from nanscope.watching.look import Look, is_settled
 from nanscope.watching.recording import Recording
 
 SPIKE = 1e3  # times the largest that a run has seen: more than any healthy change of scale

@@ -23,7 +23,7 @@ from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
 from nanscope.errors import NanscopeError
 from nanscope.roles import Role
-from nanscope.snapshot.history import Ledger
+from nanscope.snapshot.history import History
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.watching.examine import Examiner
@@ -166,7 +166,7 @@ class Scope:
         return self._logbook.notes
 
     @property
-    def ledger(self) -> Ledger:
+    def history(self) -> History:
         """The line of every step."""
         return self._logbook.history
 

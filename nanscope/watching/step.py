@@ -61,7 +61,7 @@ class Step:
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._loss: float | None = None
         self._norm: float | None = None
-        self._pulse: Reading | None = None
+        self._reading: Reading | None = None
         self._began = time.perf_counter()
         # what outlives a step
         self._plans: dict[Any, Dials] = {}
@@ -122,7 +122,7 @@ class Step:
                 self._examine(recording)
             elif not all(bool(flag) for flag in recording.given):
                 self._keep(self._examiner.swallowed(recording))
-            elif self._pulse is not None and self._pulse.headroom is not None and self._pulse.headroom < 0:
+            elif self._reading is not None and self._reading.headroom is not None and self._reading.headroom < 0:
                 self._note_absorbed(recording)
         if self.number in self._asked and not recording.examined:
             self._failsafe("save-step", self._save_asked, recording)
@@ -312,11 +312,11 @@ class Step:
         if plan is None:
             plan = self._plans[key] = Dials.of(program)
         values = {i: v.tensor for i, v in self._tape.values.items() if v.tensor is not None}
-        pulse = read_gauge(plan, program, values)
-        self._pulse = pulse if self._pulse is None else self._pulse.joined(pulse)
+        reading = read_gauge(plan, program, values)
+        self._reading = reading if self._reading is None else self._reading.joined(reading)
 
     def _close(self) -> None:
-        now, pulse = time.perf_counter(), self._pulse
+        now, reading = time.perf_counter(), self._reading
         entry = Entry(
             step=self.number,
             rank=self._logbook.rank,
@@ -324,12 +324,12 @@ class Step:
             seconds=round(now - self._began, 6),
             loss=self._loss,
             grad_norm=self._norm,
-            log_ratio_max=pulse.highest if pulse else None,
-            log_ratio_max_masked=pulse.highest_masked if pulse else None,
-            headroom=pulse.headroom if pulse else None,
-            clip_fraction=pulse.clipped if pulse else None,
+            log_ratio_max=reading.highest if reading else None,
+            log_ratio_max_masked=reading.highest_masked if reading else None,
+            headroom=reading.headroom if reading else None,
+            clip_fraction=reading.clipped if reading else None,
             nonfinite=self._bad,
         )
-        self._began, self._loss, self._norm, self._pulse = now, None, None, None
+        self._began, self._loss, self._norm, self._reading = now, None, None, None
         self._closed = True
         self._logbook.enter(entry)

@@ -175,7 +175,7 @@ def watched(work: Work) -> Iterator[None]:
     before = work.steps
     with tempfile.TemporaryDirectory() as folder, nanscope.watch(out=folder) as scope:
         yield
-    entries = scope.ledger.entries
+    entries = scope.history.entries
     if scope.steps != work.steps - before or any(entry.loss is None or entry.grad_norm is None for entry in entries):
         raise Failed(f"nanscope saw {scope.steps} of {work.steps - before} steps, or not all of them whole")
     if work.device == "cpu" and any(entry.headroom is None for entry in entries):
