@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import nanscope.program.run as module
+import nanscope.program.perform as module
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf, Ref, Site, overload, refs, substitute
 from nanscope.program.program import Program, join

@@ -23,8 +23,9 @@ from nanscope.program.calls import Arg, Call
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import CHOICES, EXPANSIONS, INSIDE_ROW, SIZED, SUMS, Flow
+from nanscope.program.perform import perform
 from nanscope.program.program import Program
-from nanscope.program.run import Run, perform
+from nanscope.program.run import Run
 
 
 def execute_ends(program: Program, tensors: dict[int, Tensor], dtype: torch.dtype | None = None) -> Run:

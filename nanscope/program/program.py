@@ -8,11 +8,9 @@ Slicing is a walk from the output back to the leaves, an edit is an insertion, a
 
 from __future__ import annotations
 
-import contextlib
-from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -20,8 +18,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
-from nanscope.program.run import Run, _Back, _keep, _saving, perform
-from nanscope.program.shelf import Shelf, Shelved
+from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
 
 
@@ -112,64 +109,7 @@ class Program:
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
-        shelf = Shelf()
-        values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
-        away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
-        for leaf in self.leaves:
-            values[leaf.id] = tensor = _content(leaf, leaves, dtype)
-            if leaf.diff and backward and tensor.is_floating_point():
-                tensor.requires_grad_()
-                tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
-
-        last_uses = self._last_uses()
-        device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
-        made = 0  # elements of all results so far
-        with contextlib.ExitStack() as stack:
-            for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
-                stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
-            stack.enter_context(_saving(shelf, values.values()))
-            for index, call in enumerate(self.calls):
-                results, size = perform(call, values, dtype, device, call.grad and backward, made, index)
-                made += size
-                node = None
-                for out, tensor in zip(call.outs, results, strict=False):
-                    if out is None or not isinstance(tensor, Tensor):
-                        continue
-                    values[out] = tensor
-                    if backward and tensor.requires_grad:
-                        if not ends:
-                            tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
-                        node = tensor.grad_fn
-                if trace and node is not None:
-                    node.register_hook(partial(back.keep, index))
-                del results, node
-                for value in last_uses.get(index, ()):
-                    if value in values and not ends:
-                        away[value] = values[value]
-                    values.pop(value, None)
-            if self.output not in values:
-                raise ProgramError("the program does not make its output", slug="program-missing-value")
-            output = values[self.output]
-            kept = {value: tensor.detach() for value, tensor in values.items()}
-            values.clear()
-            if backward and output.requires_grad:
-                try:
-                    torch.autograd.backward([output], [torch.ones_like(output)])
-                except RuntimeError as error:
-                    raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
-        return Run(ChainMap(kept, away), grads, back, tuple(back.order))
-
-    def _last_uses(self) -> dict[int, list[int]]:
-        """Index of a call → results that nobody reads after it."""
-        last = {
-            value: index for index, call in enumerate(self.calls) for value in (*call.inputs(), *(o for o in call.outs if o is not None))
-        }
-        kept = {leaf.id for leaf in self.leaves} | {self.output}
-        found: dict[int, list[int]] = {}
-        for value, index in last.items():
-            if value not in kept:
-                found.setdefault(index, []).append(value)
-        return found
+        return run_calls(self.leaves, self.calls, self.output, leaves, dtype=dtype, backward=backward, trace=trace, ends=ends)
 
     def to_json(self) -> dict[str, Any]:
         """Return the program as JSON data."""
@@ -225,13 +165,6 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
-
-
-def _content(leaf: Leaf, leaves: Mapping[int, Tensor], dtype: torch.dtype | None) -> Tensor:
-    if leaf.id not in leaves:
-        raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
-    tensor = leaves[leaf.id].detach()
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _text(value: Any) -> str | None:

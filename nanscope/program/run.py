@@ -1,68 +1,20 @@
-"""Runs calls: one call, or all of a program forward and backward, under bounds that a file cannot exceed."""
+"""Runs the calls of a program in order, and backward from the value that they end in."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.calls import Arg, Call, Ref, overload
-from nanscope.program.ops import FLOAT_FACTORIES, RANGES, SIZED_BY_CONTENT
+from nanscope.program.calls import Call, Leaf
+from nanscope.program.perform import perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
-
-MAX_ELEMENTS = 1 << 31  # one result of a program from a file; beyond it the file is refused, not executed
-
-
-def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None, device: torch.device) -> Any:
-    if isinstance(arg, Ref):
-        try:
-            return values[arg.id]
-        except KeyError:
-            raise ProgramError(f"the program reads value {arg.id} before it is made", slug="program-missing-value") from None
-    if isinstance(arg, tuple):
-        return [_resolve(item, values, dtype, device) for item in arg]
-    if isinstance(arg, torch.dtype) and dtype is not None and arg.is_floating_point:
-        return dtype
-    if isinstance(arg, torch.device):
-        return device  # a step is replayed where its tensors are
-    return arg
-
-
-def perform(
-    call: Call,
-    values: Mapping[int, Tensor],
-    dtype: torch.dtype | None,
-    device: torch.device,
-    grad: bool,
-    made: int | None = 0,
-    index: int = 0,
-) -> tuple[list[Any], int]:
-    """Execute one call on the values it reads; return its results and how many elements they have.
-
-    dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
-    made: the elements that the calls before it made, None if there is no need to count. index: its place in the program, for the error.
-    Raises ProgramError if it cannot be executed.
-    """
-    function = overload(call.op)
-    args = [_resolve(arg, values, dtype, device) for arg in call.args]
-    kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
-    if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
-        kwargs["dtype"] = dtype
-    try:
-        size = 0 if made is None else _elements(call, function, args, kwargs)
-        if made is not None and made + size > MAX_ELEMENTS:
-            raise ProgramError(f"call {index} ({call.op}) takes the program beyond {MAX_ELEMENTS} elements", slug="program-too-large")
-        with torch.set_grad_enabled(grad):
-            result = function(*args, **kwargs)
-    except _FAILURES as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
-    return (list(result) if isinstance(result, (tuple, list)) else [result]), size
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,51 +67,78 @@ def _saving(shelf: Shelf, leaves: Iterable[Tensor]) -> torch.autograd.graph.save
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor if tensor.data_ptr() in held else shelf.put(tensor), took)
 
 
-def _makes_floats(call: Call, args: list[Any]) -> bool:
-    """Does a factory that names no dtype give the default one?"""
-    if call.name == "full":
-        return len(args) > 1 and isinstance(args[1], float)
-    if call.name == "arange":
-        return any(isinstance(arg, float) for arg in args)
-    return call.name in FLOAT_FACTORIES
+def run_calls(
+    leaves: Sequence[Leaf],
+    calls: Sequence[Call],
+    output: int,
+    contents: Mapping[int, Tensor],
+    *,
+    dtype: torch.dtype | None,
+    backward: bool,
+    trace: bool,
+    ends: bool,
+) -> Run:
+    """Run calls on the contents of their leaves, as `Program.execute` describes."""
+    shelf = Shelf()
+    values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
+    away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
+    for leaf in leaves:
+        values[leaf.id] = tensor = _content(leaf, contents, dtype)
+        if leaf.diff and backward and tensor.is_floating_point():
+            tensor.requires_grad_()
+            tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
+
+    last_uses = _last_uses(calls, {output, *(leaf.id for leaf in leaves)})
+    device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+    made = 0  # elements of all results so far
+    with contextlib.ExitStack() as stack:
+        for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
+        stack.enter_context(_saving(shelf, values.values()))
+        for index, call in enumerate(calls):
+            results, size = perform(call, values, dtype, device, call.grad and backward, made, index)
+            made += size
+            node = None
+            for out, tensor in zip(call.outs, results, strict=False):
+                if out is None or not isinstance(tensor, Tensor):
+                    continue
+                values[out] = tensor
+                if backward and tensor.requires_grad:
+                    if not ends:
+                        tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
+                    node = tensor.grad_fn
+            if trace and node is not None:
+                node.register_hook(partial(back.keep, index))
+            del results, node
+            for value in last_uses.get(index, ()):
+                if value in values and not ends:
+                    away[value] = values[value]
+                values.pop(value, None)
+        if output not in values:
+            raise ProgramError("the program does not make its output", slug="program-missing-value")
+        root = values[output]
+        kept = {value: tensor.detach() for value, tensor in values.items()}
+        values.clear()
+        if backward and root.requires_grad:
+            try:
+                torch.autograd.backward([root], [torch.ones_like(root)])
+            except RuntimeError as error:
+                raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
+    return Run(ChainMap(kept, away), grads, back, tuple(back.order))
 
 
-# What a call with arguments from a hostile file may raise.
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, AssertionError, MemoryError, RecursionError)
+def _content(leaf: Leaf, leaves: Mapping[int, Tensor], dtype: torch.dtype | None) -> Tensor:
+    if leaf.id not in leaves:
+        raise ProgramError(f"the tensor of leaf {leaf.id} ({leaf.name}) is missing", slug="program-missing-leaf")
+    tensor = leaves[leaf.id].detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _elements(call: Call, function: Any, args: list[Any], kwargs: dict[str, Any]) -> int:
-    """Return how many elements a call will make, worked out without making them: a file must not be able to ask for all memory."""
-    huge = any(isinstance(arg, (int, float)) and MAX_ELEMENTS < abs(arg) < math.inf for arg in args)
-    if huge and call.name in RANGES:
-        return MAX_ELEMENTS + 1  # torch itself overflows on such sizes
-    if call.name in SIZED_BY_CONTENT:
-        return sum(tensor.numel() for tensor in _tensors(args))  # at most about what goes in
-    if call.name == "repeat_interleave":
-        repeats = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_floating_point()]
-        if repeats:
-            total: int = int(repeats[-1].sum())
-            return total * max(1, int(args[0].numel()))
-    result = function(*_on_meta(args), **{**{name: _on_meta(arg) for name, arg in kwargs.items()}, **_meta_device(function)})
-    return sum(tensor.numel() for tensor in _tensors(result))
-
-
-def _meta_device(function: Any) -> dict[str, Any]:
-    named = any(argument.name == "device" for argument in function._schema.arguments)
-    return {"device": torch.device("meta")} if named else {}
-
-
-def _on_meta(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
-    if isinstance(arg, list):
-        return [_on_meta(item) for item in arg]
-    return arg
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
+def _last_uses(calls: Sequence[Call], kept: set[int]) -> dict[int, list[int]]:
+    """Index of a call → results that nobody reads after it."""
+    last = {value: index for index, call in enumerate(calls) for value in (*call.inputs(), *(o for o in call.outs if o is not None))}
+    found: dict[int, list[int]] = {}
+    for value, index in last.items():
+        if value not in kept:
+            found.setdefault(index, []).append(value)
+    return found

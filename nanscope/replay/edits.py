@@ -33,7 +33,7 @@ from nanscope.program.ops import (
     SQUARES,
 )
 from nanscope.program.program import Program
-from nanscope.replay.patch import Insert, Patch, Variant, _at, _broadcasts, _name, _op, _result, _sorted, after, before
+from nanscope.replay.patch import Insert, Patch, Variant, after, before, broadcasts, in_order, index_in
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -50,9 +50,9 @@ def mask_before_op(patch: Patch) -> Variant | None:
     keep, content = patch.values[mask.by], patch.values[target]
     if _descends(patch.program, mask.by, target):
         return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
-    if not _broadcasts(keep.shape, content.shape):
+    if not broadcasts(keep.shape, content.shape):
         return None
-    excluded = float(keep.expand(content.shape)[_at(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
+    excluded = float(keep.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
     neutral = 1.0 if position == 1 else 0.0
     masks = _masks(patch, mask)
 
@@ -61,8 +61,8 @@ def mask_before_op(patch: Patch) -> Variant | None:
         return [("aten.ne.Scalar", (Ref(by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
 
     name = mask.name or "the mask"
-    label = f"fill {_name(patch, target)} with {neutral:g} where {name} excludes it, before {_op(patch)}"
-    program = before(patch, position, inserts) if patch.origin.call is not None else _sorted(after(patch, inserts(0)))
+    label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
+    program = before(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0)))
     return Variant("mask_before_op", label, program, patch.tensors)
 
 
@@ -87,7 +87,7 @@ def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
     """Clamp what is raised to e."""
     if patch.op not in EXPONENTIALS:
         return None
-    label = f"clamp {_name(patch, patch.operand(0))} to ±{bound:g} before {_op(patch)}"
+    label = f"clamp {patch.called(patch.operand(0))} to ±{bound:g} before {patch.acting}"
     return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp.default", (Ref(-1), -bound, bound))]), patch.tensors)
 
 
@@ -102,7 +102,7 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     count = bool((finite == finite.round()).all()) and bool((finite >= 0).all())
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
     bound = least if least is not None else (1.0 if count else _spike_floor(finite) if spiky else smallest(content.dtype))
-    label = f"clamp {_name(patch, value)} to at least {bound:g} before dividing"
+    label = f"clamp {patch.called(value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
 
 
@@ -143,10 +143,10 @@ def clamp_input(patch: Patch) -> Variant | None:
     elif patch.op in SQUARES:
         high = torch.finfo(dtype).max ** 0.25
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
-        return Variant("clamp_input", f"clamp {_name(patch, value)} to ±{high:.3g}", before(patch, 0, inserts), patch.tensors)
+        return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, 0, inserts), patch.tensors)
     else:
         low = smallest(dtype)
-    label = f"clamp {_name(patch, value)} to at least {low:.3g} before {_op(patch)}"
+    label = f"clamp {patch.called(value)} to at least {low:.3g} before {patch.acting}"
     return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
 
 
@@ -206,7 +206,7 @@ def _zero_infinite_factor(patch: Patch) -> Variant | None:
                 ("aten.isinf.default", (Ref(-1),)),
                 ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0)),
             ]
-            label = f"set {_name(patch, value)} to 0 where it is infinite, before the product"
+            label = f"set {patch.called(value)} to 0 where it is infinite, before the product"
             return Variant("stable_function", label, before(patch, position, inserts), patch.tensors)
     return None
 
@@ -220,7 +220,7 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
     inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), lowest))]
     if patch.op == "mul":
         inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
-    label = f"mask {_name(patch, value)} with a large finite number instead of an infinite one"
+    label = f"mask {patch.called(value)} with a large finite number instead of an infinite one"
     program = before(patch, 0, inserts)
     other = patch.operand(1) if patch.op == "sub" else None
     if other is not None and bool((patch.values[other] == -math.inf).any()):
@@ -260,7 +260,9 @@ def upcast_fp32(patch: Patch) -> Variant | None:
         args = tuple(_swap(arg, lifted) for arg in call.args)
         kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
         calls.append(replace(call, args=args, kwargs=kwargs))
-    return Variant("upcast_fp32", f"compute {_op(patch)} and what follows in float32", replace(program, calls=tuple(calls)), patch.tensors)
+    return Variant(
+        "upcast_fp32", f"compute {patch.acting} and what follows in float32", replace(program, calls=tuple(calls)), patch.tensors
+    )
 
 
 def _made_before(program: Program, value: int, index: int) -> bool:
@@ -286,7 +288,7 @@ def guard_small_group(patch: Patch) -> Variant | None:
         if out is not None and patch.values[source].numel() <= max(1, patch.values[out].numel()):
             others = tuple(item for item in calls[index].kwargs if item[0] != "correction")
             calls[index] = replace(calls[index], kwargs=(*others, ("correction", 0)))
-    label = f"{_op(patch)} with correction=0 for groups of one: 0 instead of 0/0"
+    label = f"{patch.acting} with correction=0 for groups of one: 0 instead of 0/0"
     return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 
@@ -301,7 +303,7 @@ def guard_empty(patch: Patch) -> Variant | None:
 def drop_invalid_sample(patch: Patch) -> Variant | None:
     """Take the bad element out before the op."""
     if patch.origin.call is None:
-        return _neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
+        return neutralised(patch, "drop_invalid_sample", "drop the entries that are not finite")
     if patch.op not in ADDITIONS:
         return None
     for position in (0, 1):
@@ -319,16 +321,16 @@ def drop_invalid_sample(patch: Patch) -> Variant | None:
 
 def reject_input(patch: Patch) -> Variant | None:
     """Leave the bad entry of the batch out."""
-    return _neutralised(patch, "reject_input", "reject the entries that are not finite") if patch.origin.call is None else None
+    return neutralised(patch, "reject_input", "reject the entries that are not finite") if patch.origin.call is None else None
 
 
-def _neutralised(patch: Patch, name: str, label: str) -> Variant | None:
+def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
     value, leaf = patch.origin.value_id, patch.origin.leaf
     content = patch.values[value]
     if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
         return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant(name, f"{label} ({_name(patch, value)})", after(patch, inserts), patch.tensors)
+    return Variant(name, f"{label} ({patch.called(value)})", after(patch, inserts), patch.tensors)
 
 
 def avoid_singular_op(patch: Patch) -> Variant | None:
@@ -339,7 +341,7 @@ def avoid_singular_op(patch: Patch) -> Variant | None:
     if value is None:
         return None
     small = smallest(patch.values[value].dtype)
-    label = f"add {small:.0e} to {_name(patch, value)} before {_op(patch)}"
+    label = f"add {small:.0e} to {patch.called(value)} before {patch.acting}"
     return Variant("avoid_singular_op", label, before(patch, 0, [("aten.add.Scalar", (Ref(-1), small))]), patch.tensors)
 
 
@@ -350,20 +352,20 @@ def where_after_op(patch: Patch) -> Variant | None:
         ("aten.lt.Scalar", (Ref(-2), float("inf"))),
         ("aten.where.ScalarOther", (Ref(-2), Ref(-1), 0.0)),
     ]
-    return Variant("where_after_op", f"torch.where on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
+    return Variant("where_after_op", f"torch.where on {patch.result}, after {patch.acting}", after(patch, inserts), patch.tensors, True)
 
 
 def nan_to_num_after_op(patch: Patch) -> Variant | None:
     """nan_to_num on the result."""
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant("nan_to_num_after_op", f"nan_to_num on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
+    return Variant("nan_to_num_after_op", f"nan_to_num on {patch.result}, after {patch.acting}", after(patch, inserts), patch.tensors, True)
 
 
 def clamp_after_op(patch: Patch) -> Variant | None:
     """clamp on the result."""
     high = 1e4
     inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
-    return Variant("clamp_after_op", f"clamp on {_result(patch)}, after {_op(patch)}", after(patch, inserts), patch.tensors, True)
+    return Variant("clamp_after_op", f"clamp on {patch.result}, after {patch.acting}", after(patch, inserts), patch.tensors, True)
 
 
 EDITS: dict[str, Callable[[Patch], Variant | None]] = {

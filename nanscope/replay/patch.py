@@ -64,6 +64,28 @@ class Patch:
         """The bare name of that call's operator, "" where the origin came in."""
         return self.call.name if self.origin.call is not None else ""
 
+    @property
+    def acting(self) -> str:
+        """That name in words: the first use of what came in."""
+        return self.op or "its first use"
+
+    @property
+    def result(self) -> str:
+        """What the code calls the origin."""
+        site = self.origin.site
+        return self.origin.variable or (site.expression if site and site.expression else "the result")
+
+    def called(self, value: int | None) -> str:
+        """Return what the code calls a value that the origin was made from, or the origin."""
+        for operand in self.origin.operands:
+            if operand.id == value and operand.name:
+                return operand.name
+        if value == self.origin.value_id:
+            return self.result
+        position = next((p for p in range(2) if self.operand(p) == value), None)
+        words = self.origin.site.args if self.origin.site else ()
+        return words[position] if position is not None and position < len(words) else "the operand"
+
     def siblings(self, index: int | None = None) -> list[int]:
         """Return the indices of all calls that one source expression made (the origin's by default): one a chunk, one a turn of a loop."""
         own = self.origin.call if index is None else index
@@ -101,7 +123,7 @@ def before(patch: Patch, position: int, inserts: Sequence[Insert] | Callable[[in
         fresh += len(added)
         args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
         calls[index : index + 1] = [*added, replace(calls[index], args=args)]
-    return _sorted(replace(patch.program, calls=tuple(calls)))
+    return in_order(replace(patch.program, calls=tuple(calls)))
 
 
 def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
@@ -155,7 +177,7 @@ def _reading(call: Call, value: int, last: int) -> Call:
     )
 
 
-def _sorted(program: Program) -> Program:
+def in_order(program: Program) -> Program:
     """Put calls after what they read: an inserted mask may be made later in the recording than the op it now guards."""
     made = {leaf.id for leaf in program.leaves}
     waiting, ordered = list(program.calls), []
@@ -174,35 +196,16 @@ def _cast(patch: Patch, value: int) -> torch.dtype:
     return patch.values[value].dtype
 
 
-def _op(patch: Patch) -> str:
-    return patch.op or "its first use"
-
-
-def _name(patch: Patch, value: int | None) -> str:
-    for operand in patch.origin.operands:
-        if operand.id == value and operand.name:
-            return operand.name
-    if value == patch.origin.value_id:
-        return _result(patch)
-    position = next((p for p in range(2) if patch.operand(p) == value), None)
-    words = patch.origin.site.args if patch.origin.site else ()
-    return words[position] if position is not None and position < len(words) else "the operand"
-
-
-def _result(patch: Patch) -> str:
-    if patch.origin.variable:
-        return patch.origin.variable
-    return patch.origin.site.expression if patch.origin.site and patch.origin.site.expression else "the result"
-
-
-def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    """Does one shape broadcast to another?"""
     try:
         return torch.empty(tuple(small), device="meta").expand(tuple(large)).shape == torch.Size(large)
     except RuntimeError:
         return False
 
 
-def _at(origin: Element, content: Tensor) -> tuple[int, ...]:
+def index_in(origin: Element, content: Tensor) -> tuple[int, ...]:
+    """Return the index that the origin has in a tensor that broadcasts to it."""
     index = origin.index[-content.dim() :] if len(origin.index) >= content.dim() else origin.index
     return tuple(min(i, n - 1) for i, n in zip(index, content.shape, strict=False))
 

@@ -15,8 +15,8 @@ from nanscope.program.calls import Call, Computes, Leaf, Ref
 from nanscope.program.ops import NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
-from nanscope.replay.edits import _neutralised
-from nanscope.replay.patch import Patch, Variant, _broadcasts
+from nanscope.replay.edits import neutralised
+from nanscope.replay.patch import Patch, Variant, broadcasts
 
 
 def results(program: Program, run: Run) -> dict[int, Tensor]:
@@ -29,7 +29,7 @@ def results(program: Program, run: Run) -> dict[int, Tensor]:
 def repaired(patch: Patch) -> Variant | None:
     """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64."""
     if patch.origin.call is None:
-        return _neutralised(patch, "reference", "offending elements neutralised")
+        return neutralised(patch, "reference", "offending elements neutralised")
     program, tensors = patch.program, patch.tensors
     touched = False
     for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
@@ -46,7 +46,7 @@ def repaired(patch: Patch) -> Variant | None:
             if index is None or not isinstance(arg, Ref) or arg.id not in patch.values:
                 continue
             content = patch.values[arg.id]
-            if not content.is_floating_point() or not _broadcasts(bad.shape, content.shape):
+            if not content.is_floating_point() or not broadcasts(bad.shape, content.shape):
                 continue
             mark, fresh = program.new_id(), program.new_id() + 1
             neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
