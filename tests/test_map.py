@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nanscope.replay.tries import Replay
 from nanscope.verdict.incident import Picture
-from nanscope.verdict.map import MAP_COLUMNS, MAP_ROWS, picture_of
+from nanscope.verdict.map import picture_of
 
+MAP_ROWS, MAP_COLUMNS = 24, 64
 ROWS, COLUMNS = 60, 150  # more than a map shows
 
 
@@ -130,17 +131,29 @@ def test_a_selection_counts_as_a_mask(loss: Callable[..., Tensor]) -> None:
     assert picture is not None and picture.masked == ((False, True), (False, False))
 
 
+def test_what_a_clip_takes_out_is_no_mask() -> None:
+    """It depends on the values, and marks no tokens."""
+
+    def clipped(log_ratio: Tensor) -> Tensor:
+        ratio = torch.exp(log_ratio)
+        return torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+    recorded = record(clipped, exponents(2, 3, bad=(1, 2)))
+    picture = picture_of(recorded.program, recorded.replay())
+    assert recorded.location is not None and [drop.how for drop in recorded.location.origin.drops] == ["clamp", "clip"]
+    assert picture is not None and picture.masked is None
+
+
 def test_a_mask_of_another_shape_is_left_out() -> None:
     """Where the loss sums first, the mask says nothing of the tokens."""
     picture = drawn(lambda x, mask: (torch.exp(x).sum(-1) * mask).sum(), exponents(3, 5, bad=(1, 2)), torch.tensor([1.0, 0.0, 1.0]))
     assert picture is not None and picture.masked is None and picture.values[picture.row][picture.column] == 99.0
 
 
-def test_a_broadcast_exponent_gives_way_to_what_was_made_of_it() -> None:
-    """A map has the shape of the offending tensor, or it would point at another cell."""
-    x = torch.tensor([[0.5], [99.0]], requires_grad=True)
-    picture = drawn(lambda x: (torch.exp(x) + torch.zeros(2, 3)).mean(), x)
-    assert picture is not None and (picture.rows, picture.columns, picture.row, picture.column) == (2, 1, 1, 0)
+def test_of_whole_numbers_there_is_no_map() -> None:
+    """An exponent that is an integer is a count, and not what a map is for."""
+    scale = torch.ones(2, 2, requires_grad=True)
+    assert drawn(lambda x: (torch.exp(x) * scale).mean(), torch.tensor([[1, 99], [2, 3]])) is None
 
 
 def test_of_anything_but_an_exponential_the_result_is_shown() -> None:

@@ -241,7 +241,7 @@ FAMILIES: tuple[tuple[str, Callable[[str], Observation], Cause], ...] = (  # ope
     ("div true_divide", lambda op: seen(op, NAN, 0.0, 0.0), Cause.ZERO_DIV_ZERO),
     ("mean nanmean nll_loss_forward nll_loss2d_forward", lambda op: seen(op, NAN), Cause.EMPTY_MASK_MEAN),
     (
-        "sum mean cumsum index_add scatter_add segment_reduce",
+        "sum mean cumsum index_add scatter_add",
         lambda op: seen("exp", INF, 99.0, ancestors=("sub", op)),
         Cause.SEQ_RATIO_OVERFLOW,
     ),

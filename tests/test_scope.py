@@ -7,71 +7,21 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from loops import finite, grpo_steps, log_probs, policy, stale_at
 from torch import Tensor, nn
 
 import nanscope
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.replay.tries import replay
-from nanscope.watching import examine, narrow, recording
+from nanscope.watching import narrow, recording
 from nanscope.watching import step as running
 from nanscope.watching.examine import Examiner
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 from nanscope.watching.step import OnNonFinite, Step
-
-
-def policy(vocabulary: int = 20) -> nn.Module:
-    return nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary))
-
-
-def log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def clipped_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    log_ratio = logps - old_logps
-    ratio = torch.exp(log_ratio)
-    unclipped = ratio * advantages[:, None]
-    clipped = ratio.clamp(0.8, 1.2) * advantages[:, None]
-    per_token_loss = -torch.min(unclipped, clipped)
-    return (per_token_loss * mask).sum() / mask.sum()
-
-
-def grpo_steps(model: nn.Module, steps: int, spoil: Callable[[int, dict[str, Tensor]], None] = lambda step, batch: None) -> list[float]:
-    """Run a few steps of a tiny GRPO loop; `spoil` may edit the batch. Returns the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        ids = torch.randint(0, 20, (4, 7))
-        with torch.no_grad():
-            old = log_probs(model(ids[:, :-1]), ids[:, 1:])
-        batch = {"old_logps": old, "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]), "mask": torch.ones(4, 6)}
-        batch["mask"][2, 4:] = 0
-        spoil(step, batch)
-        loss = clipped_loss(log_probs(model(ids[:, :-1]), ids[:, 1:]), **batch)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def stale_at(row: int, column: int, step: int = 2) -> Callable[[int, dict[str, Tensor]], None]:
-    def spoil(now: int, batch: dict[str, Tensor]) -> None:
-        if now == step:
-            batch["old_logps"][row, column] = -200.0
-
-    return spoil
-
-
-def finite(model: nn.Module) -> bool:
-    return all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 def test_a_finite_loss_with_nan_gradients_is_found(tmp_path: Path) -> None:
@@ -138,24 +88,6 @@ def test_record_changes_nothing_skip_protects_stop_raises(tmp_path: Path) -> Non
     assert nanscope.load(stopped.snapshot).step == 3
 
 
-def test_skip_leaves_the_optimizer_state_and_the_gradients_as_they_were(tmp_path: Path) -> None:
-    """A skipped step is no step: neither weights nor moments nor step counts move, and `.grad` is still there afterwards."""
-    model = policy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
-        for bad in (False, True):
-            optimizer.zero_grad()
-            model(torch.tensor([1, 2])).square().sum().backward()
-            if bad:
-                next(model.parameters()).grad[0, 0] = math.nan  # type: ignore[index]
-            before = [p.detach().clone() for p in model.parameters()], str(optimizer.state_dict())
-            optimizer.step()
-    after = [p.detach() for p in model.parameters()], str(optimizer.state_dict())
-    assert scope.skipped == 1
-    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)) and before[1] == after[1]
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_a_healthy_run_writes_history_and_nothing_else(tmp_path: Path) -> None:
     """A first loss of exactly 0 with a real gradient is healthy: no incident, no snapshot, no note."""
     model = policy()
@@ -218,66 +150,6 @@ def test_infinities_on_purpose_are_silent(tmp_path: Path, masking: Callable[[Ten
             optimizer.step()
     assert scope.verdict.healthy and not scope.verdict.notes
     assert finite(model)
-
-
-def test_a_grad_scaler_that_skips_is_healthy(tmp_path: Path) -> None:
-    """Scaled gradients may overflow: the scaler looks at them itself and does not step."""
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 12))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    with nanscope.watch(out=tmp_path) as scope:
-        for _ in range(4):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.cross_entropy(model(torch.randn(6, 8)).float(), torch.arange(6))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scope.verdict.healthy
-
-
-def test_large_logits_stay_out_of_memory_and_out_of_the_file(tmp_path: Path) -> None:
-    """[B, T, V] logits: the tape holds less than its budget, and nothing of that size is saved."""
-    vocabulary = 4096
-    head = nn.Linear(16, vocabulary)
-    held = []
-    hidden = torch.randn(4, 64, 16)
-    ids = torch.randint(0, vocabulary, (4, 64))
-    budget = 4 << 20  # the logits alone are as large
-    with nanscope.watch(out=tmp_path, budget=budget) as scope:
-        logits = head(hidden)
-        chain = logits.float() / 0.7
-        chain = chain - chain.logsumexp(-1, keepdim=True)
-        logps = chain.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        old = logps.detach().clone()
-        old[1, 2] = -300.0
-        mask = torch.ones(4, 64)
-        mask[1, 2] = 0
-        loss = (torch.exp(logps - old) * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None] * mask).sum() / mask.sum()
-        held.append(scope._tape.held)
-        loss.backward()
-    assert 0 < held[0] <= budget
-    incident = scope.verdict.incidents[0]
-    assert incident.origin.op == "exp" and incident.origin.index == (1, 2) and incident.origin.masked is True
-    snapshot = nanscope.load(str(scope.paths[0]))
-    assert max(t.numel() for t in snapshot.tensors.values()) <= 4 * 64
-    assert Path(str(scope.paths[0])).stat().st_size < 1 << 17
-    assert incident.fixes[0].works
-
-
-def test_large_logits_within_the_budget_are_not_saved_either(tmp_path: Path) -> None:
-    """What memory can afford, a file to attach to an issue cannot."""
-    head = nn.Linear(16, 4096)
-    ids = torch.randint(0, 4096, (4, 64))
-    with nanscope.watch(out=tmp_path) as scope:
-        logps = log_probs(head(torch.randn(4, 64, 16)), ids)
-        old = logps.detach().clone()
-        old[1, 2] = -300.0
-        (torch.exp(logps - old) * -1.0).mean().backward()
-    snapshot = nanscope.load(str(scope.paths[0]))
-    assert max(t.numel() for t in snapshot.tensors.values()) <= 4 * 64
-    assert scope.verdict.incidents[0].origin.index == (1, 2)
-    assert scope.verdict.incidents[0].reproduces is True
 
 
 def test_tags_name_what_the_code_does_not(tmp_path: Path) -> None:
@@ -442,26 +314,6 @@ def test_our_own_failure_never_stops_training(
         assert "planted" in caplog.text and "nanscope [" in caplog.text
 
 
-def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run directory that cannot be made costs the files, not the run, nor the verdict."""
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(out=blocked / "run") as scope:
-        grpo_steps(policy(), 3, stale_at(0, 3))
-    assert scope.verdict.incidents[0].origin.variable == "ratio"
-    assert scope.verdict.incidents[0].snapshot is None
-    assert "could not be saved" in caplog.text
-
-
-def test_later_bad_steps_are_counted_not_saved(tmp_path: Path) -> None:
-    """Once the weights are NaN every step is bad: a few files, then a count."""
-    with nanscope.watch(out=tmp_path, limit=2) as scope:
-        grpo_steps(policy(), 8, stale_at(0, 3))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
-    assert scope.verdict.bad_steps == 6
-    assert [incident.step for incident in scope.verdict.incidents] == [3, 4]
-
-
 def test_a_model_side_origin_is_named_by_a_second_look(tmp_path: Path) -> None:
     """The tape sleeps inside the model; when the harm comes from there, module, op, element and line are found by running it again."""
 
@@ -519,126 +371,6 @@ def test_no_gradient_block_and_metrics_are_no_incident(tmp_path: Path) -> None:
     assert scope.verdict.healthy
 
 
-def test_two_optimizers_make_one_step(tmp_path: Path) -> None:
-    """Actor and critic that step after one backward pass are one step of the run."""
-    actor, critic = policy(), policy()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (actor, critic)]
-    ids = torch.tensor([[1, 2, 3]])
-    with nanscope.watch(out=tmp_path) as scope:
-        for _ in range(3):
-            (actor(ids).mean() + critic(ids).mean()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    assert scope.steps == 3
-
-
-def test_gradient_accumulation_names_the_micro_batch_that_did_it(tmp_path: Path) -> None:
-    """Of several backward passes before one optimizer step, the bad one is described."""
-    model = policy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(0, 20, (2, 5))
-    with nanscope.watch(out=tmp_path) as scope:
-        for micro in range(4):
-            logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
-            old = logps.detach().clone()
-            if micro == 2:
-                old[1, micro] = -200.0
-            loss = torch.exp(logps - old).mean() / 4
-            loss.backward()
-        optimizer.step()
-    assert scope.steps == 1
-    assert scope.verdict.incidents[0].origin.index == (1, 2)
-
-
-def accumulated(steps: int, bad: set[tuple[int, int]]) -> None:
-    """A few steps of two micro-batches each; in those of `bad`, (step, micro-batch), one old log-prob is far off."""
-    model = policy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(1, steps + 1):
-        for micro in (1, 2):
-            ids = torch.randint(0, 20, (2, 5))
-            logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
-            old = logps.detach().clone()
-            if (step, micro) in bad:
-                old[1, micro] = -200.0
-            (clipped_loss(logps, old, torch.tensor([1.0, 0.5]), torch.ones(2, 4)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_every_bad_micro_batch_has_a_file_of_its_own(tmp_path: Path) -> None:
-    """Two bad backward passes of one step are two files, two incidents and one bad step."""
-    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
-        accumulated(2, {(2, 1), (2, 2)})
-    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert names == ["step-000002.rank0.part2.safetensors", "step-000002.rank0.safetensors"]
-    assert [nanscope.load(tmp_path / name).part for name in names] == [2, 1]
-    assert [incident.origin.index for incident in scope.verdict.incidents] == [(1, 1), (1, 2)]
-    assert scope.verdict.bad_steps == 1
-
-
-def test_of_one_step_not_every_micro_batch_is_saved(tmp_path: Path) -> None:
-    """A run of long accumulation does not spend its files on one step."""
-    with nanscope.watch(out=tmp_path, on_nonfinite="skip", limit=1) as scope:
-        accumulated(3, {(2, 1), (2, 2), (3, 1)})
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
-    assert scope.verdict.bad_steps == 2
-
-
-def test_healthy_steps_are_saved_on_request(tmp_path: Path) -> None:
-    """Each backward pass of the step, replayable bit for bit, no incident, and the run goes as it would have gone."""
-
-    def weights(**options: Any) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = policy()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with nanscope.watch(out=tmp_path / str(len(options)), **options) as scope:
-            for _ in range(3):
-                ids = torch.randint(0, 20, (2, 5))
-                logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
-                clipped_loss(logps, logps.detach().clone(), torch.tensor([1.0, -0.5]), torch.ones(2, 4)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert scope.verdict.healthy
-        saved.append(scope.saved)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    saved: list[list[Path]] = []
-    plain, asked = weights(), weights(save_steps=(2, 9))
-    assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
-    assert saved[0] == [] and [path.name for path in saved[1]] == ["batch-000002.rank0.safetensors"]
-    snapshot = nanscope.load(saved[1][0])
-    assert snapshot.asked and snapshot.step == 2
-    replayed = replay(snapshot)
-    assert replayed.reproduces is True and replayed.location is None
-
-
-def test_the_story_of_the_exclamation_marks(tmp_path: Path) -> None:
-    """Step 1 poisons the weights, from step 2 on every log-prob is NaN, and the model emits token 0 for ever: one verdict tells all of it."""
-    torch.manual_seed(0)
-    policy = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    with nanscope.watch(out=tmp_path) as scope:
-        for step in range(3):
-            logits = policy(torch.ones(2, 5, 4))
-            response_ids = logits.detach().nan_to_num(nan=-1.0).argmax(-1) if step else torch.tensor([[1, 2, 3, 4, 5], [0, 1, 2, 3, 4]])
-            scope.tag(response_ids=response_ids, mask=mask)
-            log_probs = logits.log_softmax(-1).gather(-1, response_ids[..., None]).squeeze(-1)
-            old_log_probs = log_probs.detach() - (200.0 if step == 0 else 0.0) * (1 - mask)
-            ratio = torch.exp(log_probs - old_log_probs)
-            loss = -(ratio * mask).sum() / mask.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    first, second, *_ = scope.verdict.incidents
-    assert (first.step, first.cause, first.origin.index) == (1, "inf_times_zero_mask", (0, 4))
-    assert (second.step, second.cause) == (2, "poisoned_weights")
-    assert "the update of step 1 wrote it there" in second.sentence
-    notes = [note.text for note in scope.verdict.notes if note.slug == "repeated_tokens"]
-    assert notes and "2 of 2 completions are one token over and over (id 0)" in notes[0]
-
-
 def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path) -> None:
     """Diagnosing replays the step, forward and backward: that is not mistaken for training, and the file stays as it was."""
     x = torch.tensor([1.0, 99.0], requires_grad=True)
@@ -649,52 +381,3 @@ def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path)
         assert [path.read_bytes() for path in tmp_path.glob("*.safetensors")] == before
         (x * 2).sum().backward()
     assert len(scope.snapshots) == 1 and scope.verdict.sentence == sentence
-
-
-def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None:
-    """LBFGS and its like call back for loss and gradient: steps are counted, and a bad loss in the closure is located."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    gain = torch.tensor([1.0, 1.0])
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        ratio = torch.exp((model(torch.ones(2, 3)).squeeze(-1).abs() + 0.1) * gain)
-        loss = ratio.square().mean()
-        loss.backward()
-        return loss
-
-    with nanscope.watch(out=tmp_path) as scope:
-        optimizer.step(closure)
-        assert scope.steps == 1 and scope.verdict.healthy
-        gain[1] = 1e4
-        optimizer.step(closure)
-    incident = scope.verdict.incidents[0]
-    assert (incident.step, incident.origin.op, incident.origin.variable) == (2, "exp", "ratio")
-
-
-@pytest.mark.parametrize("name", ["look_closely", "find_trainer", "settings", "to_save", "logged_loss", "environment"])
-def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Whatever fails while a bad step is described: the step is reported, with what it reached, and the file is there."""
-
-    def broken(*args: object, **kwargs: object) -> None:
-        if name != "environment" or args != (None, None):
-            raise ZeroDivisionError("planted")
-
-    real = examine.environment
-    x = torch.tensor([1.0, 99.0], requires_grad=True)
-    with nanscope.watch(out=tmp_path) as scope:
-        monkeypatch.setattr(examine, name, broken)
-        if name == "environment":
-            calls: list[object] = []
-
-            def once(*args: object) -> object:
-                calls.append(args)
-                return broken() if len(calls) > 1 else real(None, None)
-
-            monkeypatch.setattr(examine, name, once)
-        torch.exp(x).sum().backward()
-        monkeypatch.undo()
-    (incident,) = scope.verdict.incidents
-    assert incident.loss == math.inf and list(tmp_path.glob("*.safetensors"))

@@ -21,9 +21,9 @@ def picture_of(program: Program, replayed: Replay) -> Picture | None:
     shown, what = run.values[origin.value_id], origin.variable or origin.op
     if origin.op in EXPONENTIALS and origin.operands:
         shown, what = run.values[origin.operands[0].id], operand_name(origin, 0)
-    if shown.dim() == 0 or not shown.is_floating_point() or shown.shape != run.values[origin.value_id].shape:
+    if shown.dim() == 0 or not shown.is_floating_point():
         return None
-    flat = shown.reshape(-1, shown.shape[-1]) if shown.dim() > 1 else shown.reshape(1, -1)
+    flat = shown.reshape(-1, shown.shape[-1])
     row, column = divmod(origin.flat, flat.shape[1])
     top = max(0, min(row - MAP_ROWS // 2, flat.shape[0] - MAP_ROWS))
     left = max(0, min(column - MAP_COLUMNS // 2, flat.shape[1] - MAP_COLUMNS))

@@ -1,0 +1,228 @@
+"""The logbook: what of a run is kept, in memory and in its folder, and what is only counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import accumulated, grpo_steps, policy, stale_at
+from seen import NAN
+
+import nanscope
+from nanscope.program.program import Program
+from nanscope.snapshot.file import save
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.watching import logbook
+from nanscope.watching.logbook import NOTES, Logbook, of_other_ranks
+from nanscope.watching.look import arrived
+
+
+def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run directory that cannot be made costs the files, not the run, nor the verdict."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(out=blocked / "run") as scope:
+        grpo_steps(policy(), 3, stale_at(0, 3))
+    assert scope.verdict.incidents[0].origin.variable == "ratio"
+    assert scope.verdict.incidents[0].snapshot is None
+    assert "could not be saved" in caplog.text
+
+
+def test_later_bad_steps_are_counted_not_saved(tmp_path: Path) -> None:
+    """Once the weights are NaN every step is bad: a few files, then a count."""
+    with nanscope.watch(out=tmp_path, limit=2) as scope:
+        grpo_steps(policy(), 8, stale_at(0, 3))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert scope.verdict.bad_steps == 6
+    assert [incident.step for incident in scope.verdict.incidents] == [3, 4]
+
+
+def test_every_bad_micro_batch_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Two bad backward passes of one step are two files, two incidents and one bad step."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
+        accumulated(2, {(2, 1), (2, 2)})
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == ["step-000002.rank0.part2.safetensors", "step-000002.rank0.safetensors"]
+    assert [nanscope.load(tmp_path / name).part for name in names] == [2, 1]
+    assert [incident.origin.index for incident in scope.verdict.incidents] == [(1, 1), (1, 2)]
+    assert scope.verdict.bad_steps == 1
+
+
+def test_of_one_step_not_every_micro_batch_is_saved(tmp_path: Path) -> None:
+    """A run of long accumulation does not spend its files on one step."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip", limit=1) as scope:
+        accumulated(3, {(2, 1), (2, 2), (3, 1)})
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert scope.verdict.bad_steps == 2
+
+
+def bad(step: int, part: int = 1, **changes: Any) -> Snapshot:
+    """A bad step of which no more is known than how far it got."""
+    fields: dict[str, Any] = {"loss": None, "grads": {}, "reached": Reached(NAN, 3, 3), "part": part, "rank": 0, **changes}
+    return Snapshot(step=step, program=Program((), (), -1), tensors={}, **fields)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Logbook:
+    """A logbook that has begun."""
+    found = Logbook(tmp_path, 0, limit=2)
+    found.open({"targets": ["Trainer"]})
+    return found
+
+
+WANTS = [  # steps that were saved -> further ones, and whether there is room for them
+    ((), {1: True}),
+    ((3,), {3: True, 4: True}),
+    ((3, 3), {3: False, 4: True}),
+    ((3, 4), {3: True, 4: True, 5: False}),
+    ((3, 3, 4, 4), {3: False, 4: False, 5: False}),
+]
+
+
+@pytest.mark.parametrize(("saved", "wanted"), WANTS)
+def test_there_is_room_for_so_many_steps_and_so_many_passes_of_each(book: Logbook, saved: tuple[int, ...], wanted: dict[int, bool]) -> None:
+    """A limit of 2: two steps, and two backward passes of each."""
+    for part, step in enumerate(saved, start=1):
+        book.keep(bad(step, part))
+    assert {step: book.wants(step) for step in wanted} == wanted
+
+
+def test_the_folder_says_what_ran(book: Logbook) -> None:
+    """run.json is there from the beginning; the lines of an earlier run in the same folder are gone."""
+    about = json.loads((book.folder / "run.json").read_text(encoding="utf-8"))
+    assert about["targets"] == ["Trainer"] and about["nanscope"] == nanscope.__version__ and "torch" in about["environment"]["versions"]
+    for step in (1, 2):
+        book.enter(Entry(step, 0, 0.0))
+    book.close()
+    assert len((book.folder / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()) == 2 and book.steps == 2
+    again = Logbook(book.folder, 0, limit=2)
+    again.open({})
+    assert not (book.folder / "history.rank0.jsonl").exists()
+
+
+def test_a_blank_snapshot_knows_the_run_so_far(book: Logbook) -> None:
+    """Step, rank, part and history; its loss is a copy that outlives the step."""
+    book.enter(Entry(1, 0, 0.0, loss=0.5))
+    loss = torch.tensor(0.25, requires_grad=True)
+    blank = book.blank(2, loss, 3, Reached(0.25))
+    with torch.no_grad():
+        loss.fill_(9.0)
+    assert (blank.step, blank.rank, blank.part, [entry.step for entry in blank.history]) == (2, 0, 3, [1])
+    assert blank.loss is not None and float(blank.loss) == 0.25 and not blank.loss.requires_grad
+    assert book.blank(2, None, 1, Reached()).loss is None
+
+
+def test_what_a_step_reached_is_added_to_its_file(book: Logbook) -> None:
+    """The optimizer comes after the snapshot; a step that was not saved has nothing to add to."""
+    book.keep(bad(3))
+    book.mark(3, stepped="taken", weights=5, bad_weights=2)
+    expected = Reached(NAN, 3, 3, 5, 2, "taken")
+    assert repr(book.snapshots[0].reached) == repr(expected)
+    assert repr(nanscope.load(book.folder / "step-000003.rank0.safetensors").reached) == repr(expected)
+    book.mark(4, stepped="skipped")
+    assert book.snapshots[0].reached.stepped == "taken"
+    Logbook(book.folder, 0, 2).mark(3, stepped="skipped")  # nothing was saved: nothing to mark, and no error
+
+
+def test_a_mark_that_changes_nothing_writes_nothing(book: Logbook) -> None:
+    """The file is not written again."""
+    book.keep(bad(3, reached=Reached(0.5, 3, 3)))
+    path = book.paths[0]
+    assert path is not None
+    path.unlink()
+    book.mark(3, gradients=3)
+    assert not path.exists()
+    book.mark(3, gradients=4)
+    assert path.exists()
+
+
+LOGGED: list[tuple[float | None, list[Any], float | None, bool]] = [  # loss, what the trainer logged -> setting, whether it is noted
+    (NAN, [{"step": 3, "loss": 0.0}], 0.0, True),
+    (NAN, [{"step": 2, "loss": 0.5}, "junk", {"step": 3, "lr": 1.0}, {"step": 3, "loss": 0.25}, {"step": 3, "loss": 9.0}], 0.25, True),
+    (NAN, [{"step": 3, "loss": NAN}], NAN, False),
+    (0.5, [{"step": 3, "loss": 0.4}], 0.4, False),
+    (None, [{"step": 3, "loss": 0.4}], None, False),
+    (NAN, [{"step": 3, "loss": "0.4"}], None, False),
+    (NAN, [{"step": 2, "loss": 0.5}], None, False),
+    (NAN, [], None, False),
+]
+
+
+@pytest.mark.parametrize(("loss", "logged", "shown", "noted"), LOGGED)
+def test_the_trainers_log_is_compared(book: Logbook, loss: float | None, logged: list[Any], shown: float | None, noted: bool) -> None:
+    """Where it shows a finite number for a loss that was not, the note says both, in memory and in the file, once."""
+    book.keep(bad(3, reached=Reached(loss, 3, 3), notes=(("logged_loss", "of the process"), ("other", "x")), settings={}))
+    book.compare(logged)
+    snapshot = book.snapshots[0]
+    assert repr(snapshot.settings.get("logged_loss")) == repr(shown)
+    text = f"the trainer logged {shown} for this step; the true loss was {loss}"
+    assert snapshot.notes == ((("other", "x"), ("logged_loss", text)) if noted else (("logged_loss", "of the process"), ("other", "x")))
+    assert nanscope.load(book.folder / "step-000003.rank0.safetensors").notes == snapshot.notes
+
+
+def test_a_note_is_kept_once_and_not_for_ever(book: Logbook) -> None:
+    """The same words at another step are the same note, and a run has room for some."""
+    for step in (1, 2):
+        book.note("absorbed", "x", step)
+    book.note("absorbed", "y", 3)
+    assert [(note.text, note.step) for note in book.notes] == [("x", 1), ("y", 3)] and book.takes_notes()
+    for number in range(2 * NOTES):
+        book.note("absorbed", str(number), 4)
+    assert len(book.notes) == NOTES and not book.takes_notes()
+
+
+def test_a_verdict_is_made_again_only_where_something_changed(book: Logbook) -> None:
+    """While the run goes on each time, afterwards once: a diagnosis replays the step."""
+    book.keep(bad(3))
+    running = book.verdict()
+    assert book.verdict() is not running
+    book.close()
+    ended = book.verdict()
+    assert book.verdict() is ended and len(ended.incidents) == 1
+    book.mark(3, stepped="taken")
+    assert book.verdict() is not ended and book.verdict().incidents[0].reached["stepped"] == "taken"
+    book.keep(bad(4))
+    assert len(book.verdict().incidents) == 2
+
+
+def test_a_verdict_has_the_counts_of_the_run(book: Logbook) -> None:
+    """Steps, skipped steps, bad steps, notes, and where the files are."""
+    book.enter(Entry(1, 0, 0.0))
+    book.bad_steps, book.skipped = 4, 2
+    book.note("absorbed", "x", 1)
+    book.keep(bad(3))
+    found = book.verdict()
+    assert (found.steps, found.skipped, found.bad_steps, [note.text for note in found.notes]) == (1, 2, 4, ["x"])
+    assert found.incidents[0].snapshot == str(book.folder / "step-000003.rank0.safetensors")
+
+
+def test_what_cannot_be_written_is_kept_in_memory(book: Logbook, caplog: pytest.LogCaptureFixture) -> None:
+    """A snapshot has no path then, and a step that was asked for is an error of whoever asked."""
+    book.folder = book.folder / "run.json" / "below"
+    with caplog.at_level(logging.WARNING, "nanscope"):
+        book.keep(bad(3))
+    assert book.paths == [None] and len(book.snapshots) == 1 and "snapshot-unwritten" in caplog.text
+    assert book.verdict().incidents[0].snapshot is None
+    with pytest.raises(OSError):
+        book.keep_asked(bad(4, asked=True))
+    assert book.saved == []
+
+
+def test_other_ranks_are_asked_for_the_steps_at_which_something_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those steps only, of other ranks only, and only who made it; a file that cannot be read is passed over."""
+    came = arrived("w", torch.tensor([NAN]))
+    own = [bad(3, observation=came)]
+    made, later = (save(bad(step, rank=1), tmp_path) for step in (3, 4))
+    for snapshot in (own[0], bad(3, rank=2, observation=came)):
+        save(snapshot, tmp_path)
+    (tmp_path / "step-000003.rank9.safetensors").write_bytes(b"half a file")
+    assert list(of_other_ranks(tmp_path, own, wait=False)) == [str(made)]
+    assert of_other_ranks(tmp_path, [bad(3)], wait=False) == {}
+    made.unlink()
+    monkeypatch.setattr(logbook, "PATIENCE", 0.05)
+    assert of_other_ranks(tmp_path, own, wait=True) == {} and later.exists()

@@ -1,0 +1,129 @@
+"""Steps that are ruined with finite numbers: spikes, clips, and completions of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanscope
+from nanscope.watching.oddities import Usual, repeated_tokens
+
+
+def test_the_story_of_the_exclamation_marks(tmp_path: Path) -> None:
+    """Step 1 poisons the weights, from step 2 on every log-prob is NaN, and the model emits token 0 for ever: one verdict tells all of it."""
+    torch.manual_seed(0)
+    policy = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(3):
+            logits = policy(torch.ones(2, 5, 4))
+            response_ids = logits.detach().nan_to_num(nan=-1.0).argmax(-1) if step else torch.tensor([[1, 2, 3, 4, 5], [0, 1, 2, 3, 4]])
+            scope.tag(response_ids=response_ids, mask=mask)
+            log_probs = logits.log_softmax(-1).gather(-1, response_ids[..., None]).squeeze(-1)
+            old_log_probs = log_probs.detach() - (200.0 if step == 0 else 0.0) * (1 - mask)
+            ratio = torch.exp(log_probs - old_log_probs)
+            loss = -(ratio * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    first, second, *_ = scope.verdict.incidents
+    assert (first.step, first.cause, first.origin.index) == (1, "inf_times_zero_mask", (0, 4))
+    assert (second.step, second.cause) == (2, "poisoned_weights")
+    assert "the update of step 1 wrote it there" in second.sentence
+    notes = [note.text for note in scope.verdict.notes if note.slug == "repeated_tokens"]
+    assert notes and "2 of 2 completions are one token over and over (id 0)" in notes[0]
+
+
+def test_a_run_has_a_scale_of_its_own_after_a_few_steps() -> None:
+    """A large first loss is no finding; later a thousand times the largest is, and nothing below it."""
+    usual = Usual()
+    for count, size in enumerate((5.0, 2.0, 7.0)):
+        assert not usual.exceeded(1e30), count
+        usual.add(size)
+    assert (usual.largest, usual.count) == (7.0, 3)
+    assert usual.exceeded(7001.0) and not usual.exceeded(7000.0)
+    small = Usual()
+    for _ in range(3):
+        small.add(1e-9)
+    assert not small.exceeded(1000.0) and small.exceeded(1001.0), "a loss that is nearly 0 has no scale"
+
+
+REPEATED = [  # ids, mask -> rows that are one token over and over, of how many, and the tokens; None: nothing to say
+    ([[0, 0, 0, 0], [0, 0, 0, 0]], None, "2 of 2 completions are one token over and over (id 0)"),
+    ([[0, 0, 0, 0], [5, 5, 5, 5], [1, 2, 3, 4]], None, "2 of 3 completions are one token over and over (id 0, 5)"),
+    ([[n] * 4 for n in (9, 8, 7, 6)], None, "4 of 4 completions are one token over and over (id 6, 7, 8)"),
+    ([[0, 0, 0, 0], [1, 2, 3, 4]], None, None),  # half of them
+    ([[0, 0, 0], [0, 0, 0]], None, None),  # too short to tell
+    ([[3, 0, 0, 0, 0, 3]], [[0, 1, 1, 1, 1, 0]], "1 of 1 completions are one token over and over (id 0)"),
+    ([[3, 7, 7, 7, 7, 9]], [[0, 1, 1, 1, 1, 0]], "1 of 1 completions are one token over and over (id 7)"),
+    ([[0, 0, 0, 0, 0, 3]], [[1, 1, 1, 0, 0, 0]], None),  # three that count
+    ([[3, 0, 0, 0, 0]], [[0.0], [1.0]], None),  # a mask of another shape says nothing
+    ([[0.0, 0.0, 0.0, 0.0]], None, None),  # numbers, and no ids
+    ([0, 0, 0, 0], None, None),
+    ([[]], None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ids", "mask", "words"), REPEATED)
+def test_completions_of_one_token_are_noticed(ids: list[Any], mask: list[Any] | None, words: str | None) -> None:
+    """Where most are, among the tokens that count."""
+    found = repeated_tokens(torch.tensor(ids), None if mask is None else torch.tensor(mask))
+    assert found == (f"{words}: what a model with NaN weights generates" if words else "")
+
+
+def train(scale: Callable[[int], float], steps: int = 6) -> None:
+    """A few steps with a loss of the size that each says."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        denominator = torch.tensor([1.0, 1.0 / scale(step)])
+        (weight / denominator).sum().backward()
+        optimizer.step()
+
+
+def test_a_spike_is_told_by_how_far_it_is_out_of_scale(tmp_path: Path) -> None:
+    """The tiny denominator is the origin; everything is finite."""
+    with nanscope.watch(out=tmp_path) as scope:
+        train(lambda step: 1e9 if step == 5 else 1.0)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.cause, incident.suspect, incident.origin.op) == (5, "cancellation_spike", True, "div")
+    assert "times the largest loss of the 4 steps before" in incident.sentence and scope.verdict.status == "suspect"
+
+
+def test_a_spike_in_the_first_steps_is_none(tmp_path: Path) -> None:
+    """Nor is one that is as large as another before it."""
+    with nanscope.watch(out=tmp_path) as scope:
+        train(lambda step: 1e9 if step in (2, 5) else 1.0)
+    assert scope.verdict.healthy
+
+
+def test_a_clip_that_divides_by_an_infinite_norm_is_found(tmp_path: Path) -> None:
+    """All gradients are 0 afterwards, and nothing is non-finite any more."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(torch.tensor([[1e25, 2e25]])).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert model.weight.grad is not None and not model.weight.grad.any()
+    assert (incident.cause, incident.phase, incident.origin.op) == ("inf_grad_norm_clip", "backward", "linalg_vector_norm")
+    assert "every gradient exactly 0" in incident.sentence and incident.origin.value == pytest.approx(2e25)
+
+
+def test_gradients_that_are_0_are_no_clip(tmp_path: Path) -> None:
+    """A loss that does not depend on the weights, clipped as ever."""
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        (weight * 0.0).sum().backward()
+        nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+    assert scope.verdict.healthy

@@ -1,0 +1,279 @@
+"""A running step, gate by gate: what is entered in the history, what is held back, and which step it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import clipped_loss, log_probs, policy
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.replay.tries import replay
+from nanscope.watching.step import OnNonFinite
+
+
+def test_skip_leaves_the_optimizer_state_and_the_gradients_as_they_were(tmp_path: Path) -> None:
+    """A skipped step is no step: neither weights nor moments nor step counts move, and `.grad` is still there afterwards."""
+    model = policy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
+        for bad in (False, True):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2])).square().sum().backward()
+            if bad:
+                next(model.parameters()).grad[0, 0] = math.nan  # type: ignore[index]
+            before = [p.detach().clone() for p in model.parameters()], str(optimizer.state_dict())
+            optimizer.step()
+    after = [p.detach() for p in model.parameters()], str(optimizer.state_dict())
+    assert scope.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)) and before[1] == after[1]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_grad_scaler_that_skips_is_healthy(tmp_path: Path) -> None:
+    """Scaled gradients may overflow: the scaler looks at them itself and does not step."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 12))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(torch.randn(6, 8)).float(), torch.arange(6))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scope.verdict.healthy
+
+
+def test_two_optimizers_make_one_step(tmp_path: Path) -> None:
+    """Actor and critic that step after one backward pass are one step of the run."""
+    actor, critic = policy(), policy()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (actor, critic)]
+    ids = torch.tensor([[1, 2, 3]])
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            (actor(ids).mean() + critic(ids).mean()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert scope.steps == 3
+
+
+def test_gradient_accumulation_names_the_micro_batch_that_did_it(tmp_path: Path) -> None:
+    """Of several backward passes before one optimizer step, the bad one is described."""
+    model = policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 20, (2, 5))
+    with nanscope.watch(out=tmp_path) as scope:
+        for micro in range(4):
+            logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
+            old = logps.detach().clone()
+            if micro == 2:
+                old[1, micro] = -200.0
+            loss = torch.exp(logps - old).mean() / 4
+            loss.backward()
+        optimizer.step()
+    assert scope.steps == 1
+    assert scope.verdict.incidents[0].origin.index == (1, 2)
+
+
+def test_healthy_steps_are_saved_on_request(tmp_path: Path) -> None:
+    """Each backward pass of the step, replayable bit for bit, no incident, and the run goes as it would have gone."""
+
+    def weights(**options: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = policy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nanscope.watch(out=tmp_path / str(len(options)), **options) as scope:
+            for _ in range(3):
+                ids = torch.randint(0, 20, (2, 5))
+                logps = log_probs(model(ids[:, :-1]), ids[:, 1:])
+                clipped_loss(logps, logps.detach().clone(), torch.tensor([1.0, -0.5]), torch.ones(2, 4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert scope.verdict.healthy
+        saved.append(scope.saved)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    saved: list[list[Path]] = []
+    plain, asked = weights(), weights(save_steps=(2, 9))
+    assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
+    assert saved[0] == [] and [path.name for path in saved[1]] == ["batch-000002.rank0.safetensors"]
+    snapshot = nanscope.load(saved[1][0])
+    assert snapshot.asked and snapshot.step == 2
+    replayed = replay(snapshot)
+    assert replayed.reproduces is True and replayed.location is None
+
+
+def test_a_loss_that_is_computed_inside_the_step_is_seen(tmp_path: Path) -> None:
+    """LBFGS and its like call back for loss and gradient: steps are counted, and a bad loss in the closure is located."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    gain = torch.tensor([1.0, 1.0])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        ratio = torch.exp((model(torch.ones(2, 3)).squeeze(-1).abs() + 0.1) * gain)
+        loss = ratio.square().mean()
+        loss.backward()
+        return loss
+
+    with nanscope.watch(out=tmp_path) as scope:
+        optimizer.step(closure)
+        assert scope.steps == 1 and scope.verdict.healthy
+        gain[1] = 1e4
+        optimizer.step(closure)
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.origin.op, incident.origin.variable) == (2, "exp", "ratio")
+
+
+def train(scope: nanscope.Scope, losses: list[float | list[float]]) -> None:
+    """One step per entry, of one backward pass or several, each with the loss that it says."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for entry in losses:
+        optimizer.zero_grad()
+        for loss in entry if isinstance(entry, list) else [entry]:
+            (weight * loss).sum().backward()
+        optimizer.step()
+
+
+def test_each_step_is_one_line_of_history(tmp_path: Path) -> None:
+    """Its number, the sum of its micro-batches, the norm of its gradient, and whether it was bad."""
+    with nanscope.watch(out=tmp_path) as scope:
+        train(scope, [1.0, [2.0, 3.0], 4.0, math.nan])
+    entries = [json.loads(line) for line in (tmp_path / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
+    assert [entry["loss"] for entry in entries] == [1.0, 5.0, 4.0, "nan"]
+    assert [entry["grad_norm"] for entry in entries] == [1.0, 5.0, 4.0, "nan"]
+    assert [entry.get("nonfinite", False) for entry in entries] == [False, False, False, True]
+    assert all(entry["seconds"] >= 0 and entry["rank"] == 0 for entry in entries)
+
+
+def test_the_history_says_how_much_room_exp_had(tmp_path: Path) -> None:
+    """The largest exponent of the step, and the nats that were left."""
+    weight = nn.Parameter(torch.tensor([1.0, 30.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with nanscope.watch(out=tmp_path) as scope:
+        log_ratio = weight * 1.0
+        torch.exp(log_ratio).mean().backward()
+        optimizer.step()
+    (entry,) = scope.ledger.entries
+    assert entry.log_ratio_max == 30.0 and entry.headroom == pytest.approx(58.72, abs=0.01)
+
+
+@dataclass
+class State:
+    """What a trainer counts."""
+
+    global_step: int
+
+
+@dataclass
+class Trainer:
+    """What a trainer looks like from outside."""
+
+    state: State
+
+
+def test_a_resumed_trainer_goes_on_counting(tmp_path: Path) -> None:
+    """The number of a step is the one that its log will say."""
+    trainer = Trainer(State(100))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with nanscope.watch(trainer, out=tmp_path, save_steps=(102,)) as scope:
+        for factor in (1.0, 1.0, math.nan):
+            (weight * factor).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trainer.state.global_step += 1
+    assert [entry.step for entry in scope.ledger.entries] == [101, 102, 103] and scope.steps == 3
+    assert [incident.step for incident in scope.verdict.incidents] == [103]
+    assert [path.name for path in scope.saved] == ["batch-000102.rank0.safetensors"]
+
+
+def test_a_step_that_is_asked_for_and_bad_is_an_incident(tmp_path: Path) -> None:
+    """It is saved as what it is, once."""
+    with nanscope.watch(out=tmp_path, save_steps=(2,)) as scope:
+        train(scope, [1.0, math.nan])
+    assert scope.saved == [] and [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+
+
+def test_every_backward_pass_of_a_step_that_is_asked_for_is_saved(tmp_path: Path) -> None:
+    """One file each, numbered."""
+    with nanscope.watch(out=tmp_path, save_steps=(2,)) as scope:
+        train(scope, [1.0, [2.0, 3.0], 1.0])
+    assert [path.name for path in scope.saved] == ["batch-000002.rank0.safetensors", "batch-000002.rank0.part2.safetensors"]
+    assert [nanscope.load(path).reached.loss for path in scope.saved] == [2.0, 3.0] and scope.verdict.healthy
+
+
+def test_skip_holds_back_and_gives_back(tmp_path: Path) -> None:
+    """The optimizer finds no gradients, afterwards they are there again; the next step is taken."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
+        for factor in (math.nan, 1.0):
+            optimizer.zero_grad()
+            (weight * factor).sum().backward()
+            optimizer.step()
+            assert weight.grad is not None and repr(float(weight.grad)) == repr(factor)
+    assert float(weight.detach()) == 0.5 and scope.skipped == 1
+    (incident,) = scope.verdict.incidents
+    assert incident.reached == {"loss": True, "gradients": [1, 1], "weights": [0, 1], "stepped": "skipped"}
+
+
+@pytest.mark.parametrize(("mode", "stepped", "weights"), [("record", "taken", 1), ("skip", "skipped", 0)])
+def test_what_became_of_the_step_stands_in_its_file(tmp_path: Path, mode: OnNonFinite, stepped: str, weights: int) -> None:
+    """Taken or skipped, and how many weights went bad."""
+    with nanscope.watch(out=tmp_path, on_nonfinite=mode) as scope:
+        train(scope, [1.0, math.nan])
+    assert scope.bad_steps == 1
+    reached = nanscope.load(str(scope.paths[0])).reached
+    assert (reached.stepped, reached.bad_weights, reached.weights) == (stepped, weights, 1)
+
+
+def test_gradients_that_nobody_made_here_are_a_note(tmp_path: Path) -> None:
+    """Set by hand, or by a backward pass before the block: no incident, and the weights that they spoil are none either."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with nanscope.watch(out=tmp_path) as scope:
+        weight.grad = torch.tensor([math.nan])
+        optimizer.step()
+    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["foreign_gradients"]
+
+
+def test_an_absorbed_overflow_is_told_once_for_each_line(tmp_path: Path) -> None:
+    """Every step has it, and one note says so."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            ratio = torch.exp(torch.tensor([1.0, 99.0]))
+            (weight * ratio.clamp(max=2.0)).sum().backward()
+            optimizer.step()
+    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"]
+    assert "ratio was +inf at [1]" in scope.notes[0].text and "step 1)" in scope.notes[0].text
+
+
+def test_a_block_without_an_optimizer_is_looked_at_when_it_ends(tmp_path: Path) -> None:
+    """A gradient that was spoilt after backward has nobody else to find it."""
+    weight = nn.Parameter(torch.ones(1))
+    with nanscope.watch(weight_of(weight), out=tmp_path) as scope:
+        (weight * 2.0).sum().backward()
+        assert weight.grad is not None
+        weight.grad.mul_(math.inf)
+    assert scope.bad_steps == 1 and scope.verdict.incidents[0].reached["stepped"] == "none"
+
+
+def weight_of(parameter: nn.Parameter) -> nn.Module:
+    """A module that owns a parameter."""
+    module = nn.Module()
+    module.weight = parameter
+    return module
