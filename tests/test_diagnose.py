@@ -160,7 +160,8 @@ def test_a_verdict_counts_steps_and_says_everything_once() -> None:
     assert (found.steps, found.skipped, found.bad_steps, found.status) == (9, 2, 2, "non-finite")
     assert found.notes == (same, Note("absorbed", "y", 1), Note("other", "x", 7))
     assert verdict(run, bad_steps=6).bad_steps == 6
-    assert verdict([]).healthy and verdict([]).version
+    empty = verdict([])
+    assert (empty.healthy, empty.steps, empty.skipped, empty.bad_steps) == (True, 0, 0, 0) and empty.version
 
 
 def test_a_framework_is_recognised_by_its_files_or_by_the_objective() -> None:
