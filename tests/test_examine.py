@@ -13,7 +13,7 @@ from seen import INF, NAN
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture.failsafe import Quiet
+from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.program import Program
@@ -54,7 +54,7 @@ def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monke
 def examined(function: Callable[[], Tensor], *modules: nn.Module) -> tuple[Examiner, Recording]:
     """An examiner, and a backward pass as a step hands it over: recorded, and run."""
     tape = Tape()
-    watch = ModuleWatch(lambda: None, lambda: None, Quiet())
+    watch = ModuleWatch(lambda: None, lambda: None, Failsafe())
     for module in modules:
         watch.seen.add(module)
     with TapeMode(tape):
