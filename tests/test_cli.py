@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import save_file
@@ -41,9 +44,27 @@ loss.backward()
 """
 
 
-def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def spawn(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`nanscope …` in a process of its own."""
     command = [sys.executable, "-m", "nanscope", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env={**os.environ, "COLUMNS": "120"})
+
+
+def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has loaded torch already: for a verb that leaves nothing of itself in the interpreter."""
+    out, err = io.StringIO(), io.StringIO()
+    command = ["nanscope", *map(str, args)]
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "path", [*sys.path]),
+        mock.patch.dict(os.environ, COLUMNS="120"),
+        chdir(cwd or Path.cwd()),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as left,
+    ):
+        cli.main()
+    return subprocess.CompletedProcess(command, left.value.code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +72,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with one bad step in it."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "fails.py").write_text(FAILING)
-    done = call("run", "--out", folder / "run", "--json", folder / "verdict.json", folder / "fails.py")
+    done = spawn("run", "--out", folder / "run", "--json", folder / "verdict.json", folder / "fails.py")
     assert done.returncode == 3, done.stderr
     return folder
 
@@ -75,7 +96,7 @@ def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
 def test_a_healthy_script_exits_0_and_keeps_its_arguments_and_output(tmp_path: Path) -> None:
     """The script sees its own arguments, options included, and its standard output is its own."""
     (tmp_path / "train.py").write_text(HEALTHY)
-    done = call("run", "--json", tmp_path / "v.json", "train.py", "--lr", "1e-6", "-x", cwd=tmp_path)
+    done = spawn("run", "--json", tmp_path / "v.json", "train.py", "--lr", "1e-6", "-x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "args ['--lr', '1e-6', '-x']\n"
     assert "3 steps watched" in done.stderr
@@ -88,7 +109,7 @@ def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "train.py").write_text(HEALTHY)
-    done = call("run", "-m", "package.train", "--lr", "1", cwd=tmp_path)
+    done = spawn("run", "-m", "package.train", "--lr", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "args ['--lr', '1']\n"
 
@@ -109,7 +130,7 @@ def test_a_script_that_fails_by_itself_keeps_its_status(tmp_path: Path) -> None:
     """An exception is shown as Python shows it and gives 1; sys.exit keeps its code."""
     (tmp_path / "raises.py").write_text("raise ValueError('mine')")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(7)")
-    raised, exited = call("run", "raises.py", cwd=tmp_path), call("run", "exits.py", cwd=tmp_path)
+    raised, exited = spawn("run", "raises.py", cwd=tmp_path), spawn("run", "exits.py", cwd=tmp_path)
     assert raised.returncode == 1 and "ValueError: mine" in raised.stderr
     assert exited.returncode == 7
 
@@ -117,7 +138,7 @@ def test_a_script_that_fails_by_itself_keeps_its_status(tmp_path: Path) -> None:
 def test_stop_ends_the_script_with_3(tmp_path: Path) -> None:
     """--on-nonfinite stop ends the run at the bad step, with the report and not with a traceback."""
     (tmp_path / "fails.py").write_text(FAILING + "\nprint('went on')\n")
-    done = call("run", "--on-nonfinite", "stop", "fails.py", cwd=tmp_path)
+    done = spawn("run", "--on-nonfinite", "stop", "fails.py", cwd=tmp_path)
     assert done.returncode == 3
     assert "went on" not in done.stdout and "Traceback" not in done.stderr
 
@@ -278,7 +299,7 @@ def test_a_step_is_replayed_under_other_losses(run_dir: Path, tmp_path: Path) ->
     """Rows in the table, a sentence each, and the same as JSON; one's own function comes from the current directory."""
     (tmp_path / "my_losses.py").write_text(MY_LOSS)
     asked = ["--as", "verl.vanilla", "--as", "trl.dapo:epsilon=0.3", "--loss", "my_losses:mine", "--json", "rows.json"]
-    done = call("replay", snapshot_of(run_dir), *asked, cwd=tmp_path)
+    done = spawn("replay", snapshot_of(run_dir), *asked, cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     text = " ".join(done.stdout.split())
     assert "verl.vanilla would have survived this batch" in text and "my_losses:mine would have survived" in text
