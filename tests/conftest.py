@@ -27,13 +27,6 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=5000
 hypothesis.settings.load_profile("nightly" if NIGHTLY else "nanscope")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `nightly` runs in a nightly search only."""
-    for item in items:
-        if not NIGHTLY and item.get_closest_marker("nightly"):
-            item.add_marker(pytest.mark.skip(reason="a long search: set NANSCOPE_NIGHTLY=1"))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--accept` takes what test_golden.py sees as what it is to be."""
     parser.addoption("--accept", action="store_true", help="write the golden outputs anew instead of comparing with them")
@@ -41,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 BACKWARD = torch.autograd.backward
 TRACE, PROFILE = sys.gettrace(), sys.getprofile()  # a coverage tool may have installed its own
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked `nightly` is left out, unless it is night."""
+    late = [] if NIGHTLY else [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=late)
+    items[:] = [item for item in items if NIGHTLY or not item.get_closest_marker("nightly")]
 
 
 def left_installed() -> list[str]:

@@ -7,6 +7,7 @@ out by hand or with plain torch, and where a test states a number, it computes t
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import re
@@ -24,6 +25,7 @@ trl = pytest.importorskip("trl")
 
 import transformers  # noqa: E402
 from datasets import Dataset  # type: ignore[import-untyped]  # noqa: E402
+from pairwise import named, pairwise, product  # noqa: E402
 from trl.experimental.gmpo.gmpo_config import GMPOConfig  # noqa: E402
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer  # noqa: E402
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
@@ -52,14 +54,15 @@ HUGE = torch.finfo(torch.float32).max
 LOSS_TYPES: dict[str, dict[str, Any]] = {  # what a loss type needs beside its name
     "grpo": {}, "dr_grpo": {}, "dapo": {}, "bnpo": {}, "cispo": {}, "sapo": {}, "luspo": {"importance_sampling_level": "sequence"}, "vespo": {},
 }  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "beta": {"beta": 0.04},
-    "checkpointing": {"gradient_checkpointing": True},
-    "dropout": {"model_config": {"attention_dropout": 0.2}},
-    "no liger": {"use_liger_kernel": False},
-    "bf16": {"bf16": True},
+SETTINGS: dict[str, tuple[Any, ...]] = {  # what people change, each as it stands first and then as they do
+    "loss_type": tuple(LOSS_TYPES),
+    "beta": (0.0, 0.04),
+    "gradient_checkpointing": (False, True),
+    "attention_dropout": (0.0, 0.2),
+    "num_iterations": (2, 1),  # with 1 TRL keeps no old log-probs
+    "bf16": (False, True),
 }
+USUAL = pairwise(SETTINGS)
 DPO_LOSS_TYPES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
     "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
@@ -193,11 +196,22 @@ def test_the_loss_types_here_are_those_of_trl() -> None:
     assert set(re.findall(r"'(\w+)'", listed.group(1))) == set(LOSS_TYPES)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_loss_type_trains_in_silence(tmp_path: Path, loss_type: str, variant: str) -> None:
-    """Two healthy steps of any loss type, with any of the usual settings, give no incident and no note."""
-    trainer = make_trainer(tmp_path, loss_type=loss_type, max_steps=2, **LOSS_TYPES[loss_type], **VARIANTS[variant])
+def test_every_two_settings_meet_in_a_row() -> None:
+    """Of the rows that always run, one has any two values of any two settings; the nightly ones are all combinations there are."""
+    for (one, ones), (other, others) in itertools.combinations(SETTINGS.items(), 2):
+        assert {(row[one], row[other]) for row in USUAL} == set(itertools.product(ones, others))
+    assert len(USUAL) < 20 and all(row in product(SETTINGS) for row in USUAL)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=named(row, SETTINGS), marks=() if row in USUAL else pytest.mark.nightly) for row in product(SETTINGS)],
+)
+def test_every_loss_type_trains_in_silence(tmp_path: Path, row: dict[str, Any]) -> None:
+    """Two healthy steps of any loss type, with any combination of the usual settings, give no incident and no note."""
+    settings = {name: value for name, value in row.items() if name != "attention_dropout"}
+    dropout = {"attention_dropout": row["attention_dropout"]}
+    trainer = make_trainer(tmp_path, model_config=dropout, max_steps=2, **LOSS_TYPES[row["loss_type"]], **settings)
     silent(train(tmp_path, trainer), trainer)
 
 
