@@ -140,7 +140,7 @@ def test_where_nothing_would_be_left_everything_stays() -> None:
 
 
 def look(recorded: Recorded) -> Look:
-    return Look(recorded.program, recorded.tensors, recorded.run, recorded.location)
+    return Look(Trace(recorded.program, recorded.run), recorded.location)
 
 
 def test_a_file_that_leads_to_the_same_origin_says_nothing_of_it() -> None:
@@ -173,7 +173,7 @@ def test_a_call_inside_the_model_is_saved_only_if_it_is_small(monkeypatch: pytes
     recorded = record(lambda x: torch.exp(x), torch.tensor([99.0]))
     program = replace(recorded.program, computes=Computes.ACTIVATION)
     snapshot = recorded.snapshot(program=program)
-    seen = Look(program, recorded.tensors, recorded.run, locate(Trace.of(program, recorded.tensors)))
+    seen = Look(Trace(program, recorded.run), locate(Trace.of(program, recorded.tensors)))
     assert narrow.to_save(snapshot, seen, False).program is program
     monkeypatch.setattr(narrow, "LARGEST_CALL", 3)
     saved = narrow.to_save(snapshot, seen, False)

@@ -165,7 +165,7 @@ def test_the_history_says_how_much_room_exp_had(tmp_path: Path) -> None:
         log_ratio = weight * 1.0
         torch.exp(log_ratio).mean().backward()
         optimizer.step()
-    (entry,) = scope.ledger.entries
+    (entry,) = scope.history.entries
     assert entry.log_ratio_max == 30.0 and entry.headroom == pytest.approx(58.72, abs=0.01)
 
 
@@ -194,7 +194,7 @@ def test_a_resumed_trainer_goes_on_counting(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             trainer.state.global_step += 1
-    assert [entry.step for entry in scope.ledger.entries] == [101, 102, 103] and scope.steps == 3
+    assert [entry.step for entry in scope.history.entries] == [101, 102, 103] and scope.steps == 3
     assert [incident.step for incident in scope.verdict.incidents] == [103]
     assert [path.name for path in scope.saved] == ["batch-000102.rank0.safetensors"]
 

@@ -159,7 +159,7 @@ class Examiner:
         """Return a step that nothing is wrong with as a snapshot, None if its loss was not recorded."""
         if recording.program is None:
             return None
-        look = Look(recording.program, recording.tensors, None, None)
+        look = Look(Trace.of(recording.program, recording.tensors), None)
         return self.described(replace(blank, asked=True), recording, look, False)
 
     def update(self, optimizer: torch.optim.Optimizer, first: bool, blank: Snapshot) -> Snapshot:
@@ -210,7 +210,8 @@ class Examiner:
 
     def _ruined_by_its_norm(self, look: Look) -> bool:
         """Did a clip by norm ruin gradients that backward had made without a NaN?"""
-        if look.run is None or not self._norm_overflowed():
+        if look.trace is None or not self._norm_overflowed():
             return False
-        raw = [look.run.grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in look.run.grads]
+        grads = look.trace.run.grads
+        raw = [grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads]
         return not any(bool(torch.isnan(grad).any()) for grad in raw)

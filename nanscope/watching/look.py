@@ -23,7 +23,6 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.program.run import Run
 from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
 from nanscope.watching.recording import Recording
 
@@ -32,22 +31,30 @@ log = logging.getLogger("nanscope")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A program with a run of it and what went wrong in it. second: the model's forward is part of the program. seen: what no program
+    """A program that was run, and what went wrong in it. second: the model's forward is part of the program. seen: what no program
     shows. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
 
-    program: Program
-    tensors: dict[int, Tensor]
-    run: Run | None
+    trace: Trace | None
     location: Location | None
     second: bool = False
     seen: Observation | None = None
     kernel: bool = False
     notes: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def program(self) -> Program:
+        """The program, an empty one where none was run."""
+        return Program((), (), -1) if self.trace is None else self.trace.program
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """Its leaves, by id."""
+        return {} if self.trace is None else self.trace.tensors
+
 
 LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
-NOTHING = Look(Program((), (), -1), {}, None, None)
+NOTHING = Look(None, None)
 
 
 def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
@@ -56,9 +63,8 @@ def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         looked = rerun.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
         if looked is None:
             return None
-        program, tensors = looked
-        trace = Trace.of(program, tensors)
-        return Look(program, tensors, trace.run, locate(trace), second=True)
+        trace = Trace.of(*looked)
+        return Look(trace, locate(trace), second=True)
     except (ProgramError, LookupError, RuntimeError) as error:
         log.warning("nanscope [second-look-failed]: %s", error)
         return None
@@ -70,9 +76,8 @@ def kernel_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look |
         opened = kernels.reopen(recording.glimpses, _given(recording, watch), budget)
         if opened is None:
             return None
-        program, tensors = opened
-        trace = Trace.of(program, tensors)
-        return Look(program, tensors, trace.run, locate(trace), True, kernel=True, notes=(_kernel_note(recording, trace.run, program),))
+        trace = Trace.of(*opened)
+        return Look(trace, locate(trace), second=True, kernel=True, notes=(_kernel_note(recording, trace),))
     except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
         log.warning("nanscope [kernel-unopened]: %s: %s", type(error).__name__, error)
         return None
@@ -101,11 +106,11 @@ def _given(recording: Recording, watch: ModuleWatch) -> dict[str, Tensor]:
 AGREES = 1e-3  # relative; a kernel adds in another order, and in lower precision
 
 
-def _kernel_note(recording: Recording, run: Run, program: Program) -> tuple[str, str]:
+def _kernel_note(recording: Recording, trace: Trace) -> tuple[str, str]:
     """Say what a kernel's loss is beside that of its formula."""
     found = kernels.kernel_of(recording.glimpses)
     name = found[1].site.function.split(".")[0] if found is not None else "a kernel"
-    theirs, ours = recording.value, float(run.values[program.output].double().sum())
+    theirs, ours = recording.value, float(trace.values[trace.program.output].double().sum())
     if theirs is None or (math.isfinite(theirs) == math.isfinite(ours) and not abs(theirs - ours) > AGREES * max(abs(ours), 1e-3)):
         return ("kernel_opened", f"{name} computes the loss inside one kernel; its formula was run again on the same batch")
     if math.isfinite(theirs) and not math.isfinite(ours):
@@ -248,7 +253,7 @@ def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
 def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
     trace = Trace.of(program, tensors)
     location = locate(trace)
-    return None if location is None else Look(program, tensors, trace.run, location, second=True)
+    return None if location is None else Look(trace, location, second=True)
 
 
 def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
@@ -256,7 +261,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     if recording.program is None:
         return NOTHING
     trace = Trace.of(recording.program, recording.tensors)
-    first = Look(recording.program, recording.tensors, trace.run, locate(trace))
+    first = Look(trace, locate(trace))
     if first.location is not None and is_settled(first.location):
         return first
     deeper = again()

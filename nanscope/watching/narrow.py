@@ -27,13 +27,15 @@ from nanscope.watching.look import LARGEST_CALL, Look
 
 def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     """Return what of a snapshot is saved. Where that loses the origin, what was seen of it, and the fixes tried, are written down."""
-    program, tensors, grads = narrow(snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, look.run)
+    program, tensors, grads = narrow(
+        snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, None if look.trace is None else look.trace.run
+    )
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
         program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
     narrowed = program is not snapshot.program
-    if look.location is not None and look.run is not None and narrowed and not _same_origin(look.location, program, tensors):
-        seen = replace(observe(look.location, Trace(snapshot.program, look.run)).joined(seen), outside=True)
+    if look.location is not None and look.trace is not None and narrowed and not _same_origin(look.location, program, tensors):
+        seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
             seen = replace(seen, tried=replay(snapshot).rows)
     return replace(

@@ -45,11 +45,11 @@ def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Lo
     """Find what made a step huge, in the loss or, by `again`, in the model; None if nothing stands out."""
     if recording.program is None:
         return None
-    look: Look | None = Look(recording.program, recording.tensors, recording.program.execute(recording.tensors, trace=True), None)
+    look: Look | None = Look(Trace.of(recording.program, recording.tensors), None)
     for _ in range(2):
-        if look is None or look.run is None:
+        if look is None or look.trace is None:
             return None
-        location = spike(Trace(look.program, look.run))
+        location = spike(look.trace)
         if location is not None and is_settled(location):
             return replace(look, location=location)
         look = again()
@@ -61,7 +61,7 @@ def overflowing_norm(look: Look | None, site: Site | None) -> Observation | None
 
     look: with the gradients that backward made, before they were clipped.
     """
-    grads = look.run.grads if look is not None and look.run is not None else {}
+    grads = look.trace.run.grads if look is not None and look.trace is not None else {}
     leaves = [leaf for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads] if look is not None else []
     if leaves and bool(torch.isfinite(torch.linalg.vector_norm(norms([grads[leaf.id] for leaf in leaves])))):
         return None  # their norm is fine: what the clip saw had gone bad in another way

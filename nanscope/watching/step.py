@@ -64,7 +64,7 @@ class Step:
         self._reading: Reading | None = None
         self._began = time.perf_counter()
         # what outlives a step
-        self._plans: dict[Any, Dials] = {}
+        self._dials: dict[Any, Dials] = {}
         self._usual_loss, self._usual_norm = Usual(), Usual()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
 
@@ -308,9 +308,9 @@ class Step:
 
     def _read_gauge(self, program: Program) -> None:
         key = tuple((call.op, call.site) for call in program.calls)
-        plan = self._plans.get(key)
+        plan = self._dials.get(key)
         if plan is None:
-            plan = self._plans[key] = Dials.of(program)
+            plan = self._dials[key] = Dials.of(program)
         values = {i: v.tensor for i, v in self._tape.values.items() if v.tensor is not None}
         reading = read_gauge(plan, program, values)
         self._reading = reading if self._reading is None else self._reading.joined(reading)
