@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,7 @@ PUBLISHED = {"changelog.md": ROOT / "CHANGELOG.md", "contributing.md": ROOT / "C
 def _causes() -> dict[str, str]:
     """Return the page of each cause, by its name."""
     folder = ROOT / "nanscope" / "verdict" / "explanations"
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))} or _composed()
-
-
-def _composed() -> dict[str, str]:
-    """The same out of the table that the explanations stand in for as long as they are no pages."""
-    sys.path.insert(0, str(ROOT))
-    from nanscope.causes import CAUSES as TITLES
-    from nanscope.verdict.explain import EXPLANATIONS
-
-    return {
-        str(cause): f"# {cause}\n\n{TITLES[cause].title}\n\n## Why it happens\n\n{one.mechanism}\n\n## The smallest example\n\n"
-        f"```python\n{one.broken}```\n\n## The right fix\n\n```python\n{one.mended}```\n\n{one.right}\n\n"
-        f"## What does not help\n\n{one.wrong}\n\n" + "\n".join(f"- <{link}>" for link in one.links)
-        for cause, one in EXPLANATIONS.items()
-    }
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))}
 
 
 CAUSES = _causes()

@@ -14,12 +14,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
-from nanscope.plain import show
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
@@ -184,6 +183,7 @@ def replay(
     from nanscope.replay.under import replay_under
     from nanscope.report.console import progress
     from nanscope.report.replay import print_alternatives, print_replay
+    from nanscope.report.tried import tried_json
     from nanscope.snapshot.file import load
     from nanscope.verdict.diagnose import diagnose
     from nanscope.verdict.incident import Verdict
@@ -201,7 +201,7 @@ def replay(
         incident = diagnose(snapshot, str(file), replayed)
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
-    told = {"rows": [show(asdict(row)) for row in incident.rows], **Verdict((incident,), steps=1, bad_steps=1).to_json()}
+    told = {"rows": tried_json(incident), **Verdict((incident,), steps=1, bad_steps=1).to_json()}
     _write_json(json_file, told if others is None else told | {"alternatives": [outcome.to_json() for outcome in others.outcomes]})
     failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)

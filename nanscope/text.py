@@ -1,4 +1,4 @@
-"""How indices and numbers are written everywhere."""
+"""How indices, numbers and counts are written everywhere."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def number(value: float | None) -> str:
     if math.isinf(value):
         return "+inf" if value > 0 else "−inf"
     return f"{value:.4g}".replace("-", "−")
+
+
+def count(many: int, noun: str) -> str:
+    """Return "1 row", "3 rows", "2 batches"."""
+    return f"{many} {noun}" if many == 1 else f"{many} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def is_exact(distortion: float | None) -> bool:

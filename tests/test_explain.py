@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from torch import Tensor
 
 from nanscope.causes import ADVICE, CAUSES, Cause
-from nanscope.verdict.explain import EXPLANATIONS, Explanation
+from nanscope.verdict import explain
+from nanscope.verdict.explain import HEADINGS, Explanation, explanation, read
+
+PAGES = Path(explain.__file__).parent / "explanations"
+EXPLANATIONS = {cause: explanation(cause) for cause in Cause if cause is not Cause.UNKNOWN}
 
 SPIKE = 1e5  # where everything stays finite, this is what counts as ruined
 LINES, COLUMNS = 8, 100  # of a snippet, so that it fits into a terminal
@@ -105,7 +111,7 @@ TRACKER = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/[1-9]
 
 pytestmark = pytest.mark.filterwarnings("ignore:std:UserWarning")  # the standard deviation of one element is meant here
 
-CASES = pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.UNKNOWN], ids=str)
+CASES = pytest.mark.parametrize("cause", EXPLANATIONS, ids=str)
 
 
 def run(code: str) -> dict[str, object]:
@@ -145,17 +151,57 @@ def harmed(cause: Cause, left: dict[str, object]) -> bool:
 
 def texts(explanation: Explanation) -> str:
     """Everything that a reader sees, apart from the links."""
-    return "\n".join((explanation.mechanism, explanation.broken, explanation.mended, explanation.right, explanation.wrong))
+    return "\n".join((explanation.mechanism, explanation.broken, explanation.mended, *explanation.right, explanation.wrong))
 
 
-def fixes_named(text: str) -> list[str]:
-    """Return the fix classes that a text explains, in its order; each stands as `id: sentence`."""
-    return re.findall(r"(?:^|\. )([a-z0-9]+(?:_[a-z0-9]+)+): ", text)
+def page(cause: Cause) -> str:
+    return (PAGES / f"{cause}.md").read_text(encoding="utf-8")
 
 
-def test_every_cause_but_the_unknown_one_is_explained() -> None:
-    """A cause that a report can name has an explanation, and nothing else has one."""
-    assert set(EXPLANATIONS) == set(Cause) - {Cause.UNKNOWN}
+def test_every_cause_but_the_unknown_one_has_one_page() -> None:
+    """A cause that a report can name has a page, and no page is left over."""
+    assert {path.name for path in PAGES.iterdir()} == {f"{cause}.md" for cause in set(Cause) - {Cause.UNKNOWN}}
+
+
+@CASES
+def test_a_page_is_headed_by_its_cause(cause: Cause) -> None:
+    """The slug, and the line that the table of causes has about it."""
+    title = CAUSES[cause].title
+    assert page(cause).startswith(f"# {cause}\n\n{title[0].upper()}{title[1:]}.\n\n## ")
+    assert EXPLANATIONS[cause].title == f"{title[0].upper()}{title[1:]}."
+
+
+@CASES
+def test_a_page_is_markdown_as_others_read_it(cause: Cause) -> None:
+    """A CommonMark parser finds the headings, words, snippets, items and links that the reader here finds."""
+    told = EXPLANATIONS[cause]
+    found: dict[str, list[str]] = {}
+    kind = ""
+    for token in MarkdownIt().parse(page(cause)):
+        kind = token.type.removesuffix("_open") if token.type.endswith("_open") and token.type != "paragraph_open" else kind
+        if token.type == "fence":
+            assert token.info == "python"
+            found.setdefault("fence", []).append(token.content)
+        elif token.type == "inline":
+            words = "".join(" " if child.type == "softbreak" else child.content for child in token.children or ())
+            found.setdefault(kind, []).append(words)
+        kind = "paragraph" if token.type in ("heading_close", "bullet_list_close", "fence") else kind
+    headings = HEADINGS if told.links else HEADINGS[:-1]
+    assert found == {
+        "heading": [str(cause), *headings],
+        "paragraph": [told.title, told.mechanism, told.wrong],
+        "fence": [told.broken, told.mended],
+        "list_item": [*told.right, *told.links],
+    }
+
+
+@pytest.mark.parametrize("heading", HEADINGS[:-1])
+def test_a_page_without_a_heading_is_refused(heading: str) -> None:
+    """A page that is not built as all others are is an error and no empty explanation."""
+    whole = page(Cause.EXP_OVERFLOW)
+    assert read(whole) == EXPLANATIONS[Cause.EXP_OVERFLOW]
+    with pytest.raises(ValueError, match="the headings are"):
+        read(whole.replace(f"## {heading}\n", ""))
 
 
 @CASES
@@ -227,9 +273,8 @@ def test_what_is_called_right_helps(cause: Cause, old: str, new: str) -> None:
 @CASES
 def test_right_explains_every_fix_of_the_table(cause: Cause) -> None:
     """`right` names the fix classes of the cause in the order of the table, and invents none."""
-    named = fixes_named(EXPLANATIONS[cause].right)
+    named = [words.partition(": ")[0] for words in EXPLANATIONS[cause].right]
     fixes = CAUSES[cause].fixes
-    assert fixes[0] in named
     assert tuple(named[: len(fixes)]) == fixes
     assert set(named) <= set(ADVICE)
 
@@ -237,12 +282,13 @@ def test_right_explains_every_fix_of_the_table(cause: Cause) -> None:
 @CASES
 def test_the_prose_is_complete(cause: Cause) -> None:
     """Every field says something, in whole sentences, and the mechanism takes three to six of them."""
-    explanation = EXPLANATIONS[cause]
-    for text in (explanation.mechanism, explanation.right, explanation.wrong):
+    told = EXPLANATIONS[cause]
+    for text in (told.title, told.mechanism, *told.right, told.wrong):
         assert text.endswith(".")
         assert "  " not in text
         assert "\n" not in text
-    assert 3 <= len(re.findall(r"\.(?= [A-Za-z0-9]|$)", explanation.mechanism)) <= 6
+    assert told.right
+    assert 3 <= len(re.findall(r"\.(?= [A-Za-z0-9]|$)", told.mechanism)) <= 6
 
 
 @CASES

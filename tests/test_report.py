@@ -1,178 +1,23 @@
-"""`nanscope.report`: the suffix chooses the renderer, every renderer takes every kind of verdict, and no half file is ever left.
-
-The kinds of verdict (`verdict_of`) and the hostile ones (`hostile`) are used by the tests of the single renderers, too.
-"""
+"""`nanscope.report`: the suffix chooses the renderer, every renderer takes every kind of verdict, and no half file is ever left."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import enum
-import functools
 import json
 import math
 import os
-import tempfile
-import types
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from verdicts import KINDS, hostile, verdict_of
 
-import nanscope
+from nanscope import report
 from nanscope.errors import NanscopeError
-from nanscope.program.program import Program
-from nanscope.report import render as report
-from nanscope.report.render import render, suffixes
-from nanscope.snapshot.observation import Observation, Origin, Phase
-from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.verdict import incident
-from nanscope.verdict.diagnose import verdict as diagnosed
-from nanscope.verdict.incident import Note, Verdict
-
-# -- small training steps that go wrong ------------------------------------------------------------------------------------------
-
-
-def _model() -> torch.nn.Linear:
-    torch.manual_seed(0)
-    return torch.nn.Linear(4, 1)
-
-
-def _mask_after(step: int = 0) -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3)
-    mask[1, 2] = 0.0
-    old_logps = torch.zeros(2, 3)
-    old_logps[1, 2] = -120.0
-    logps = model(x).squeeze(-1)
-    log_ratio = logps - old_logps
-    ratio = torch.exp(log_ratio)
-    loss = -(ratio * mask).sum() / mask.sum()
-    loss.backward()
-
-
-def _finite_loss() -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    mask[0, 1] = False
-    logps = model(x).squeeze(-1)
-    log_ratio = torch.where(mask, logps, logps + 150.0)
-    ratio = torch.exp(log_ratio)
-    loss = -torch.where(mask, ratio, 0.0).mean()
-    loss.backward()
-
-
-def _bad_input() -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3)
-    mask[0, 2] = 0.0
-    old_logps = torch.zeros(2, 3)
-    old_logps[0, 2] = math.nan
-    ratio = torch.exp(model(x).squeeze(-1) - old_logps)
-    loss = -(ratio * mask).mean()
-    loss.backward()
-
-
-def _optimizer() -> None:
-    model = _model().half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-9, foreach=False)
-    loss = model(torch.full((1, 4), 1e-4, dtype=torch.float16)).sum()
-    loss.backward()
-    optimizer.step()
-
-
-def _drifting() -> None:
-    """Nine healthy steps whose masked exponents grow, and one too many."""
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    mask, offset = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 10.0]])
-    for step in range(10):
-        logps = model(x).squeeze(-1)
-        old_logps = logps.detach() - step * offset
-        ratio = torch.exp(logps - old_logps)
-        loss = -(ratio * mask).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _healthy() -> None:
-    loss = _model()(torch.ones(3, 4)).sum()
-    loss.backward()
-
-
-RUNS: dict[str, Callable[[], None]] = {
-    "forward masked": _mask_after,
-    "backward, finite loss": _finite_loss,
-    "input": _bad_input,
-    "optimizer": _optimizer,
-    "history": _drifting,
-    "healthy": _healthy,
-}
-KINDS = (*RUNS, "observed only", "absorbed")
-
-
-@functools.cache
-def verdict_of(kind: str) -> Verdict:
-    """Return a verdict of this kind, from a real run where there is one."""
-    if kind == "absorbed":
-        return Verdict((), (Note("nonfinite_absorbed", "ratio was +inf at [0, 1], and it was absorbed", 3),), steps=12, version="0.1.0")
-    if kind == "observed only":
-        origin = Origin("module", (0, 1, 2), (2, 3, 4), math.nan, "bfloat16", "logits")
-        snapshot = Snapshot(
-            step=7, rank=3, program=Program((), (), -1), tensors={}, loss=torch.tensor(math.nan), grads={},
-            reached=Reached(loss=math.nan, gradients=4, bad_gradients=4), observation=Observation(phase=Phase.FORWARD, origin=origin),
-        )  # fmt: skip
-        return diagnosed([snapshot], steps=7, bad_steps=1)
-    with tempfile.TemporaryDirectory() as folder:
-        with nanscope.watch(out=folder) as scope:
-            RUNS[kind]()
-        return scope.verdict
-
-
-# -- a verdict with a hostile string in every field ---------------------------------------------------------------------------------
-
-NASTY = (
-    "</script></style></title>\"'><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7 }}{% raw %}$\\frac{a}$"
-    "\x00\x1b[31m\x9b\u202e\u2066\u200b\u2028\ud800"
-)
-
-
-def hostile(kind: Any = Verdict, text: str = NASTY, count: int = 2) -> Any:
-    """Build a value of a type, with hostile text wherever a string fits; count: items in every list."""
-    origin = typing.get_origin(kind)
-    args = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind, vars(incident) | {"Any": Any})
-        return kind(**{field.name: _field(kind.__name__, field.name, hints[field.name], text, count) for field in dataclasses.fields(kind)})
-    if origin in (typing.Union, types.UnionType):
-        return hostile(next(arg for arg in args if arg is not type(None)), text, count)
-    if origin is tuple and args[-1] is Ellipsis:
-        return tuple(hostile(args[0], text, count) for _ in range(count))
-    if origin is tuple:
-        return tuple(hostile(arg, text, count) for arg in args)
-    if origin is dict or kind is Any:
-        return {f"{text}{n}": [text, {text: text}, math.nan, None, True] for n in range(count)}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return next(iter(kind))
-    return {str: text, int: 1, float: math.inf, bool: True}[kind]
-
-
-def _field(owner: str, name: str, hint: Any, text: str, count: int) -> Any:
-    special: dict[tuple[str, str], Any] = {
-        ("Row", "kind"): "fix",
-        ("Row", "works"): True,
-        ("Row", "bad"): 0,
-        ("Row", "loss"): 0.5,
-        ("Incident", "reached"): {"loss": text, "gradients": [text, text], "weights": text, "stepped": text, text: text},
-    }
-    return special[owner, name] if (owner, name) in special else hostile(hint, text, count)
-
-
-# -- the tests ------------------------------------------------------------------------------------------------------------------------
+from nanscope.report.render import RENDERERS, render, suffixes
+from nanscope.verdict.incident import Verdict
 
 
 @pytest.mark.parametrize("suffix", suffixes())
@@ -248,7 +93,7 @@ def test_a_renderer_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setitem(report.RENDERERS, ".txt", broken)
+        patch.setitem(RENDERERS, ".txt", broken)
         with pytest.raises(OSError, match="No space"):
             render(verdict_of("healthy"), path)
     with monkeypatch.context() as patch:

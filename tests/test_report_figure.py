@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib.text import Text
-from test_report import KINDS, NASTY, hostile, verdict_of
+from verdicts import KINDS, NASTY, hostile, verdict_of
 
 from nanscope.report import figure
 from nanscope.report.figure import COLOURS, TALLEST, WIDTH, Sheet, render_figure
@@ -61,7 +61,7 @@ def test_the_picture_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     together = " ".join(said)
     assert verdict.sentence.replace(" ", "") in together.replace(" ", "")
     assert any("ratio = torch.exp(logps - old_logps)" in text for text in said)
-    for wanted in ("[1, 2]  90", "88.72", "exp overflows", "Proven fix", "✓ works · best", "✗ tempting, and wrong", "2 rows × 3 tokens"):
+    for wanted in ("[1, 2]  90", "88.72", "exp overflows", "Proven fix", "✓ best", "✗ tempting, and wrong", "2 rows × 3 tokens"):
         assert any(wanted in text for text in said), wanted
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from recorded import record
 from test_locate import CASES
 
-from nanscope.report.console import WIDTH, safe
+from nanscope.report.clean import clean
+from nanscope.report.console import WIDTH
 from nanscope.report.terminal import render_text
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
@@ -53,7 +54,7 @@ def test_a_healthy_run_is_one_line() -> None:
 def test_hostile_text_is_inert() -> None:
     """Escape sequences, bidi marks and markup from a file do not reach the terminal."""
     evil = "\x1b[31m\x07\u202e[bold]x[/bold]</script>"
-    assert "\x1b" not in safe(evil) and "\x07" not in safe(evil) and "\u202e" not in safe(evil)
+    assert "\x1b" not in clean(evil) and "\x07" not in clean(evil) and "\u202e" not in clean(evil)
     base = incident()
     hostile = replace(
         base,

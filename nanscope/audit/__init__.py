@@ -21,13 +21,13 @@ from nanscope.audit.findings import RULES
 from nanscope.audit.model import Audit, Denominator, Effect, Finding, PartFigures, Reduced, Sure
 from nanscope.audit.step import Part, Step, empty_rows, part_of, recorded_part
 from nanscope.audit.weights import SCHEMES, Emptied, Pattern, Scheme, is_constant
-from nanscope.audit.words import count, use
+from nanscope.audit.words import use
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs, LossSettings
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import number
+from nanscope.text import count, number
 
 BARE = ("no_tokens", "row_without_floor", "batch_without_floor")  # findings of a denominator that becomes 0
 

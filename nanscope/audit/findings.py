@@ -16,8 +16,8 @@ from nanscope.audit.model import Effect, Finding, Sure
 from nanscope.audit.normalisation import Normalised, Twice, normalised
 from nanscope.audit.step import Part, Step, empty_rows, masked
 from nanscope.audit.weights import MOST_STEPS, SAME, SCHEMES, Pattern, Scheme, is_constant
-from nanscope.audit.words import count, listed
-from nanscope.text import number
+from nanscope.audit.words import sizes
+from nanscope.text import count, number
 
 COUNTS = {
     Pattern.EQUAL: "num_items_in_batch in TRL, batch_num_tokens in verl and OpenRLHF, global_valid_toks in NeMo-RL",
@@ -110,7 +110,7 @@ def _unequal(step: Step, groups: list[tuple[Part, ...]], slug: str, one: str, of
     means = f"{unit} means" if not step.known or MEANS & set(step.used) else "losses"
     where = f" of rank {groups[0][0].rank}" if of_one_rank else ""
     sentence = (
-        f"The {means} of {count(len(groups), one)}{where} ({listed(counts, unit)}), averaged, {'are' if step.known else 'would be'} "
+        f"The {means} of {count(len(groups), one)}{where} ({sizes(counts, unit)}), averaged, {'are' if step.known else 'would be'} "
         f"{number(value)}; with one weight for each of the {count(total, unit)} of the step it is {number(fair)}"
         f"{_as_factor(step, value, fair)}. A {unit} of one {one} weighs up to {number(most)} times one of another. "
         f"{_mended(step, pattern, total)}"

@@ -1,23 +1,18 @@
-"""How an audit says how many, and of what."""
+"""How an audit names sizes, and losses with their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from nanscope.frameworks.rows import Setting
+from nanscope.text import count, listed
 
 
-def count(many: int, noun: str) -> str:
-    """Return "1 row", "3 rows", "2 batches"."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{many} {noun if many == 1 else plural}"
-
-
-def listed(counts: Sequence[int], noun: str) -> str:
+def sizes(counts: Sequence[int], noun: str) -> str:
     """Return "100 and 900 tokens", or the range of many."""
     if len(counts) > 4:
         return f"{min(counts)} to {count(max(counts), noun)}"
-    return f"{', '.join(map(str, counts[:-1]))} and {count(counts[-1], noun)}"
+    return listed([*map(str, counts[:-1]), count(counts[-1], noun)])
 
 
 def use(key: str, settings: Sequence[tuple[str, Setting]]) -> str:

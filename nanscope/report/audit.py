@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
 from typing import IO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from nanscope.audit import Audit, Effect, Finding, Reduced, Sure
 from nanscope.audit.weights import Scheme
-from nanscope.audit.words import count
-from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, safe
-from nanscope.text import number
+from nanscope.report.clean import clean
+from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, pairs, plain, show, table
+from nanscope.text import count, number
 
 USES = 3  # names beside a reduction
 STYLE = {Effect.CHANGES: HARM, Effect.RISK: STRONG, Effect.NOTE: QUIET}
@@ -26,17 +24,12 @@ STYLE = {Effect.CHANGES: HARM, Effect.RISK: STRONG, Effect.NOTE: QUIET}
 
 def render_audit(audit: Audit, width: int = WIDTH) -> str:
     """Return an audit as plain text."""
-    stream = StringIO()
-    Console(file=stream, width=width, highlight=False, markup=False, emoji=False, no_color=True, force_terminal=False).print(_page(audit))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    return plain(_page(audit), width)
 
 
 def print_audit(audit: Audit, *, file: IO[str]) -> None:
     """Print an audit."""
-    if file.isatty():
-        Console(file=file, highlight=False, markup=False, emoji=False).print(_page(audit))
-    else:
-        file.write(render_audit(audit))
+    show(_page(audit), file=file)
 
 
 def _page(audit: Audit) -> RenderableType:
@@ -62,7 +55,7 @@ def _head(audit: Audit) -> Text:
 def _what(audit: Audit) -> str:
     """What the loss is, and whether that is all there is to say."""
     value = audit.recorded if audit.loss is None else audit.loss
-    is_it = f"the loss is {safe(audit.reduction)}" if audit.reduction else "which reduction the loss had is not known"
+    is_it = f"the loss is {clean(audit.reduction)}" if audit.reduction else "which reduction the loss had is not known"
     is_it += f": {number(value)}" if value is not None else ""
     if value is not None and audit.recorded is not None and number(audit.recorded) != number(value):
         is_it += f" (recorded {number(audit.recorded)})"
@@ -78,36 +71,30 @@ def _what(audit: Audit) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    told = pairs(style="")
     last: Effect | None = None
     for finding in findings:
         if last is not None:
-            table.add_row("", "")
+            told.add_row("", "")
         lead = Text(str(finding.effect) if finding.effect is not last else "", STYLE[finding.effect])
         unsure = f" ({finding.sure})" if finding.sure is not Sure.MEASURED else ""
-        table.add_row(lead, safe(finding.sentence) + unsure)
+        told.add_row(lead, clean(finding.sentence) + unsure)
         last = finding.effect
-    return Padding(table, (0, 2))
+    return Padding(told, (0, 2))
 
 
 def _reductions(audit: Audit) -> RenderableType:
     several = len(audit.parts) > 1
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET)
-    table.add_column("  the same tokens, as", no_wrap=True)
-    table.add_column("averaged" if several else "loss", justify="right")
-    if several:
-        table.add_column("in one piece", justify="right")
-    table.add_column("× token mean", justify="right")
-    table.add_column("short : long row", justify="right")
-    if several:
-        table.add_column("adds up")
-    table.add_column("as in", overflow="fold", style=QUIET)
+    figures = [*(("averaged", "in one piece") if several else ("loss",)), "× token mean", "short : long row"]
+    shown = table("  the same tokens, as", *figures, *(("adds up",) if several else ()), "as in")
+    shown.columns[0].no_wrap = True
+    shown.columns[-1].style = QUIET
+    for column in shown.columns[1 : 1 + len(figures)]:
+        column.justify = "right"
     for reduced in audit.reductions:
         if audit.empty_rows or reduced.scheme is not Scheme.FILLED_ROW_MEAN:  # without empty rows it is the row mean
-            table.add_row(*_reduced(reduced, reduced.scheme in audit.used, several))
-    return Padding(table, (0, 2))
+            shown.add_row(*_reduced(reduced, reduced.scheme in audit.used, several))
+    return Padding(shown, (0, 2))
 
 
 def _reduced(reduced: Reduced, used: bool, several: bool) -> list[str | Text]:
@@ -116,7 +103,7 @@ def _reduced(reduced: Reduced, used: bool, several: bool) -> list[str | Text]:
     row += [number(reduced.whole)] * several
     row += [number(reduced.factor), f"{number(reduced.row_weight)} : 1"]
     row += [Text("yes", PROVEN) if reduced.adds_up else Text("no", HARM)] * several
-    return [*row, safe(", ".join(reduced.uses[: USES - several]))]
+    return [*row, clean(", ".join(reduced.uses[: USES - several]))]
 
 
 def _floors(audit: Audit) -> Text | None:

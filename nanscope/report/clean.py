@@ -6,10 +6,8 @@ import functools
 import math
 import re
 import unicodedata
-from dataclasses import dataclass
-from pathlib import PurePath
+from dataclasses import dataclass, replace
 
-from nanscope.snapshot.observation import Origin
 from nanscope.text import number
 
 
@@ -34,9 +32,10 @@ LIMITS = (
     Limits(text=160, long=800, chain=30, rows=24, items=24, incidents=5, listed=30, map_rows=16, map_columns=48, points=100),
     Limits(text=80, long=320, chain=12, rows=12, items=8, incidents=2, listed=12, map_rows=12, map_columns=32, points=60),
 )  # the last row stays below MOST_BYTES whatever is in it; a test holds that
+WHOLE = replace(LIMITS[0], text=LIMITS[0].long, rows=10_000)  # for what scrolls, or is read by programs
 
 
-def clean(value: object, limit: int = 240) -> str:
+def clean(value: object, limit: int = LIMITS[0].long) -> str:
     """Return a string from a run as one line that hides nothing: control, bidi and invisible characters become visible.
 
     limit: characters kept; what is longer ends in "…".
@@ -66,6 +65,12 @@ def real(value: object) -> float | None:
         return math.inf
 
 
+def is_finite_number(value: object) -> bool:
+    """Tell whether a value is a number, and a finite one."""
+    found = real(value)
+    return found is not None and math.isfinite(found)
+
+
 def numeral(value: object) -> str:
     """Return a number as reports write it, "–" for what is none."""
     return number(real(value))
@@ -74,32 +79,6 @@ def numeral(value: object) -> str:
 def numeral_step(step: float) -> str:
     """Return a step number in full."""
     return f"{step:.0f}" if abs(step) < 1e15 else numeral(step)
-
-
-def plural(count: int, word: str) -> str:
-    """Return "1 step", "2 steps"."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def where(place: Origin, limit: int = 240) -> str:
-    """Return file name and line of the origin, "" if unknown."""
-    if not place.file:
-        return ""
-    name = PurePath(clean(place.file, limit)).name
-    return name if place.line is None else f"{name}:{clean(place.line, 12)}"
-
-
-def subject(place: Origin, limit: int = 240) -> str:
-    """Return the code that made the origin: variable = expression, as far as known."""
-    if place.variable and place.expression and place.op != "input":
-        return clean(f"{place.variable} = {place.expression}", limit)
-    return clean(place.variable or place.expression or place.op, limit)
-
-
-def calculation(place: Origin, limit: int = 240) -> str:
-    """Return what the op computed: exp(200) = +inf."""
-    args = ", ".join(numeral(value) for _, value in place.operands[:3]) + (", …" if len(place.operands) > 3 else "")
-    return clean(f"{place.op}({args}) = {numeral(place.value)}" if place.operands else numeral(place.value), limit)
 
 
 def two(pair: object) -> tuple[int, int] | None:

@@ -1,65 +1,68 @@
-"""The terminal: how wide, in which styles, how text from a file is made harmless, and progress."""
+"""The terminal: how wide, in which styles, as a file or a pipe gets it, and progress."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING
-
-from rich.console import Console
-from rich.text import Text
-
-if TYPE_CHECKING:
-    pass
-
-
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from io import StringIO
+from typing import IO, TypeVar
 
-if TYPE_CHECKING:
-    pass
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 
-
 WIDTH = 118
-
 
 HARM, PROVEN, QUIET, STRONG = "bold red", "green", "dim", "bold"
 
 
-def safe(text: object) -> str:
-    """Return text from a file without what a terminal would obey or what would hide part of it."""
-    return _CONTROL.sub("·", str(text).replace("\t", "    "))
+def show(shown: RenderableType, *, file: IO[str]) -> None:
+    """Print: in colour on a terminal, as `plain` text elsewhere."""
+    if file.isatty():
+        console_for(file).print(shown)
+    else:
+        columns = os.environ.get("COLUMNS", "")
+        file.write(plain(shown, int(columns) if columns.isdigit() else WIDTH))
+
+
+def plain(shown: RenderableType, width: int = WIDTH) -> str:
+    """Return as text without colours, and without spaces at the ends of lines. width: characters."""
+    stream = StringIO()
+    Console(file=stream, width=width, highlight=False, markup=False, emoji=False, no_color=True, force_terminal=False).print(shown)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
 def console_for(file: IO[str]) -> Console:
-    """Return a console that writes to a file as this package's reports look."""
-    terminal = file.isatty()
-    return Console(
-        file=file,
-        width=None if terminal or os.environ.get("COLUMNS", "").isdigit() else WIDTH,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=False,
-    )
+    """Return a console that writes to a terminal as this package's reports look."""
+    return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def table(*heads: str) -> Table:
+    """Return a table without lines, its columns two spaces apart."""
+    found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(heads), header_style=QUIET)
+    for head in heads:
+        found.add_column(head, overflow="fold")
+    return found
+
+
+def pairs(*, style: str = QUIET) -> Table:
+    """Return a table of names, in one style, and of what there is to say of each."""
+    found = Table.grid(padding=(0, 2))
+    found.add_column(style=style, no_wrap=True)
+    found.add_column(overflow="fold")
+    return found
 
 
 @contextmanager
 def progress(what: str, *, file: IO[str]) -> Iterator[None]:
     """Show that something is running, on a terminal only."""
-    console = console_for(file)
     if not file.isatty():
         yield
         return
-    with console.status(what):
+    with console_for(file).status(what):
         yield
 
 
@@ -68,13 +71,12 @@ def steps_bar(what: str, total: int, *, file: IO[str]) -> Iterator[Callable[[str
     """Yield a function that advances a progress bar by one step and sets the words beside it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = console_for(file)
     if not file.isatty():
-        console.print(Text(f"{what} …", QUIET))
+        show(Text(f"{what} …", QUIET), file=file)
         yield lambda words: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console_for(file), transient=True) as bar:
         task = bar.add_task(what, total=total, words="")
         yield lambda words: bar.update(task, advance=1, words=words)
 

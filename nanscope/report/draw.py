@@ -88,7 +88,8 @@ class Chart:
 CHART = (480, 120)  # width and height of a chart in its own units
 
 
-def _map(incident: Incident, limits: Limits) -> Map | None:
+def map_of(incident: Incident, limits: Limits) -> Map | None:
+    """Draw the map of an incident, None where there is none."""
     grid = grid_of(incident, limits.map_rows, limits.map_columns)
     if grid is None:
         return None
@@ -118,9 +119,9 @@ def _map(incident: Incident, limits: Limits) -> Map | None:
         columns=columns,
         rows=rows,
         cell=cell,
-        layers=tuple(Layer(look, _outline(cells)) for look, cells in sorted(looks.items())),
-        hatch=_outline({(r, c) for r, c in spots if grid.masked[r][c] and not grid.bad[r][c]}),
-        crosses=_outline(looks.get("bad", set())),
+        layers=tuple(Layer(look, outline(cells)) for look, cells in sorted(looks.items())),
+        hatch=outline({(r, c) for r, c in spots if grid.masked[r][c] and not grid.bad[r][c]}),
+        crosses=outline(looks.get("bad", set())),
         ring=ring,
         flag=f"{show_index(incident.origin.index)}  {numeral(grid.values[ring[0]][ring[1]])}" if ring else "",
         flag_at=f"{100 * share:.2f}",
@@ -141,8 +142,8 @@ def _marks(grid: Grid, row: int, column: int, ringed: bool) -> Iterator[str]:
         yield "ringed"
 
 
-def _outline(cells: set[tuple[int, int]]) -> str:
-    """An SVG path around cells, runs of a row joined."""
+def outline(cells: set[tuple[int, int]]) -> str:
+    """Return an SVG path around cells, runs of a row joined."""
     parts = []
     for row, column in sorted(cells):
         if (row, column - 1) in cells:
@@ -161,7 +162,8 @@ def _ticks(count: int, first: int, strong: int | None, every: int) -> tuple[Tick
     return tuple(Tick(f"{100 * (n + 0.5) / count:.2f}", str(first + n), n == strong) for n in shown)
 
 
-def _chart(panel: Panel) -> Chart:
+def chart_of(panel: Panel) -> Chart:
+    """Draw a panel of the history."""
     scale = Scale.of(panel)
     width, height = CHART
 

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from nanscope.causes import CAUSES, Cause
-
-if TYPE_CHECKING:
-    pass
-
-from nanscope.report.console import QUIET, STRONG, console_for
+from nanscope.report.console import QUIET, STRONG, show, table
+from nanscope.verdict.explain import explanation
 
 
 def print_causes(*, file: IO[str]) -> None:
     """Print every cause that is told apart, with a line about it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    shown = table()
     for cause, info in CAUSES.items():
         if cause is not Cause.UNKNOWN:
-            table.add_row(Text(cause, STRONG), info.title)
-    console = console_for(file)
-    console.print(table)
-    console.print(Text("\nnanscope explain CAUSE tells more", QUIET))
+            shown.add_row(Text(cause, STRONG), info.title)
+    show(Group(shown, Text("\nnanscope explain CAUSE tells more", QUIET)), file=file)
 
 
 def print_explanation(cause: Cause, *, file: IO[str]) -> None:
     """Print the long form of a cause."""
-    from nanscope.verdict.explain import EXPLANATIONS
-
-    explanation = EXPLANATIONS[cause]
-    console = console_for(file)
-    console.print(Text.assemble((cause, STRONG), f"   {CAUSES[cause].title}"))
-    for title, text in (("", explanation.mechanism), ("what helps", explanation.right), ("what does not", explanation.wrong)):
-        if title:
-            console.print(Text(f"\n{title}", QUIET))
-        console.print(Padding(Text(text), (0, 2)))
-        if not title:
-            for name, snippet in (("it fails like this", explanation.broken), ("and is mended like this", explanation.mended)):
-                console.print(Text(f"\n{name}", QUIET))
-                console.print(Padding(Text(snippet.rstrip(), no_wrap=True, overflow="ignore"), (0, 4)))
-    if explanation.links:
-        console.print(Text("\nseen in", QUIET))
-        for link in explanation.links:
-            console.print(Padding(Text(link, no_wrap=True, overflow="ignore"), (0, 2)))
+    told = explanation(cause)
+    parts: list[RenderableType] = [Text.assemble((cause, STRONG), f"   {CAUSES[cause].title}"), Padding(Text(told.mechanism), (0, 2))]
+    for title, lines, indent, folds in (
+        ("it fails like this", (told.broken.rstrip(),), 4, False),
+        ("and is mended like this", (told.mended.rstrip(),), 4, False),
+        ("what helps", told.right, 2, True),
+        ("what does not", (told.wrong,), 2, True),
+        ("seen in", told.links, 2, False),
+    ):
+        if lines:
+            parts.append(Text(f"\n{title}", QUIET))
+            parts += [Padding(Text(line, no_wrap=not folds, overflow=None if folds else "ignore"), (0, indent)) for line in lines]
+    show(Group(*parts), file=file)

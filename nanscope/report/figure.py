@@ -2,36 +2,42 @@
 
     render_figure(scope.verdict, "report.png")
 
-Drawn from top to bottom on a sheet of WIDTH pixels that is cut off where the drawing ends. Nothing here reads or sets matplotlib's global
-state: no pyplot, every colour and font named, and text never read as mathematics, since `$` in a string from a run is a dollar.
+Drawn from top to bottom on a sheet of WIDTH pixels that is cut off where the drawing ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from nanscope.report.clean import LIMITS, clean, numeral, numeral_step, subject, where
+from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
-from nanscope.report.history import Panel, Scale, panels_of  # fmt: skip
+from nanscope.report.history import Panel, Scale, panels_of
 from nanscope.report.map import LEVELS, Grid, grid_of
-from nanscope.report.tried import Group, best_of, distortion_words, groups_of
+from nanscope.report.origin import subject, where
+from nanscope.report.sheet import (
+    HAIR,
+    HARM,
+    HARM_VEIL,
+    INK,
+    MARGIN,
+    PANEL,
+    PAPER,
+    PROVEN,
+    PROVEN_VEIL,
+    QUIET,
+    SOFT,
+    TALLEST,
+    WIDTH,
+    Sheet,
+)  # fmt: skip
+from nanscope.report.tried import HEADS, NOT_RUN, best_of, fix_words, groups_of, reproduction
 from nanscope.text import show_index
 from nanscope.verdict.incident import Incident, Verdict
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.ft2font import FT2Font
-
-WIDTH, TALLEST = 1600, 1400  # pixels
-DPI = 100
-MARGIN = 56
-PAPER, INK, SOFT, QUIET, HAIR, PANEL = "#ffffff", "#17191c", "#4a4f57", "#757b84", "#e2e2dc", "#f4f4f0"
-HARM, HARM_VEIL, PROVEN, PROVEN_VEIL = "#c8290b", "#fbe9e4", "#0b7250", "#e5f3ed"
 COUNTED, MASKED = "#2a5a8c", "#9a6b12"
 COLOURS = (  # of Grid.level, −LEVELS to LEVELS
     "#2a5f92", "#5083b0", "#7da3c6", "#a9c1d8", "#cfdbe7", "#ececE6", "#eadfc6", "#dec798", "#cdab68", "#b58c3d", "#936c1d",
@@ -51,115 +57,6 @@ def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
     else:
         _incident(sheet, verdict, verdict.incidents[0])
     sheet.write(path)
-
-
-class Sheet:
-    """A figure that is drawn in pixels from the top left; `y` is where the next thing goes."""
-
-    def __init__(self, width: int, height: int) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        self.width, self.height = width, height
-        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=PAPER, edgecolor=PAPER)
-        self.figure.set_layout_engine("none")
-        self.canvas = FigureCanvasAgg(self.figure)
-        self.fonts = {name: _Font(file) for name, file in _FONTS.items()}
-        self.y = float(MARGIN - 12)
-
-    def text(
-        self, x: float, y: float, text: str, size: float = 16, colour: str = INK, font: str = "plain", align: str = "left", clip: float = 0
-    ) -> float:
-        """Write one line with its baseline at y and return where it ends. size: pixels. clip: pixels after which it is cut."""
-        face = self.fonts[font]
-        text = face.known(text)
-        if clip:
-            text = face.cut(text, size, clip)
-        self.figure.text(
-            x / self.width, 1 - y / self.height, text,
-            fontproperties=face.properties, fontsize=size * 72 / DPI, color=colour, ha=align, va="baseline", usetex=False, parse_math=False,
-        )  # fmt: skip
-        return x + face.width(text, size)
-
-    def paragraph(self, text: str, size: float, colour: str = INK, font: str = "plain", lines: int = 4) -> None:
-        """Write wrapped text across the sheet and move on."""
-        for line in self.fonts[font].wrap(text, size, self.width - 2 * MARGIN, lines):
-            self.y += size * 1.4
-            self.text(MARGIN, self.y, line, size, colour, font)
-
-    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        """Fill a rectangle; y is its top."""
-        from matplotlib.patches import Rectangle
-
-        place = (x / self.width, 1 - (y + height) / self.height)
-        box = Rectangle(place, width / self.width, height / self.height, facecolor=colour, edgecolor="none", linewidth=0, zorder=-1)
-        box.set_transform(self.figure.transFigure)
-        self.figure.add_artist(box)
-
-    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
-        """Return bare axes in a rectangle; y is its top."""
-        axes = self.figure.add_axes((x / self.width, 1 - (y + height) / self.height, width / self.width, height / self.height))
-        axes.set_axis_off()
-        return axes
-
-    def write(self, path: str | Path | BinaryIO) -> None:
-        """Cut the sheet off under the drawing and write it."""
-        import numpy
-        from matplotlib.image import imsave
-
-        self.canvas.draw()  # type: ignore[no-untyped-call]
-        buffer = self.canvas.buffer_rgba()  # type: ignore[no-untyped-call]
-        pixels = numpy.asarray(buffer)[: min(self.height, math.ceil(self.y + MARGIN - 16)), :, :3]
-        imsave(path, numpy.ascontiguousarray(pixels), format="png", origin="upper", dpi=DPI)
-
-
-_FONTS = {"plain": "DejaVuSans", "bold": "DejaVuSans-Bold", "code": "DejaVuSansMono", "code bold": "DejaVuSansMono-Bold"}
-
-
-class _Font:
-    """A font that comes with matplotlib: its metrics, and which characters it has."""
-
-    def __init__(self, name: str) -> None:
-        from matplotlib import get_data_path
-        from matplotlib.font_manager import FontProperties
-        from matplotlib.ft2font import FT2Font
-
-        file = Path(get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
-        self.properties: FontProperties = FontProperties(fname=str(file))
-        self._face: FT2Font = FT2Font(str(file))
-        self._face.set_size(100, 72)
-        self._characters = self._face.get_charmap()
-
-    def known(self, text: str) -> str:
-        """Return text with a box for what the font does not have."""
-        return "".join(char if ord(char) in self._characters else "□" for char in text)
-
-    def width(self, text: str, size: float) -> float:
-        """Return the width of text in pixels."""
-        self._face.set_text(self.known(text), 0.0)
-        return float(self._face.get_width_height()[0]) / 64 * size / 100 * 1.02  # hinting widens small sizes
-
-    def cut(self, text: str, size: float, width: float) -> str:
-        """Return as much of text as fits."""
-        if self.width(text, size) <= width:
-            return text
-        low, high = 0, len(text)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.width(text[:middle] + "…", size) <= width else (low, middle - 1)
-        return text[:low] + "…"
-
-    def wrap(self, text: str, size: float, width: float, lines: int) -> Iterator[str]:
-        """Yield the lines of a paragraph; the last one is cut if there are more."""
-        words = text.split()
-        for number in range(lines):
-            line = words.pop(0) if words else ""
-            while words and number < lines - 1 and self.width(f"{line} {words[0]}", size) <= width:
-                line += f" {words.pop(0)}"
-            if number == lines - 1:
-                line = " ".join([line, *words])
-            if line:
-                yield self.cut(line, size, width)
 
 
 def _healthy(sheet: Sheet, verdict: Verdict) -> None:
@@ -182,7 +79,7 @@ def _incident(sheet: Sheet, verdict: Verdict, incident: Incident) -> None:
     _fix(sheet, incident)
     _source(sheet, incident)
     _pictures(sheet, incident)
-    _table(sheet, groups_of(incident, LIMITS[1]))
+    _table(sheet, incident)
     _foot(sheet, incident)
 
 
@@ -215,8 +112,7 @@ def _fix(sheet: Sheet, incident: Incident) -> None:
     sheet.box(MARGIN, sheet.y, 3, 40, PROVEN)
     base = sheet.y + 26
     end = sheet.text(MARGIN + 18, base, "Proven fix", 16, PROVEN, "bold")
-    healthy = distortion_words(fix)
-    result = f"loss {numeral(fix.loss)} · gradients finite" + (f" · healthy elements {healthy}" if healthy != "–" else "")
+    result = fix_words(fix)
     right = sheet.width - MARGIN - 16
     sheet.text(right, base, result, 14, SOFT, align="right")
     room = right - sheet.fonts["plain"].width(result, 14) - end - 40
@@ -421,28 +317,28 @@ def _history(sheet: Sheet, panel: Panel, x: float, width: float) -> float:
     return top + height + 24
 
 
-def _table(sheet: Sheet, groups: Sequence[Group]) -> None:
-    """The replay table; what was not run has no place in a picture."""
-    rows = [(group.title, row) for group in groups for row in group.rows if group.title != "not run"]
+def _table(sheet: Sheet, incident: Incident) -> None:
+    """What was tried; what could not be run has no place in a picture."""
+    rows = [row for group in groups_of(incident, LIMITS[1]) if group.title != NOT_RUN for row in group.rows]
     if not rows:
         return
     sheet.y += 38
-    columns = (MARGIN, MARGIN + 760, MARGIN + 880, MARGIN + 1060, MARGIN + 1240)
-    for x, name in zip(columns, ("replay", "loss", "gradient", "healthy elements", "outcome"), strict=True):
+    columns = (MARGIN, MARGIN + 720, MARGIN + 820, MARGIN + 960, MARGIN + 1130)
+    for x, name in zip(columns, (HEADS[0], *HEADS[2:]), strict=True):
         sheet.text(x, sheet.y, name, 13, QUIET)
     sheet.y += 9
     _rule(sheet)
-    for title, row in rows[:ROWS]:
+    for row in rows[:ROWS]:
         if row.best:
             sheet.box(MARGIN - 10, sheet.y + 1, sheet.width - 2 * MARGIN + 20, 29, PROVEN_VEIL)
         base = sheet.y + 21
         end = sheet.text(columns[0], base, row.label, 15, clip=columns[1] - columns[0] - 210)
         sheet.text(end + 10, base, row.id, 12, QUIET, "code", clip=columns[1] - end - 24)
-        for x, words, font in zip(columns[1:], (row.loss, row.gradients, row.healthy), ("code", "plain", "plain"), strict=False):
-            sheet.text(x, base, words, 14, INK, font, clip=170)
-        words = row.verdict + (" · best" if row.best else "") + (" tempting, and wrong" if title == "tempting, and wrong" else "")
+        sheet.text(columns[1], base, row.loss, 14, INK, "code", clip=90)
+        sheet.text(columns[2], base, row.gradients, 14, HARM if row.bad else INK, clip=130)
+        sheet.text(columns[3], base, row.healthy, 14, INK, clip=160)
         font = "bold" if row.state in STATES else "plain"
-        sheet.text(columns[4], base, words, 14, STATES.get(row.state, SOFT), font, clip=sheet.width - MARGIN - columns[4])
+        sheet.text(columns[4], base, row.outcome, 14, STATES.get(row.state, SOFT), font, clip=sheet.width - MARGIN - columns[4])
         sheet.y += 31
         _rule(sheet)
     if len(rows) > ROWS:
@@ -451,10 +347,8 @@ def _table(sheet: Sheet, groups: Sequence[Group]) -> None:
 
 
 def _foot(sheet: Sheet, incident: Incident) -> None:
-    words = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[incident.reproduces]
-    advised = [fix for fix in incident.fixes if not fix.executed]
-    parts = [f"the recorded step {words}"] if words else []
-    parts += [f"advised, not run: {clean(fix.label, 120)}" for fix in advised[:2]]
+    advised = [f"advised, not run: {clean(fix.label, 120)}" for fix in incident.fixes if not fix.executed]
+    parts = [words for words in (reproduction(incident), *advised[:2]) if words]
     if parts:
         sheet.y += 30
         sheet.text(MARGIN, sheet.y, " · ".join(parts), 14, SOFT, clip=sheet.width - 2 * MARGIN)

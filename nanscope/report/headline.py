@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from nanscope.causes import CAUSES
-from nanscope.report.clean import (
-    Limits,
-    clean,
-    numeral,
-    real,
-    two,
-)
+from nanscope.report.clean import Limits, clean, is_finite_number, numeral, real, two
 from nanscope.verdict.incident import Incident, Verdict
 
 
@@ -31,13 +24,12 @@ _STEPPED = {"taken": "stepped", "skipped": "step skipped", "stopped": "run stopp
 
 def facts_of(incident: Incident) -> tuple[Fact, ...]:
     """Return step, rank, phase, loss, gradients, weights and what the optimizer did."""
-    loss = real(incident.loss)
-    finite = loss is not None and math.isfinite(loss)
+    finite, state = ("finite", "") if is_finite_number(incident.loss) else ("", "harm" if real(incident.loss) is not None else "")
     facts = [
         Fact("step", clean(incident.step, 24)),
         Fact("rank", clean(incident.rank, 24)),
         Fact("phase", clean(incident.phase, 24)),
-        Fact("loss", numeral(loss), "finite" if finite else "", "" if finite or loss is None else "harm"),
+        Fact("loss", numeral(incident.loss), finite, state),
     ]
     bad = {}
     for name in ("gradients", "weights"):

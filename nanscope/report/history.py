@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanscope.report.clean import (
-    real,
-    two,
-)
+from nanscope.report.clean import is_finite_number, real, two
 from nanscope.snapshot.history import Entry
 from nanscope.verdict.incident import Incident
 
@@ -98,11 +95,6 @@ def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
         Panel("headroom", "nat", (series("headroom", "headroom"),), 0.0, "overflow", step),
     )
     return tuple(panel for panel in panels if max(len(line.points) for line in panel.series) >= 2)
-
-
-def is_finite_number(value: object) -> bool:
-    found = real(value)
-    return found is not None and math.isfinite(found)
 
 
 def _last_point(incident: Incident) -> dict[str, float]:

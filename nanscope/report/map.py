@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanscope.report.clean import (
-    clean,
-    plural,
-    real,
-)
-from nanscope.report.history import is_finite_number
+from nanscope.report.clean import clean, is_finite_number, real
 from nanscope.snapshot.observation import Origin
+from nanscope.text import count
 from nanscope.verdict.incident import Incident
 
 LEVELS = 5  # steps of the colour scale on each side of 0
@@ -127,7 +123,7 @@ def _cut(row_name: str, column_name: str, rows: tuple[int, int, int], columns: t
     parts = []
     for name, (first, shown, whole) in ((row_name, rows), (column_name, columns)):
         if name:
-            parts.append(f"{name}s {first}–{first + shown - 1} of {whole}" if shown < whole else plural(whole, name))
+            parts.append(f"{name}s {first}–{first + shown - 1} of {whole}" if shown < whole else count(whole, name))
     return (", " if rows[1] < rows[2] or columns[1] < columns[2] else " × ").join(parts)
 
 

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from nanscope.report.clean import LIMITS, Limits, calculation, clean, numeral, real, subject, two, where
-from nanscope.report.draw import Chart, Map, _chart, _map
+from nanscope.report.clean import LIMITS, Limits, clean, is_finite_number, numeral, real, two
+from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
-from nanscope.report.history import is_finite_number, panels_of
-from nanscope.report.tried import Group, best_of, distortion_words, groups_of
+from nanscope.report.history import panels_of
+from nanscope.report.origin import calculation, subject, where
+from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
 from nanscope.roles import role_words
 from nanscope.snapshot.observation import Link, Origin
 from nanscope.text import show_index
-from nanscope.verdict.incident import Fix, Incident, Note, Verdict
+from nanscope.verdict.incident import Incident, Note, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Page:
     counts: tuple[Fact, ...]
     healthy: bool
     sentence: str
+    heads: tuple[str, ...]
     sections: tuple[Section, ...]
     contents: tuple[tuple[str, str, str], ...]
     more: str
@@ -120,14 +122,12 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         counts=tuple(counts),
         healthy=verdict.healthy,
         sentence=calm(verdict, limits.long) if verdict.healthy else "",
+        heads=HEADS,
         sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
         more=f"… {len(verdict.incidents) - len(listed)} more" if len(verdict.incidents) > len(listed) else "",
         notes=_notes(notes, limits),
     )
-
-
-_REPRODUCES = {True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program", None: ""}
 
 
 def _name(incident: Incident) -> str:
@@ -145,7 +145,7 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         rest=_segments(rest, place, limits),
         fix=clean(best.label, limits.text) if best else "",
         fix_where=clean(PurePath(best.where).name, limits.text) if best and best.where else "",
-        fix_result=_result(best) if best else "",
+        fix_result=fix_words(best) if best else "",
         code=subject(place, limits.text),
         calculation=calculation(place, limits.text),
         details=_details(incident, limits),
@@ -153,10 +153,10 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         source=tuple(_source(place, limits)),
         source_title=where(place, limits.text) + (f", in {clean(place.function, 80)}" if place.function and place.file else ""),
         chain=tuple(_chain(incident, limits)),
-        map=_map(incident, limits),
-        charts=tuple(_chart(panel) for panel in panels_of(incident, limits.points)),
+        map=map_of(incident, limits),
+        charts=tuple(chart_of(panel) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
-        replayed=_REPRODUCES[incident.reproduces],
+        replayed=reproduction(incident),
         replayed_state="proven" if incident.reproduces else "harm",
         advised=tuple(
             (clean(fix.id, 60), clean(fix.label, limits.text), clean(fix.where or "", limits.text))
@@ -169,14 +169,6 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         tables=_tables(incident, limits),
         command=_command(incident.snapshot, limits) if incident.snapshot else "",
     )
-
-
-def _result(fix: Fix) -> str:
-    parts = [f"loss {numeral(fix.loss)}", "gradients finite"]
-    words = distortion_words(fix)
-    if words != "–":
-        parts.append(f"healthy elements {words}")
-    return " · ".join(parts)
 
 
 def _command(path: str, limits: Limits) -> str:

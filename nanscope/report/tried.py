@@ -1,43 +1,60 @@
-"""The one table of what was tried, for all renderers."""
+"""The one table of what was tried on a recorded step; every renderer draws its rows and decides nothing about them.
+
+replay          what                            loss     gradients   healthy tokens
+as_recorded     as recorded                     NaN      1 of 1 bad  –               reproduces bit for bit
+mask_before_op  fill logps - old with 0 where   −0.9048  finite      unchanged       ✓ best
+where_after_op  torch.where on ratio, after …   −0.9048  1 of 1 bad  –               ✗ tempting, and wrong
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
 
-from nanscope.report.clean import (
-    LIMITS,
-    Limits,
-    clean,
-    numeral,
-    real,
-)
-from nanscope.report.history import is_finite_number
+from nanscope.plain import show
+from nanscope.report.clean import LIMITS, WHOLE, Limits, clean, numeral, real
 from nanscope.snapshot.observation import Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
 
+HEADS = ("replay", "what", "loss", "gradients", "healthy tokens", "outcome")
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One row of the replay table. state: "harm", "proven" or "quiet"; best: the fix to take."""
+    """One row, every cell clean text. state: "harm", "proven" or "quiet"; bad: a gradient is non-finite; best: the fix to take."""
 
     id: str
     label: str
     loss: str
     gradients: str
     healthy: str
-    verdict: str
+    outcome: str
     state: str
+    bad: bool = False
     best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of the replay table under one heading."""
+    """Rows under one heading."""
 
     title: str
     rows: tuple[Tried, ...]
+
+
+ASKED, NOT_RUN = "asked for", "not run"
+WRONG, HIDDEN = "tempting, and wrong", "pass here, but mend the result and not its cause"
+_OWN = {"recorded": "as it was", "float64": "as it was", "fix": "fixes", "control": ""}  # a control stands under what came of it
+_ORDER = ("as it was", "fixes", ASKED, WRONG, HIDDEN, NOT_RUN)
+_OUTCOMES = {  # by kind of row, and whether it works
+    ("float64", True): ("reference", "quiet"),
+    ("float64", False): ("fails even in float64", "quiet"),
+    ("control", True): ("finite here, but the bad value is only hidden", "quiet"),
+    ("control", False): ("✗ tempting, and wrong", "harm"),
+}
 
 
 def best_of(incident: Incident) -> Fix | None:
@@ -46,56 +63,80 @@ def best_of(incident: Incident) -> Fix | None:
 
 
 def groups_of(incident: Incident, limits: Limits = LIMITS[0]) -> tuple[Group, ...]:
-    """Return the replay table: what was recorded, fixes, edits asked for, and the tempting wrong ones."""
-    rows = incident.rows[: limits.rows]
-    ran = [row for row in rows if row.loss is not None]
-    own = ("recorded", "float64", "fix", "control")
-    parts = (
-        ("as it was", [row for row in ran if row.kind in ("recorded", "float64")]),
-        ("fixes", [row for row in ran if row.kind == "fix"]),
-        ("asked for", [row for row in rows if row.kind not in own]),
-        ("tempting, and wrong", [row for row in ran if row.kind == "control" and not row.works]),
-        ("pass here, but mend the result and not its cause", [row for row in ran if row.kind == "control" and row.works]),
-        ("not run", [row for row in rows if row.loss is None and row.kind in own]),
-    )
+    """Return the table: what was recorded, fixes, what was asked for, the tempting wrong ones, and what could not be run."""
+    grouped = groupby(_table(incident, limits), key=lambda line: line[0])
+    return tuple(Group(title, tuple(tried for _, _, tried in lines)) for title, lines in grouped)
+
+
+def tried_json(incident: Incident) -> list[dict[str, Any]]:
+    """Return the table as JSON data: the figures of every row, and what the table says of it."""
+    return [show(asdict(row)) | {"outcome": tried.outcome, "best": tried.best} for _, row, tried in _table(incident, WHOLE)]
+
+
+def _table(incident: Incident, limits: Limits) -> list[tuple[str, Row, Tried]]:
+    """Every row with the heading that it stands under and as it is shown, in the order of the headings."""
     best = best_of(incident)
-    return tuple(Group(title, tuple(_tried(row, incident, best, limits) for row in found)) for title, found in parts if found)
+    chosen = next((row for row in incident.rows if best and row.kind != "control" and (row.id, row.label) == (best.id, best.label)), None)
+    lines = [(_title(row), row, _tried(row, row is chosen, limits)) for row in incident.rows[: limits.rows]]
+    return sorted(lines, key=lambda line: _ORDER.index(line[0]))
 
 
-def _tried(row: Row, incident: Incident, best: Fix | None, limits: Limits) -> Tried:
-    words, state = _outcome(row, incident, limits)
-    loss = real(row.loss)
-    if loss is None:
-        return Tried(clean(row.id, 60), clean(row.label, limits.text), "–", "–", "–", words, state)
-    if not row.total:
-        gradients = "–"
-    elif row.bad:
-        gradients = "non-finite" if row.total == 1 else f"{row.bad} of {row.total} non-finite"
-    else:
-        gradients = "finite"
-    chosen = best is not None and row.kind == "fix" and (row.id, row.label) == (best.id, best.label)
-    return Tried(clean(row.id, 60), clean(row.label, limits.text), numeral(loss), gradients, distortion_words(row), words, state, chosen)
+def _title(row: Row) -> str:
+    if row.kind not in _OWN:
+        return ASKED
+    if not _ran(row):
+        return NOT_RUN
+    return _OWN[row.kind] or (HIDDEN if row.works else WRONG)
 
 
-def distortion_words(row: Row | Fix) -> str:
-    """Return what an edit does to the gradient of the healthy elements."""
-    distortion = real(row.distortion)
-    if distortion is None or row.bad or not is_finite_number(row.loss):
+def _ran(row: Row) -> bool:
+    return row.loss is not None or row.total > 0  # a program that ends in a gradient has no loss
+
+
+def _tried(row: Row, best: bool, limits: Limits) -> Tried:
+    words, state = _outcome(row, best, clean(row.note, limits.text))
+    told = Tried(clean(row.id, 60), clean(row.label, limits.text), "–", "–", "–", words, state)
+    if not _ran(row):
+        return told
+    unit = " tokens" if row.kind == "objective" else ""
+    gradients = f"{row.bad} of {row.total}{unit} bad" if row.bad else "finite" if row.total else "–"
+    healthy = "–" if row.bad or _lost(row.loss) else distortion_words(real(row.distortion))
+    return replace(told, loss=numeral(row.loss), gradients=gradients, healthy=healthy, bad=row.bad > 0, best=best)
+
+
+def _lost(loss: object) -> bool:
+    value = real(loss)
+    return value is not None and not math.isfinite(value)
+
+
+def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
+    if not _ran(row):
+        return f"not run: {note}" if note else "not run", "quiet"
+    if row.kind == "recorded":
+        return note, "quiet"
+    if (row.kind, row.works) in _OUTCOMES:
+        return _OUTCOMES[row.kind, row.works]
+    return (("✓ best" if best else "✓"), "proven") if row.works else ("✗", "harm")
+
+
+def distortion_words(distortion: float | None) -> str:
+    """Return what a change does to the gradient of the healthy elements: "unchanged", "off by 25 %"."""
+    if distortion is None:
         return "–"
     if is_exact(distortion):
         return "unchanged"
-    return f"off by {numeral(distortion)}" if math.isfinite(distortion) else "lost"
+    if not math.isfinite(distortion):
+        return "lost"
+    return f"off by {100 * distortion:.0f} %" if 0.095 <= distortion < 100 else f"off by {100 * distortion:.2g} %"
 
 
-def _outcome(row: Row, incident: Incident, limits: Limits) -> tuple[str, str]:
-    note = clean(row.note, limits.text)
-    if row.loss is None:
-        return note or "does not apply", "quiet"
-    if row.kind == "recorded":
-        remark = f" ({note})" if (note and not incident.reproduces) or "gradients" in note else ""
-        return ("finite" + remark, "quiet") if row.works else ("✗ the failure" + remark, "harm")
-    if row.kind == "float64":
-        return ("finite: the range was the limit", "quiet") if row.works else ("fails in float64, too", "quiet")
-    if row.kind == "control":
-        return ("✗", "harm") if not row.works else ("finite here", "quiet")
-    return ("✓ works", "proven") if row.works else ("✗ fails", "harm")
+def fix_words(fix: Fix) -> str:
+    """Return what came out under a fix that works."""
+    healthy = distortion_words(real(fix.distortion))
+    return f"loss {numeral(fix.loss)} · gradients finite" + (f" · {HEADS[4]} {healthy}" if healthy != "–" else "")
+
+
+def reproduction(incident: Incident) -> str:
+    """Return whether the recorded step came out again, "" if there was nothing to compare with."""
+    words = {True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program"}
+    return "" if incident.reproduces is None else f"the recorded step {words[incident.reproduces]}"
