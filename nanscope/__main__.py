@@ -259,10 +259,9 @@ def report(
     Example: nanscope report nanscope-runs -o report.html
     """
     from nanscope.report.console import progress
-    from nanscope.report.render import render, suffixes
+    from nanscope.report.render import RENDERERS, choose, render
 
-    if output.suffix not in suffixes():
-        raise NanscopeError(f"no renderer for {output.suffix or output.name!r}; known are {', '.join(suffixes())}", slug="unknown-format")
+    choose(RENDERERS, output)
     verdict = _read(path)
     with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
@@ -330,9 +329,10 @@ def atlas(
     from nanscope import atlas as computed
     from nanscope.report import atlas as shown
     from nanscope.report.console import progress
+    from nanscope.report.render import choose
 
     if output is not None:
-        shown.check_suffix(output)
+        choose(shown.RENDERERS, output)
     with progress("running every loss on every fault", file=sys.stderr):
         found = computed.atlas(prefixes)
         verification = computed.verify(found) if verify else None

@@ -17,8 +17,10 @@ from nanscope.atlas.harm import GRADIENT, LEGEND, Harm
 from nanscope.atlas.verification import Compared, Disagreement, Verification
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.paths import PATHS
-from nanscope.report.atlas import render_atlas, render_html, render_json, render_text, sheets, takeaways, verification_words
+from nanscope.report.atlas import render_atlas, render_html, render_json, render_text
 from nanscope.report.console import WIDTH
+from nanscope.report.sheets import sheets
+from nanscope.report.takeaways import takeaways, verification_words
 
 NARROW = 80  # the cells fit a terminal of this width
 MOST_BYTES = 250_000

@@ -18,7 +18,8 @@ from matplotlib.text import Text
 from verdicts import KINDS, NASTY, hostile, verdict_of
 
 from nanscope.report import figure
-from nanscope.report.figure import COLOURS, TALLEST, WIDTH, Sheet, render_figure
+from nanscope.report.canvas import HARM, TALLEST, WIDTH, Canvas
+from nanscope.report.figure import COLOURS, render_figure
 from nanscope.report.map import LEVELS, grid_of
 from nanscope.verdict.incident import Fix, Picture, Verdict
 
@@ -35,10 +36,10 @@ def drawn(verdict: Verdict) -> tuple[int, int]:
 
 def texts(verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
     """Return every text that a picture is made of."""
-    sheets: list[Sheet] = []
-    monkeypatch.setattr(Sheet, "write", lambda sheet, path: sheets.append(sheet))
+    canvases: list[Canvas] = []
+    monkeypatch.setattr(Canvas, "write", lambda canvas, path: canvases.append(canvas))
     render_figure(verdict, BytesIO())
-    return [text for text in sheets[0].figure.findobj(Text) if text.get_text()]
+    return [text for text in canvases[0].figure.findobj(Text) if text.get_text()]
 
 
 def incident_of(kind: str = "forward masked", **changes: Any) -> Verdict:
@@ -93,8 +94,8 @@ def test_hostile_and_endless_strings(text: str) -> None:
         assert width == WIDTH and height <= TALLEST
 
 
-def test_nothing_runs_out_of_the_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endless strings are cut where the sheet or the column ends."""
+def test_nothing_runs_out_of_the_canvas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless strings are cut where the canvas or the column ends."""
     for text in texts(hostile(Verdict, "W" * 5_000, 12), monkeypatch):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= WIDTH, text.get_text()[:60]
@@ -143,7 +144,7 @@ def test_colours() -> None:
     assert grid is not None
     full, pale, bad = (figure._colour(grid, 0, c, to_rgba) for c in range(3))
     assert full == pytest.approx(to_rgba(COLOURS[-1])) and all(p > f for p, f in zip(pale[:3], full[:3], strict=True))
-    assert bad == pytest.approx(to_rgba(figure.HARM))
+    assert bad == pytest.approx(to_rgba(HARM))
 
 
 def test_advice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

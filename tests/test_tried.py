@@ -13,8 +13,8 @@ from matplotlib.text import Text
 from verdicts import hostile, verdict_of
 
 from nanscope.report import figure
+from nanscope.report.canvas import Canvas
 from nanscope.report.html import render_html
-from nanscope.report.sheet import Sheet
 from nanscope.report.terminal import render_text
 from nanscope.report.tried import HEADS, NOT_RUN, Tried, distortion_words, groups_of, tried_json
 from nanscope.snapshot.observation import Row
@@ -119,13 +119,13 @@ def test_json_has_the_figures_and_the_words() -> None:
 def test_every_renderer_shows_the_same_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Terminal, page and picture have the same heads and cells, in the same order."""
     incident = incident_of(kind)
-    sheets: list[Sheet] = []
-    monkeypatch.setattr(Sheet, "write", lambda sheet, path: sheets.append(sheet))
+    canvases: list[Canvas] = []
+    monkeypatch.setattr(Canvas, "write", lambda canvas, path: canvases.append(canvas))
     figure.render_figure(Verdict((incident,)), BytesIO())
     shown = {
         "terminal": render_text(Verdict((incident,))),
         "page": render_html(Verdict((incident,))),
-        "picture": "\n".join(text.get_text() for text in sheets[0].figure.findobj(Text)),
+        "picture": "\n".join(text.get_text() for text in canvases[0].figure.findobj(Text)),
     }
     wanted = [row for group in groups_of(incident) for row in group.rows if group.title != NOT_RUN][: figure.ROWS]
     for name, text in shown.items():

@@ -2,7 +2,7 @@
 
     render_figure(scope.verdict, "report.png")
 
-Drawn from top to bottom on a sheet of WIDTH pixels that is cut off where the drawing ends.
+Drawn from top to bottom on a canvas of WIDTH pixels that is cut off where the drawing ends.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
-from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
-from nanscope.report.history import Panel, Scale, panels_of
-from nanscope.report.map import LEVELS, Grid, grid_of
-from nanscope.report.origin import subject, where
-from nanscope.report.sheet import (
+from nanscope.report.canvas import (
     HAIR,
     HARM,
     HARM_VEIL,
@@ -32,8 +27,13 @@ from nanscope.report.sheet import (
     SOFT,
     TALLEST,
     WIDTH,
-    Sheet,
+    Canvas,
 )  # fmt: skip
+from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
+from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
+from nanscope.report.history import Panel, Scale, panels_of
+from nanscope.report.map import LEVELS, Grid, grid_of
+from nanscope.report.origin import subject, where
 from nanscope.report.tried import HEADS, NOT_RUN, best_of, fix_words, groups_of, reproduction
 from nanscope.text import show_index
 from nanscope.verdict.incident import Incident, Verdict
@@ -51,125 +51,127 @@ def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    sheet = Sheet(WIDTH, TALLEST)
+    canvas = Canvas(WIDTH, TALLEST)
     if verdict.healthy:
-        _healthy(sheet, verdict)
+        _healthy(canvas, verdict)
     else:
-        _incident(sheet, verdict, verdict.incidents[0])
-    sheet.write(path)
+        _incident(canvas, verdict, verdict.incidents[0])
+    canvas.write(path)
 
 
-def _healthy(sheet: Sheet, verdict: Verdict) -> None:
-    _head(sheet, verdict, ())
-    sheet.y += 56
-    sheet.text(MARGIN, sheet.y, "● healthy", 18, PROVEN, "bold")
-    sheet.y += 6
-    sheet.paragraph(calm(verdict), 26, INK, "bold")
+def _healthy(canvas: Canvas, verdict: Verdict) -> None:
+    _head(canvas, verdict, ())
+    canvas.y += 56
+    canvas.text(MARGIN, canvas.y, "● healthy", 18, PROVEN, "bold")
+    canvas.y += 6
+    canvas.paragraph(calm(verdict), 26, INK, "bold")
     for note in verdict.notes[:4]:
-        sheet.paragraph(f"{clean(note.text, 400)}  ({clean(note.slug, 60)})", 15, SOFT, lines=2)
+        canvas.paragraph(f"{clean(note.text, 400)}  ({clean(note.slug, 60)})", 15, SOFT, lines=2)
 
 
-def _incident(sheet: Sheet, verdict: Verdict, incident: Incident) -> None:
-    _head(sheet, verdict, facts_of(incident))
+def _incident(canvas: Canvas, verdict: Verdict, incident: Incident) -> None:
+    _head(canvas, verdict, facts_of(incident))
     lead, rest = lead_and_rest(incident, LIMITS[1])
-    sheet.y += 16
-    sheet.paragraph(lead, 24, INK, "bold", lines=4)
-    sheet.y += 8
-    sheet.paragraph(rest, 17, SOFT, lines=2)
-    _fix(sheet, incident)
-    _source(sheet, incident)
-    _pictures(sheet, incident)
-    _table(sheet, incident)
-    _foot(sheet, incident)
+    canvas.y += 16
+    canvas.paragraph(lead, 24, INK, "bold", lines=4)
+    canvas.y += 8
+    canvas.paragraph(rest, 17, SOFT, lines=2)
+    _fix(canvas, incident)
+    _source(canvas, incident)
+    _pictures(canvas, incident)
+    _table(canvas, incident)
+    _foot(canvas, incident)
 
 
-def _head(sheet: Sheet, verdict: Verdict, facts: Sequence[Fact]) -> None:
-    end = sheet.text(MARGIN, sheet.y, "nanscope", 16, INK, "bold")
-    sheet.text(end + 8, sheet.y, clean(verdict.version, 24), 13, QUIET)
-    x: float = sheet.width - MARGIN
+def _head(canvas: Canvas, verdict: Verdict, facts: Sequence[Fact]) -> None:
+    end = canvas.text(MARGIN, canvas.y, "nanscope", 16, INK, "bold")
+    canvas.text(end + 8, canvas.y, clean(verdict.version, 24), 13, QUIET)
+    x: float = canvas.width - MARGIN
     names = [f"{fact.detail} {fact.name}".strip() if fact.state == "harm" else fact.name for fact in facts]
-    plain, bold = sheet.fonts["plain"], sheet.fonts["bold"]
+    plain, bold = canvas.fonts["plain"], canvas.fonts["bold"]
     widths = [max(plain.width(name, 13), bold.width(fact.value, 17)) + 30 for name, fact in zip(names, facts, strict=True)]
     x -= sum(widths) - 30
     for fact, name, width in zip(facts, names, widths, strict=True):
-        sheet.text(x, sheet.y - 6, name, 13, QUIET)
-        sheet.text(x, sheet.y + 16, fact.value, 17, HARM if fact.state == "harm" else INK, "bold")
+        canvas.text(x, canvas.y - 6, name, 13, QUIET)
+        canvas.text(x, canvas.y + 16, fact.value, 17, HARM if fact.state == "harm" else INK, "bold")
         x += width
-    sheet.y += 32
-    _rule(sheet)
+    canvas.y += 32
+    _rule(canvas)
 
 
-def _rule(sheet: Sheet) -> None:
-    sheet.box(MARGIN, sheet.y, sheet.width - 2 * MARGIN, 1, HAIR)
+def _rule(canvas: Canvas) -> None:
+    canvas.box(MARGIN, canvas.y, canvas.width - 2 * MARGIN, 1, HAIR)
 
 
-def _fix(sheet: Sheet, incident: Incident) -> None:
+def _fix(canvas: Canvas, incident: Incident) -> None:
     fix = best_of(incident)
     if fix is None:
         return
-    sheet.y += 20
-    sheet.box(MARGIN, sheet.y, sheet.width - 2 * MARGIN, 40, PROVEN_VEIL)
-    sheet.box(MARGIN, sheet.y, 3, 40, PROVEN)
-    base = sheet.y + 26
-    end = sheet.text(MARGIN + 18, base, "Proven fix", 16, PROVEN, "bold")
+    canvas.y += 20
+    canvas.box(MARGIN, canvas.y, canvas.width - 2 * MARGIN, 40, PROVEN_VEIL)
+    canvas.box(MARGIN, canvas.y, 3, 40, PROVEN)
+    base = canvas.y + 26
+    end = canvas.text(MARGIN + 18, base, "Proven fix", 16, PROVEN, "bold")
     result = fix_words(fix)
-    right = sheet.width - MARGIN - 16
-    sheet.text(right, base, result, 14, SOFT, align="right")
-    room = right - sheet.fonts["plain"].width(result, 14) - end - 40
-    sheet.text(end + 14, base, clean(fix.label, 240), 16, INK, clip=room)
-    sheet.y += 40
+    right = canvas.width - MARGIN - 16
+    canvas.text(right, base, result, 14, SOFT, align="right")
+    room = right - canvas.fonts["plain"].width(result, 14) - end - 40
+    canvas.text(end + 14, base, clean(fix.label, 240), 16, INK, clip=room)
+    canvas.y += 40
 
 
-def _source(sheet: Sheet, incident: Incident) -> None:
+def _source(canvas: Canvas, incident: Incident) -> None:
     """The marked line between its neighbours; the code alone where no source is known."""
     place = incident.origin
     lines = list(place.source)
     marked = next((n for n, (line, _) in enumerate(lines) if line == place.line), None)
     shown = [(place.line, subject(place))] if marked is None else lines[max(0, marked - 1) : marked + 2]
     shown = [(line, text) for line, text in shown if str(text).strip() or line == place.line]
-    sheet.y += 20
+    canvas.y += 20
     title = where(place) or clean(place.module or "no source line", 120)
     if place.function and place.file:
         title += f", in {clean(place.function, 80)}"
     element = f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape else ""
-    sheet.text(sheet.width - MARGIN, sheet.y + 14, clean(element, 60), 14, SOFT, "code", align="right")
-    sheet.text(MARGIN, sheet.y + 14, title, 14, SOFT, "code", clip=sheet.width - 2 * MARGIN - 260)
-    sheet.y += 24
-    top, height = sheet.y, 24 * len(shown)
-    sheet.box(MARGIN, top, sheet.width - 2 * MARGIN, height + 12, PANEL)
+    canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element, 60), 14, SOFT, "code", align="right")
+    canvas.text(MARGIN, canvas.y + 14, title, 14, SOFT, "code", clip=canvas.width - 2 * MARGIN - 260)
+    canvas.y += 24
+    top, height = canvas.y, 24 * len(shown)
+    canvas.box(MARGIN, top, canvas.width - 2 * MARGIN, height + 12, PANEL)
     for row, (line, text) in enumerate(shown):
         base = top + 23 + 24 * row
         hit = marked is None or line == place.line
         if hit:
-            sheet.box(MARGIN, base - 17, sheet.width - 2 * MARGIN, 24, HARM_VEIL)
-            sheet.box(MARGIN, base - 17, 3, 24, HARM)
+            canvas.box(MARGIN, base - 17, canvas.width - 2 * MARGIN, 24, HARM_VEIL)
+            canvas.box(MARGIN, base - 17, 3, 24, HARM)
         if line is not None:
-            sheet.text(MARGIN + 62, base, clean(line, 8), 13, QUIET, "code", align="right")
+            canvas.text(MARGIN + 62, base, clean(line, 8), 13, QUIET, "code", align="right")
         words = clean(str(text).expandtabs(4).rstrip(), 240)
-        sheet.text(MARGIN + 80, base, words, 15, INK if hit else SOFT, "code bold" if hit else "code", clip=sheet.width - 2 * MARGIN - 100)
-    sheet.y = top + height + 12
+        canvas.text(
+            MARGIN + 80, base, words, 15, INK if hit else SOFT, "code bold" if hit else "code", clip=canvas.width - 2 * MARGIN - 100
+        )
+    canvas.y = top + height + 12
 
 
-def _pictures(sheet: Sheet, incident: Incident) -> None:
+def _pictures(canvas: Canvas, incident: Incident) -> None:
     grid = grid_of(incident, LIMITS[0].map_rows, LIMITS[0].map_columns)
     panels = panels_of(incident)
     panel = next((p for p in panels if p.title == "largest exponent"), panels[0] if panels else None)
-    whole = sheet.width - 2 * MARGIN
+    whole = canvas.width - 2 * MARGIN
     draws: list[Callable[[float, float], float]] = []
     if grid is not None:
-        draws.append(partial(_map, sheet, grid, incident))
+        draws.append(partial(_map, canvas, grid, incident))
     if panel is not None:
-        draws.append(partial(_history, sheet, panel))
+        draws.append(partial(_history, canvas, panel))
     if not draws:
         return
-    sheet.y += 22
+    canvas.y += 22
     widths = [whole] if len(draws) == 1 else [0.56 * whole, 0.38 * whole]
     starts = [MARGIN, MARGIN + 0.62 * whole]
-    sheet.y = max(draw(x, width) for draw, x, width in zip(draws, starts, widths, strict=False))
+    canvas.y = max(draw(x, width) for draw, x, width in zip(draws, starts, widths, strict=False))
 
 
-def _map(sheet: Sheet, grid: Grid, incident: Incident, x: float, width: float) -> float:
-    """Draw the map in a column of the sheet and return where it ends."""
+def _map(canvas: Canvas, grid: Grid, incident: Incident, x: float, width: float) -> float:
+    """Draw the map in a column of the canvas and return where it ends."""
     import numpy
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgba
@@ -178,11 +180,11 @@ def _map(sheet: Sheet, grid: Grid, incident: Incident, x: float, width: float) -
     rows, columns = len(grid.values), grid.width
     left = 44 if grid.row_name else 0
     cell = min((width - left) / columns, 260 / rows, 34)
-    top = sheet.y + 52
-    end = sheet.text(x, sheet.y + 14, grid.what, 15, INK, "code bold", clip=width / 2)
+    top = canvas.y + 52
+    end = canvas.text(x, canvas.y + 14, grid.what, 15, INK, "code bold", clip=width / 2)
     words = ", ".join(part for part in (grid.cut, grid.count) if part)
-    sheet.text(end + 12, sheet.y + 14, words, 13, QUIET, clip=width - (end - x) - 12)
-    axes = sheet.axes(x + left, top, cell * columns, cell * rows)
+    canvas.text(end + 12, canvas.y + 14, words, 13, QUIET, clip=width - (end - x) - 12)
+    axes = canvas.axes(x + left, top, cell * columns, cell * rows)
     colours = numpy.array([[_colour(grid, r, c, to_rgba) for c in range(columns)] for r in range(rows)])
     axes.imshow(colours, interpolation="nearest", aspect="auto", origin="upper", extent=(0, columns, rows, 0))
     axes.set_xlim(0, columns)
@@ -204,11 +206,11 @@ def _map(sheet: Sheet, grid: Grid, incident: Incident, x: float, width: float) -
         lead = ((column + 0.5, -6 / cell), (column + 0.5, row - pad))
         axes.add_collection(LineCollection([lead], colors=[HARM], linewidths=1.2, clip_on=False))
         words = f"{show_index(incident.origin.index)}  {numeral(grid.values[row][column])}"
-        wide = sheet.fonts["code bold"].width(words, 14)
+        wide = canvas.fonts["code bold"].width(words, 14)
         middle = x + left + (column + 0.5) * cell
-        sheet.text(min(max(middle - wide / 2, x), x + width - wide), top - 10, clean(words, 60), 14, HARM, "code bold")
-    _map_axes(sheet, grid, x + left, top, cell)
-    return _legend(sheet, grid, x, top + rows * cell + 44)
+        canvas.text(min(max(middle - wide / 2, x), x + width - wide), top - 10, clean(words, 60), 14, HARM, "code bold")
+    _map_axes(canvas, grid, x + left, top, cell)
+    return _legend(canvas, grid, x, top + rows * cell + 44)
 
 
 Line = tuple[tuple[float, float], tuple[float, float]]
@@ -234,7 +236,7 @@ def _colour(grid: Grid, row: int, column: int, to_rgba: Callable[..., Any]) -> t
     return red + (1 - red) * fade, green + (1 - green) * fade, blue + (1 - blue) * fade, 1.0
 
 
-def _map_axes(sheet: Sheet, grid: Grid, x: float, top: float, cell: float) -> None:
+def _map_axes(canvas: Canvas, grid: Grid, x: float, top: float, cell: float) -> None:
     rows, columns = len(grid.values), grid.width
     base = top + rows * cell + 17
     ring = grid.ring or (-1, -1)
@@ -243,41 +245,41 @@ def _map_axes(sheet: Sheet, grid: Grid, x: float, top: float, cell: float) -> No
         near = c != ring[1] and abs(c - ring[1]) * cell < 26
         if c == ring[1] or ((grid.first_column + c) % every == 0 and not near):
             colour, font = (HARM, "code bold") if c == ring[1] else (QUIET, "code")
-            sheet.text(x + (c + 0.5) * cell, base, str(grid.first_column + c), 12, colour, font, align="center")
+            canvas.text(x + (c + 0.5) * cell, base, str(grid.first_column + c), 12, colour, font, align="center")
     for r in range(rows) if grid.row_name else ():
         near = r != ring[0] and abs(r - ring[0]) * cell < 16
         if r == ring[0] or ((grid.first_row + r) % max(1, math.ceil(18 / cell)) == 0 and not near):
             colour, font = (HARM, "code bold") if r == ring[0] else (QUIET, "code")
-            sheet.text(x - 8, top + (r + 0.5) * cell + 4, str(grid.first_row + r), 12, colour, font, align="right")
+            canvas.text(x - 8, top + (r + 0.5) * cell + 4, str(grid.first_row + r), 12, colour, font, align="right")
     names = f"{grid.row_name} ↓   {grid.column_name} →" if grid.row_name else f"{grid.column_name} →"
-    sheet.text(x, base + 17, names, 12, QUIET)
+    canvas.text(x, base + 17, names, 12, QUIET)
 
 
-def _legend(sheet: Sheet, grid: Grid, x: float, y: float) -> float:
+def _legend(canvas: Canvas, grid: Grid, x: float, y: float) -> float:
     y += 16
     if grid.scale > 0:
         edge = ("≤ ", "≥ ") if grid.saturated else ("", "")
-        x = sheet.text(x, y, f"{edge[0]}{numeral(-grid.scale)}", 12, SOFT, "code") + 6
+        x = canvas.text(x, y, f"{edge[0]}{numeral(-grid.scale)}", 12, SOFT, "code") + 6
         for colour in COLOURS:
-            sheet.box(x, y - 11, 12, 13, colour)
+            canvas.box(x, y - 11, 12, 13, colour)
             x += 12
-        x = sheet.text(x + 6, y, f"{edge[1]}{numeral(grid.scale)}", 12, SOFT, "code") + 22
+        x = canvas.text(x + 6, y, f"{edge[1]}{numeral(grid.scale)}", 12, SOFT, "code") + 22
     if any(any(line) for line in grid.bad):
-        sheet.box(x, y - 11, 13, 13, HARM)
+        canvas.box(x, y - 11, 13, 13, HARM)
         words = "non-finite" if grid.limit is None else f"non-finite, or above {grid.limit:.2f}: exp overflows"
-        x = sheet.text(x + 20, y, words, 12, SOFT) + 22
+        x = canvas.text(x + 20, y, words, 12, SOFT) + 22
     if any(out and not bad for outs, marks in zip(grid.masked, grid.bad, strict=True) for out, bad in zip(outs, marks, strict=True)):
-        sheet.text(x, y, "hatched: masked", 12, SOFT)
+        canvas.text(x, y, "hatched: masked", 12, SOFT)
     return y + 6
 
 
-def _history(sheet: Sheet, panel: Panel, x: float, width: float) -> float:
-    """Draw a chart in a column of the sheet and return where it ends."""
+def _history(canvas: Canvas, panel: Panel, x: float, width: float) -> float:
+    """Draw a chart in a column of the canvas and return where it ends."""
     scale = Scale.of(panel)
-    left, top, height = 54, sheet.y + 52, 250
-    end = sheet.text(x, sheet.y + 14, panel.title + (" (log)" if panel.log else ""), 15, INK, "bold")
-    sheet.text(end + 8, sheet.y + 14, panel.unit, 13, QUIET)
-    axes = sheet.axes(x + left, top, width - left, height)
+    left, top, height = 54, canvas.y + 52, 250
+    end = canvas.text(x, canvas.y + 14, panel.title + (" (log)" if panel.log else ""), 15, INK, "bold")
+    canvas.text(end + 8, canvas.y + 14, panel.unit, 13, QUIET)
+    axes = canvas.axes(x + left, top, width - left, height)
     axes.set_xlim(-0.015, 1.015)
     axes.set_ylim(-0.06, 1.1)
 
@@ -291,11 +293,13 @@ def _history(sheet: Sheet, panel: Panel, x: float, width: float) -> float:
     if panel.limit is not None:
         at = scale.y(panel.limit)
         axes.plot([-0.015, 1.015], [at, at], color=HARM, linewidth=1.2, linestyle=(0, (4, 3)), marker="")
-        sheet.text(x + left - 8, pixel(panel.limit) + 4, f"{panel.limit:.2f}" if panel.limit else "0", 12, HARM, "code bold", align="right")
-        sheet.text(x + left + 10, pixel(panel.limit) - 6, panel.limit_name, 12, HARM)
+        canvas.text(
+            x + left - 8, pixel(panel.limit) + 4, f"{panel.limit:.2f}" if panel.limit else "0", 12, HARM, "code bold", align="right"
+        )
+        canvas.text(x + left + 10, pixel(panel.limit) - 6, panel.limit_name, 12, HARM)
     for value in dict.fromkeys((scale.low, scale.high)):
         if panel.limit is None or abs(pixel(value) - pixel(panel.limit)) > 15:
-            sheet.text(x + left - 8, pixel(value) + 4, numeral(value), 12, QUIET, "code", align="right")
+            canvas.text(x + left - 8, pixel(value) + 4, numeral(value), 12, QUIET, "code", align="right")
     key = x + width
     for line in reversed([line for line in panel.series if line.points]):
         colour = MASKED if line.kind == "masked" else COUNTED
@@ -307,48 +311,48 @@ def _history(sheet: Sheet, panel: Panel, x: float, width: float) -> float:
         top_marks = [scale.x(step) for step in lost], [1.06] * len(lost)
         axes.plot(*top_marks, color=HARM, linestyle="none", marker="v", markersize=7, markeredgewidth=0, clip_on=False)
         words = f"{line.name} {numeral(line.points[-1][1])}"
-        key -= sheet.fonts["plain"].width(words, 13)
-        sheet.text(key, sheet.y + 14, words, 13, SOFT)
-        sheet.box(key - 22, sheet.y + 8, 16, 2.5, colour)
+        key -= canvas.fonts["plain"].width(words, 13)
+        canvas.text(key, canvas.y + 14, words, 13, SOFT)
+        canvas.box(key - 22, canvas.y + 8, 16, 2.5, colour)
         key -= 42
-    sheet.text(x + left, top + height + 18, f"step {numeral_step(scale.first)}", 12, QUIET, "code")
+    canvas.text(x + left, top + height + 18, f"step {numeral_step(scale.first)}", 12, QUIET, "code")
     colour, font = (HARM, "code bold") if scale.last == panel.incident else (QUIET, "code")
-    sheet.text(x + width, top + height + 18, numeral_step(scale.last), 12, colour, font, align="right")
+    canvas.text(x + width, top + height + 18, numeral_step(scale.last), 12, colour, font, align="right")
     return top + height + 24
 
 
-def _table(sheet: Sheet, incident: Incident) -> None:
+def _table(canvas: Canvas, incident: Incident) -> None:
     """What was tried; what could not be run has no place in a picture."""
     rows = [row for group in groups_of(incident, LIMITS[1]) if group.title != NOT_RUN for row in group.rows]
     if not rows:
         return
-    sheet.y += 38
+    canvas.y += 38
     columns = (MARGIN, MARGIN + 720, MARGIN + 820, MARGIN + 960, MARGIN + 1130)
     for x, name in zip(columns, (HEADS[0], *HEADS[2:]), strict=True):
-        sheet.text(x, sheet.y, name, 13, QUIET)
-    sheet.y += 9
-    _rule(sheet)
+        canvas.text(x, canvas.y, name, 13, QUIET)
+    canvas.y += 9
+    _rule(canvas)
     for row in rows[:ROWS]:
         if row.best:
-            sheet.box(MARGIN - 10, sheet.y + 1, sheet.width - 2 * MARGIN + 20, 29, PROVEN_VEIL)
-        base = sheet.y + 21
-        end = sheet.text(columns[0], base, row.label, 15, clip=columns[1] - columns[0] - 210)
-        sheet.text(end + 10, base, row.id, 12, QUIET, "code", clip=columns[1] - end - 24)
-        sheet.text(columns[1], base, row.loss, 14, INK, "code", clip=90)
-        sheet.text(columns[2], base, row.gradients, 14, HARM if row.bad else INK, clip=130)
-        sheet.text(columns[3], base, row.healthy, 14, INK, clip=160)
+            canvas.box(MARGIN - 10, canvas.y + 1, canvas.width - 2 * MARGIN + 20, 29, PROVEN_VEIL)
+        base = canvas.y + 21
+        end = canvas.text(columns[0], base, row.label, 15, clip=columns[1] - columns[0] - 210)
+        canvas.text(end + 10, base, row.id, 12, QUIET, "code", clip=columns[1] - end - 24)
+        canvas.text(columns[1], base, row.loss, 14, INK, "code", clip=90)
+        canvas.text(columns[2], base, row.gradients, 14, HARM if row.bad else INK, clip=130)
+        canvas.text(columns[3], base, row.healthy, 14, INK, clip=160)
         font = "bold" if row.state in STATES else "plain"
-        sheet.text(columns[4], base, row.outcome, 14, STATES.get(row.state, SOFT), font, clip=sheet.width - MARGIN - columns[4])
-        sheet.y += 31
-        _rule(sheet)
+        canvas.text(columns[4], base, row.outcome, 14, STATES.get(row.state, SOFT), font, clip=canvas.width - MARGIN - columns[4])
+        canvas.y += 31
+        _rule(canvas)
     if len(rows) > ROWS:
-        sheet.y += 22
-        sheet.text(MARGIN, sheet.y, f"… {len(rows) - ROWS} more", 13, QUIET)
+        canvas.y += 22
+        canvas.text(MARGIN, canvas.y, f"… {len(rows) - ROWS} more", 13, QUIET)
 
 
-def _foot(sheet: Sheet, incident: Incident) -> None:
+def _foot(canvas: Canvas, incident: Incident) -> None:
     advised = [f"advised, not run: {clean(fix.label, 120)}" for fix in incident.fixes if not fix.executed]
     parts = [words for words in (reproduction(incident), *advised[:2]) if words]
     if parts:
-        sheet.y += 30
-        sheet.text(MARGIN, sheet.y, " · ".join(parts), 14, SOFT, clip=sheet.width - 2 * MARGIN)
+        canvas.y += 30
+        canvas.text(MARGIN, canvas.y, " · ".join(parts), 14, SOFT, clip=canvas.width - 2 * MARGIN)

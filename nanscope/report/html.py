@@ -9,10 +9,9 @@ never lands in a style, a script or an id. However large the run, the page stays
 
 from __future__ import annotations
 
-from importlib import resources
-
 from nanscope.report.clean import LIMITS
 from nanscope.report.page import build
+from nanscope.report.template import fill
 from nanscope.verdict.incident import Verdict
 
 MOST_BYTES = 400_000
@@ -23,16 +22,9 @@ def render_html(verdict: Verdict, title: str | None = None) -> str:
 
     title: heading of the page and of the browser's tab; by default what happened at which step.
     """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    here = resources.files("nanscope.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(here.joinpath("page.html").read_text(encoding="utf-8"))
-    css = Markup(here.joinpath("page.css").read_text(encoding="utf-8"))
     text = ""
     for limits in LIMITS:
-        text = template.render(page=build(verdict, title, limits), css=css)
+        text = fill("page.html", ("page.css",), page=build(verdict, title, limits))
         if len(text.encode()) < MOST_BYTES:
             break
     return text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import write_whole
@@ -21,13 +21,22 @@ def render(verdict: Verdict, path: str | os.PathLike[str]) -> None:
     Raises NanscopeError for a suffix that no renderer has, OSError if the file cannot be written.
     """
     path = Path(path)
-    renderer = RENDERERS.get(path.suffix.lower())
-    if renderer is None:
-        raise NanscopeError(
-            f"{path.name}: the suffix chooses the form of a report, and {path.suffix or 'none'} is not one of {', '.join(RENDERERS)}",
-            slug="unknown-format",
-        )
-    write_whole(path, renderer(verdict))
+    write_whole(path, choose(RENDERERS, path)(verdict))
+
+
+T = TypeVar("T")
+
+
+def choose(renderers: Mapping[str, T], path: Path) -> T:
+    """Return what renders a file of this name.
+
+    Raises NanscopeError if nothing does.
+    """
+    found = renderers.get(path.suffix.lower())
+    if found is None:
+        message = f"no renderer for {path.suffix or path.name!r}; known are {', '.join(renderers)}"
+        raise NanscopeError(message, slug="unknown-format")
+    return found
 
 
 def suffixes() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The sheet that a picture is drawn on: text with its real width, boxes and axes in pixels from the top left, cut off under the drawing.
+"""The canvas that a picture is drawn on: text with its real width, boxes and axes in pixels from the top left, cut off under the drawing.
 
 Nothing here reads or sets matplotlib's global state: no pyplot, every colour and font named, and text never read as mathematics, since `$`
 in a string from a run is a dollar.
@@ -23,7 +23,7 @@ PAPER, INK, SOFT, QUIET, HAIR, PANEL = "#ffffff", "#17191c", "#4a4f57", "#757b84
 HARM, HARM_VEIL, PROVEN, PROVEN_VEIL = "#c8290b", "#fbe9e4", "#0b7250", "#e5f3ed"
 
 
-class Sheet:
+class Canvas:
     """A figure that is drawn in pixels from the top left; `y` is where the next thing goes."""
 
     def __init__(self, width: int, height: int) -> None:
@@ -33,7 +33,7 @@ class Sheet:
         self.width, self.height = width, height
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=PAPER, edgecolor=PAPER)
         self.figure.set_layout_engine("none")
-        self.canvas = FigureCanvasAgg(self.figure)
+        self.agg = FigureCanvasAgg(self.figure)
         self.fonts = {name: _Font(file) for name, file in _FONTS.items()}
         self.y = float(MARGIN - 12)
 
@@ -52,7 +52,7 @@ class Sheet:
         return x + face.width(text, size)
 
     def paragraph(self, text: str, size: float, colour: str = INK, font: str = "plain", lines: int = 4) -> None:
-        """Write wrapped text across the sheet and move on."""
+        """Write wrapped text across the canvas and move on."""
         for line in self.fonts[font].wrap(text, size, self.width - 2 * MARGIN, lines):
             self.y += size * 1.4
             self.text(MARGIN, self.y, line, size, colour, font)
@@ -73,12 +73,12 @@ class Sheet:
         return axes
 
     def write(self, path: str | Path | BinaryIO) -> None:
-        """Cut the sheet off under the drawing and write it."""
+        """Cut the canvas off under the drawing and write it."""
         import numpy
         from matplotlib.image import imsave
 
-        self.canvas.draw()  # type: ignore[no-untyped-call]
-        buffer = self.canvas.buffer_rgba()  # type: ignore[no-untyped-call]
+        self.agg.draw()  # type: ignore[no-untyped-call]
+        buffer = self.agg.buffer_rgba()  # type: ignore[no-untyped-call]
         pixels = numpy.asarray(buffer)[: min(self.height, math.ceil(self.y + MARGIN - 16)), :, :3]
         imsave(path, numpy.ascontiguousarray(pixels), format="png", origin="upper", dpi=DPI)
 
