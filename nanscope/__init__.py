@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanscope.frameworks.losses import framework_loss
     from nanscope.objective import advantages
     from nanscope.objective.settings import LossInputs, LossSettings
+    from nanscope.program.summary import summarise
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
     from nanscope.replay.under import replay_under
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "replay_under", "watch",
+    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "replay_under",
+    "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -46,6 +48,7 @@ _WHERE = {
     "framework_loss": "nanscope.frameworks.losses",
     "loss_inputs": "nanscope.replay.batch",
     "replay_under": "nanscope.replay.under",
+    "summarise": "nanscope.program.summary",
 }
 
 

@@ -377,20 +377,25 @@ def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,
     program: Annotated[bool, typer.Option("--program", help="Also list the recorded calls.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Also read the tensors: their extremes, and what is NaN or Inf.")] = False,
 ) -> None:
     """Show what is in a snapshot, before you attach it to a public issue.
 
-    Reads the file's head only; neither torch nor the training code is needed.
+    Reads the file's head only; neither torch (but for --values) nor the training code is needed.
 
     Example: nanscope inspect step-000412.rank0.safetensors
     """
     from nanscope.report.inspect import print_header
     from nanscope.snapshot.header import read_header
 
-    header = read_header(file)
+    header, snapshot = read_header(file), None
+    if values:
+        from nanscope.snapshot.file import load
+
+        snapshot = load(file)
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
     _write_json(json_file, {"tensors": tensors, "nanscope": header.about})
-    print_header(header, str(file), program, file=sys.stdout)
+    print_header(header, str(file), program, snapshot, file=sys.stdout)
 
 
 @app.command()

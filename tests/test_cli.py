@@ -159,6 +159,8 @@ def test_inspect_lists_what_is_in_a_snapshot_without_torch(run_dir: Path) -> Non
     code += "except SystemExit:\n    pass\nprint('torch' in sys.modules)"
     check = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert check.stdout.strip().endswith("False"), check.stderr
+    done = call("inspect", snapshot_of(run_dir), "--values")
+    assert done.returncode == 0 and "[1, 3] float32, −200 … −0.5" in done.stdout and "NaN!" in done.stdout, done.stderr
 
 
 def damaged(kind: str, source: Path, target: Path) -> None:

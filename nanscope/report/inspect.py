@@ -9,36 +9,65 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from nanscope.report.clean import clean
-from nanscope.report.console import STRONG, pairs, show, table
+from nanscope.report.console import HARM, QUIET, STRONG, pairs, show, table
+from nanscope.roles import Role, role_of
 from nanscope.snapshot.header import Header
+
+if TYPE_CHECKING:
+    from nanscope.snapshot.step import Snapshot  # needs torch
 
 SETTINGS = ("reached", "environment", "settings", "objective", "observed")
 FILES = 20  # sources named
 
 
-def print_header(header: Header, path: str, program: bool, *, file: IO[str]) -> None:
-    """Print everything that is in a snapshot file. program: also its calls."""
+def print_header(header: Header, path: str, program: bool, snapshot: Snapshot | None = None, *, file: IO[str]) -> None:
+    """Print everything that is in a snapshot file. program: also its calls. snapshot: the file, read, to tell what its tensors hold."""
     about = header.about
     head = f"   step {clean(about.get('step'))} · rank {clean(about.get('rank'))} · {header.size:,} bytes"
-    parts: list[RenderableType] = [Text.assemble((clean(path), STRONG), head), _tensors(header), _about(about)]
+    parts: list[RenderableType] = [Text.assemble((clean(path), STRONG), head), _tensors(header, snapshot), _about(about)]
     parts += [Text(line) for line in _calls(about)] if program else []
     show(Group(*parts), file=file)
 
 
-def _tensors(header: Header) -> RenderableType:
-    shown = table("tensor", "dtype", "shape", "bytes")
+def _tensors(header: Header, snapshot: Snapshot | None) -> RenderableType:
+    heads = ("tensor", "dtype", "shape", "bytes") if snapshot is None else ("tensor", "role", "bytes", "holds")
+    shown = table(*heads)
     shown.padding = (0, 3, 0, 0)
-    shown.columns[-1].justify = "right"
+    shown.columns[heads.index("bytes")].justify = "right"
+    held = {} if snapshot is None else dict(_held(header, snapshot))
     for tensor in header.tensors:
-        shown.add_row(clean(tensor.name), clean(tensor.dtype), str(list(tensor.shape)), f"{tensor.bytes:,}")
+        name, size = clean(tensor.name), f"{tensor.bytes:,}"
+        if tensor.name in held:
+            role, line = held[tensor.name]
+            shown.add_row(name, role, size, Text(line, HARM if "!" in line else ""))
+        elif snapshot is None:
+            shown.add_row(name, clean(tensor.dtype), str(list(tensor.shape)), size)
+        else:
+            shown.add_row(name, "", size, Text("not part of the step", QUIET))
     return Padding(shown, (0, 2))
+
+
+def _held(header: Header, snapshot: Snapshot) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield every tensor's name in the file, its role, and what it holds; what the mask of its shape leaves out is told apart."""
+    from nanscope.program.summary import summarise
+
+    names = {int(value): str(name) for value, name in header.about["tensors"].items()}
+    roles = {leaf.id: leaf.role or role_of(leaf.name) or "" for leaf in snapshot.program.leaves}
+    masks = {tuple(tensor.shape): tensor for value, tensor in snapshot.tensors.items() if roles.get(value) == Role.MASK}
+    for value, tensor in snapshot.tensors.items():
+        mask = masks.get(tuple(tensor.shape))
+        yield names[value], (clean(roles.get(value, "")), str(summarise(tensor, None if mask is tensor else mask)))
+    for value, grad in snapshot.grads.items():
+        yield f"grad/{names[value]}", (str(Role.GRAD), str(summarise(grad, masks.get(tuple(grad.shape)))))
+    if snapshot.loss is not None:
+        yield "loss", (str(Role.LOSS), str(summarise(snapshot.loss)))
 
 
 def _about(about: Mapping[str, Any]) -> RenderableType:
