@@ -50,7 +50,7 @@ def test_the_head_is_told_without_the_values(path: Path) -> None:
     assert lines[0].startswith(f"{path.name}   step 7 · rank 0 · ")
     assert [line.split() for line in lines if "old_logps" in line] == [["old_logps", "F32", "[2,", "3]", "24"]]
     text = "\n".join(lines)
-    for words in ("calls from 3 tensors", "test_report_inspect.py", "versions (torch 2)", "1 steps"):
+    for words in ("calls from 3 tensors", "test_report_inspect.py", "versions (torch 2)", "1 step"):
         assert words in text, words
     assert "aten.exp" not in text and "aten.exp.default" in "\n".join(shown(path, program=True))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from recorded import record
 
 import nanscope
 from nanscope.program.program import Program
@@ -121,6 +122,21 @@ def verdict_of(kind: str) -> Verdict:
         with nanscope.watch(out=folder) as scope:
             RUNS[kind]()
         return scope.verdict
+
+
+def ppo_step(environment: dict[str, Any]) -> Snapshot:
+    """Return a recorded step of PPO whose last token, which does not count, overflows."""
+    log_probs = torch.linspace(-2.0, -0.5, 12).reshape(3, 4).requires_grad_()
+    old_log_probs, mask = torch.linspace(-2.1, -0.4, 12).reshape(3, 4), torch.ones(3, 4)
+    advantages = torch.tensor([[1.0], [-0.5], [0.25]])
+    old_log_probs[2, 3], mask[2, 3] = -120.0, 0.0
+
+    def loss(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ratio = torch.exp(log_probs - old_log_probs)
+        surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return -(surrogate * mask).sum() / mask.sum()
+
+    return record(loss, log_probs, old_log_probs, advantages, mask).snapshot(environment=environment)
 
 
 NASTY = (

@@ -19,6 +19,7 @@ from nanscope.report.clean import clean
 from nanscope.report.console import HARM, QUIET, STRONG, pairs, show, table
 from nanscope.roles import Role, role_of
 from nanscope.snapshot.header import Header
+from nanscope.text import count
 
 if TYPE_CHECKING:
     from nanscope.snapshot.step import Snapshot  # needs torch
@@ -81,7 +82,7 @@ def _about(about: Mapping[str, Any]) -> RenderableType:
     for key in SETTINGS:
         if about.get(key):
             told.add_row(key, clean(_flat(about[key])))
-    told.add_row("history", f"{len(_items(about, 'history'))} steps")
+    told.add_row("history", count(len(_items(about, "history")), "step"))
     if about.get("opaque"):
         told.add_row("opaque", clean(", ".join(str(name) for name in about["opaque"])))
     return Padding(told, (1, 2))
