@@ -173,7 +173,7 @@ def test_masked_or_not_is_said() -> None:
     assert "masked: multiplied by mask = 0" in checked(verdict_of("forward masked")).text
     incident = incident_of()
     counted = dataclasses.replace(incident, origin=dataclasses.replace(incident.origin, masked=False, masked_by=None))
-    assert "counts in the loss" in checked(Verdict((counted,))).text
+    assert "not masked: the loss counts it" in checked(Verdict((counted,))).text
 
 
 def test_headroom_has_a_unit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from recorded import record
@@ -10,6 +11,7 @@ from test_locate import CASES
 from nanscope.report.clean import clean
 from nanscope.report.console import WIDTH
 from nanscope.report.terminal import render_text
+from nanscope.snapshot.observation import Link
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
 
@@ -72,3 +74,13 @@ def test_hostile_text_is_inert() -> None:
     text = render_text(Verdict((hostile,), steps=1))
     assert not set(text) & {"\x1b", "\x07", "\u202e"}
     assert "[bold]x[/bold]" in text
+
+
+def test_the_middle_of_a_long_chain_is_counted() -> None:
+    """Twelve links are shown, the turn to backward once."""
+    links = tuple(Link(f"value_{n}", n, math.inf, n > 5) for n in range(40))
+    text = " ".join(render_text(Verdict((replace(incident(), chain=links),), steps=1)).split())
+    chain = text[text.index("value_0") : text.index("replay what")]
+    assert chain.startswith("value_0 +inf → value_1 +inf")
+    assert "value_5 +inf → backward: ∂ value_6 +inf → ∂ value_7 +inf → ∂ value_8 +inf → … 28 more … → ∂ value_37 +inf" in chain
+    assert chain.endswith("∂ value_39 +inf ") and chain.count("backward") == 1

@@ -33,7 +33,7 @@ from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of
 from nanscope.report.map import LEVELS, Grid, grid_of
-from nanscope.report.origin import subject, where
+from nanscope.report.origin import element, source_of, subject, where_in
 from nanscope.report.tried import HEADS, NOT_RUN, best_of, fix_words, groups_of, reproduction
 from nanscope.text import show_index
 from nanscope.verdict.incident import Incident, Verdict
@@ -123,32 +123,24 @@ def _fix(canvas: Canvas, incident: Incident) -> None:
 def _source(canvas: Canvas, incident: Incident) -> None:
     """The marked line between its neighbours; the code alone where no source is known."""
     place = incident.origin
-    lines = list(place.source)
-    marked = next((n for n, (line, _) in enumerate(lines) if line == place.line), None)
-    shown = [(place.line, subject(place))] if marked is None else lines[max(0, marked - 1) : marked + 2]
-    shown = [(line, text) for line, text in shown if str(text).strip() or line == place.line]
+    shown = source_of(place, 1)
+    if not any(hit for _, _, hit in shown):
+        shown = [(clean("" if place.line is None else place.line, 12), subject(place), True)]
     canvas.y += 20
-    title = where(place) or clean(place.module or "no source line", 120)
-    if place.function and place.file:
-        title += f", in {clean(place.function, 80)}"
-    element = f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape else ""
-    canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element, 60), 14, SOFT, "code", align="right")
-    canvas.text(MARGIN, canvas.y + 14, title, 14, SOFT, "code", clip=canvas.width - 2 * MARGIN - 260)
+    canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element(place), 60), 14, SOFT, "code", align="right")
+    heading = where_in(place) or clean(place.module or "no source line", 120)
+    canvas.text(MARGIN, canvas.y + 14, heading, 14, SOFT, "code", clip=canvas.width - 2 * MARGIN - 260)
     canvas.y += 24
     top, height = canvas.y, 24 * len(shown)
     canvas.box(MARGIN, top, canvas.width - 2 * MARGIN, height + 12, PANEL)
-    for row, (line, text) in enumerate(shown):
+    for row, (number, words, hit) in enumerate(shown):
         base = top + 23 + 24 * row
-        hit = marked is None or line == place.line
         if hit:
             canvas.box(MARGIN, base - 17, canvas.width - 2 * MARGIN, 24, HARM_VEIL)
             canvas.box(MARGIN, base - 17, 3, 24, HARM)
-        if line is not None:
-            canvas.text(MARGIN + 62, base, clean(line, 8), 13, QUIET, "code", align="right")
-        words = clean(str(text).expandtabs(4).rstrip(), 240)
-        canvas.text(
-            MARGIN + 80, base, words, 15, INK if hit else SOFT, "code bold" if hit else "code", clip=canvas.width - 2 * MARGIN - 100
-        )
+        canvas.text(MARGIN + 62, base, number, 13, QUIET, "code", align="right", clip=60)
+        colour, font = (INK, "code bold") if hit else (SOFT, "code")
+        canvas.text(MARGIN + 80, base, words, 15, colour, font, clip=canvas.width - 2 * MARGIN - 100)
     canvas.y = top + height + 12
 
 

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
+from nanscope.text import show_index
 
 
 def where(place: Origin, limit: int = 240) -> str:
@@ -14,6 +15,35 @@ def where(place: Origin, limit: int = 240) -> str:
         return ""
     name = PurePath(clean(place.file, limit)).name
     return name if place.line is None else f"{name}:{clean(place.line, 12)}"
+
+
+def where_in(place: Origin, limit: int = 240) -> str:
+    """Return where the origin is and in which function, "" if unknown."""
+    return where(place, limit) + (f", in {clean(place.function, 80)}" if place.function and place.file else "")
+
+
+def element(place: Origin) -> str:
+    """Return which element of how many: [2, 27] of [8, 512]."""
+    return f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape or place.index else ""
+
+
+def mask_words(place: Origin, limit: int = 240) -> str:
+    """Return whether the loss counts the element, "" if unknown."""
+    if place.masked is None:
+        return ""
+    return f"masked: {clean(place.masked_by or 'outside the loss', limit)}" if place.masked else "not masked: the loss counts it"
+
+
+def source_of(place: Origin, around: int, limit: int = 240) -> list[tuple[str, str, bool]]:
+    """Return lines of source as (number, text, is it the origin's), `around` of them before and after it, without empty ends."""
+    lines = list(place.source)
+    middle = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
+    lines = lines[max(0, middle - around) : middle + around + 1]
+    while lines and not str(lines[0][1]).strip():
+        del lines[0]
+    while lines and not str(lines[-1][1]).strip():
+        del lines[-1]
+    return [(clean(line, 12), clean(str(text).expandtabs(4).rstrip(), limit), line == place.line) for line, text in lines]
 
 
 def subject(place: Origin, limit: int = 240) -> str:

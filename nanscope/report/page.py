@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from nanscope.report.clean import LIMITS, Limits, clean, is_finite_number, numeral, real, two
+from nanscope.report.chain import ChainItem, chain_of
+from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import panels_of
-from nanscope.report.origin import calculation, subject, where
+from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
 from nanscope.roles import role_words
-from nanscope.snapshot.observation import Link, Origin
-from nanscope.text import show_index
+from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident, Note, Verdict
 
 
@@ -38,17 +37,6 @@ class SourceLine:
     hit: str
     after: str
     marked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ChainItem:
-    """A link of the chain, or (kind "gap" or "turn") words between links."""
-
-    kind: str
-    text: str
-    value: str = ""
-    line: str = ""
-    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +139,8 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         details=_details(incident, limits),
         operands=tuple((clean(name, limits.text), numeral(value)) for name, value in place.operands[:12]),
         source=tuple(_source(place, limits)),
-        source_title=where(place, limits.text) + (f", in {clean(place.function, 80)}" if place.function and place.file else ""),
-        chain=tuple(_chain(incident, limits)),
+        source_title=where_in(place, limits.text),
+        chain=tuple(chain_of(incident, limits.chain, limits.text)),
         map=map_of(incident, limits),
         charts=tuple(chart_of(panel) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
@@ -196,12 +184,11 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
         headroom = f"{numeral(limit - exponent)} nat: {place.op} overflows above {limit:.2f}"
     elif place.headroom is not None:
         headroom = f"{numeral(place.headroom)} bits in {place.dtype}"
-    masked = {True: f"masked: {place.masked_by or 'outside the loss'}", False: "counts in the loss", None: ""}[place.masked]
     pairs = (
         ("op", str(place.op)),
-        ("element", f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape or place.index else ""),
+        ("element", element(place)),
         ("value", f"{numeral(place.value)}{f' ({place.dtype})' if place.dtype else ''}"),
-        ("mask", masked),
+        ("mask", mask_words(place, limits.text)),
         ("headroom", headroom),
         ("role", f"{place.role}{f': {meaning}' if meaning else ''}" if place.role else ""),
         ("module", place.module or ""),
@@ -211,56 +198,11 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
 
 
 def _source(place: Origin, limits: Limits) -> Iterator[SourceLine]:
-    lines = list(place.source)
-    middle = next((n for n, (line, _) in enumerate(lines) if line == place.line), 0)
-    lines = lines[max(0, middle - 7) : middle + 8]
-    while lines and not str(lines[0][1]).strip():
-        del lines[0]
-    while lines and not str(lines[-1][1]).strip():
-        del lines[-1]
     wanted = re.escape(clean((place.variable if place.op == "input" else place.expression) or "", limits.text))
-    for line, text in lines:
-        words = clean(str(text).expandtabs(4).rstrip(), limits.text)
-        marked = line == place.line
+    for number, words, marked in source_of(place, 7, limits.text):
         found = re.search(rf"(?<!\w){wanted}(?!\w)", words) if marked and wanted else None
         start, end = found.span() if found else (len(words), len(words))
-        yield SourceLine(clean(line, 12), words[:start], words[start:end], words[end:], marked)
-
-
-def _chain(incident: Incident, limits: Limits) -> Iterator[ChainItem]:
-    """The links from origin to harm; the middle of a long chain is cut, its ends tell the story."""
-    links, most = incident.chain, limits.chain
-    tail = most // 3
-    backward = False
-    for position, link in enumerate(links):
-        hidden = len(links) - most
-        if hidden > 0 and most - tail <= position < most - tail + hidden:
-            if position == most - tail:
-                yield ChainItem("gap", f"… {hidden} more")
-            backward = backward or link.backward
-            continue
-        if link.backward and not backward:
-            backward = True
-            yield ChainItem("turn", _turn(incident))
-        yield _item(link, incident.origin.file, limits)
-    for name, words in (("gradients", "gradients"), ("weights", "weights after the update")):
-        counts = two(incident.reached.get(name))
-        if counts and counts[0] and links:
-            yield ChainItem("end", words, f"{counts[0]} of {counts[1]} non-finite", bad=True)
-
-
-def _turn(incident: Incident) -> str:
-    return f"the loss stays finite ({numeral(incident.loss)}); backward:" if is_finite_number(incident.loss) else "backward:"
-
-
-def _item(link: Link, origin: str | None, limits: Limits) -> ChainItem:
-    """A link says its file where that is not the origin's."""
-    value = real(link.value)
-    bad = value is not None and not math.isfinite(value)
-    line = f"line {clean(link.line, 12)}" if link.line is not None else ""
-    if line and link.file is not None and link.file != origin:
-        line = f"{clean(PurePath(str(link.file)).name, 40)}:{clean(link.line, 12)}"
-    return ChainItem("grad" if link.backward else "link", clean(link.text, limits.text), numeral(value), line, bad)
+        yield SourceLine(number, words[:start], words[start:end], words[end:], marked)
 
 
 def _some(texts: Sequence[object], limit: int, length: int) -> tuple[str, ...]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -15,10 +14,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from nanscope.causes import Cause
-from nanscope.report.clean import WHOLE, clean, numeral, real
+from nanscope.report.chain import chain_of
+from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
+from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of
-from nanscope.text import count, show_index
+from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
 
 CHAIN = 12  # links shown
@@ -74,13 +75,9 @@ def incident_shown(incident: Incident) -> RenderableType:
 def _facts(incident: Incident) -> RenderableType:
     o = incident.origin
     facts = pairs()
-    where = f"{Path(clean(o.file)).name}:{o.line}, in {clean(o.function)}" if o.file else "no source line"
     marked = next((text.strip() for line, text in o.source if line == o.line), o.expression or o.op)
-    facts.add_row("origin", Text.assemble((clean(marked), STRONG), ("   " + where, QUIET)))
-    words = []
-    if o.shape:
-        words.append(f"{show_index(o.index)} of {show_index(o.shape)}")
-    words.append(f"{o.op} → {numeral(o.value)}")
+    facts.add_row("origin", Text.assemble((clean(marked), STRONG), (f"   {where_in(o) or 'no source line'}", QUIET)))
+    words = [*filter(None, [element(o)]), f"{o.op} → {numeral(o.value)}"]
     if o.operands and len(o.operands) <= 3:
         words.append(", ".join(f"{clean(name)} = {numeral(value)}" for name, value in o.operands))
     if o.limit is not None:
@@ -89,7 +86,7 @@ def _facts(incident: Incident) -> RenderableType:
         words.append(f"headroom {numeral(o.headroom)} bits")
     facts.add_row("", " · ".join(words))
     if o.masked is not None:
-        facts.add_row("", f"masked: {clean(o.masked_by or 'outside the loss')}" if o.masked else "not masked: the loss counts it")
+        facts.add_row("", mask_words(o))
     if o.module:
         facts.add_row("", f"inside {clean(o.module)}")
     if incident.chain:
@@ -104,22 +101,19 @@ def _facts(incident: Incident) -> RenderableType:
 
 
 def _chain(incident: Incident) -> Text:
-    links = list(incident.chain)
-    if len(links) > CHAIN:
-        links = links[: CHAIN - 3] + links[-3:]
     text = Text()
-    backward = False
-    for position, link in enumerate(links):
-        if position:
+    for item in chain_of(incident, CHAIN, WHOLE.text):
+        if item.kind == "end":
+            continue
+        if text and not text.plain.endswith("backward: "):
             text.append(" → ", QUIET)
-        if len(incident.chain) > CHAIN and position == CHAIN - 3:
-            text.append(f"… {len(incident.chain) - CHAIN} more … → ", QUIET)
-        if link.backward and not backward:
+        if item.kind == "turn":
             text.append("backward: ", QUIET)
-            backward = True
-        text.append(f"{'∂ ' if link.backward else ''}{clean(link.text)} ")
-        value = real(link.value)
-        text.append(numeral(value), HARM if value is not None and not math.isfinite(value) else "")
+        elif item.kind == "gap":
+            text.append(f"{item.text} …", QUIET)
+        else:
+            text.append(f"{'∂ ' if item.kind == 'grad' else ''}{item.text} ")
+            text.append(item.value, HARM if item.bad else "")
     return text
 
 
