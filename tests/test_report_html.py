@@ -5,118 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import unicodedata
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-from verdicts import KINDS, NASTY, hostile, verdict_of
+from pages import Page, checked, odd
+from verdicts import KINDS, NASTY, hostile, incident_of, verdict_of
 
 from nanscope.causes import Cause
-from nanscope.report.clean import LIMITS, clean
-from nanscope.report.draw import chart_of, outline
-from nanscope.report.history import Panel, Scale, Series, panels_of, thin
+from nanscope.report.clean import LIMITS
 from nanscope.report.html import MOST_BYTES, render_html
-from nanscope.report.map import grid_of
 from nanscope.report.page import build
 from nanscope.report.tried import groups_of
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Row
 from nanscope.verdict.incident import Fix, Incident, Note, Picture, Verdict
-
-ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "article", "section", "figure", "figcaption", "div", "p",
-    "h1", "h2", "h3", "ul", "ol", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "span", "b", "i", "small", "code",
-    "mark", "a", "svg", "defs", "pattern", "path", "rect",
-}  # fmt: skip
-VOID = {"meta"}
-STYLE = re.compile(r"(left|top):-?[\d.]+%|--columns:\d+;--cell:\d+px")
-
-
-class Page(HTMLParser):
-    """A page taken apart: its text, its elements, and everything about it that is not inert."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.faults: list[str] = []
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.styles: list[str] = []
-        self.feed(page)
-        self.close()
-        if self.open:
-            self.faults.append(f"not closed: {self.open}")
-        names = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
-        if len(names) != len(set(names)):
-            self.faults.append("an id is used twice")
-        links = [attributes["href"] for _, attributes in self.tags if "href" in attributes]
-        self.faults += [f"link {link}" for link in links if link.removeprefix("#") not in names or not link.startswith("#")]
-
-    @property
-    def text(self) -> str:
-        """What one reads, white space folded."""
-        return " ".join("".join(self.texts).split())
-
-    def all(self, tag: str, name: str = "") -> list[dict[str, str]]:
-        """Return the attributes of all elements of a kind (and class)."""
-        return [attributes for found, attributes in self.tags if found == tag and (not name or name in attributes.get("class", "").split())]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = {name: value or "" for name, value in attrs}
-        self.tags.append((tag, attributes))
-        if tag not in ALLOWED:
-            self.faults.append(f"element {tag}")
-        for name, value in attributes.items():
-            if name.startswith("on") or name in ("src", "srcset", "action", "formaction", "xlink:href", "srcdoc"):
-                self.faults.append(f"attribute {name}")
-            if name == "style" and not STYLE.fullmatch(value):
-                self.faults.append(f"style {value}")
-            if "<" in value or "alert" in value:
-                self.faults.append(f"data in {tag} {name}")
-            if "url(" in value and not re.fullmatch(r"url\(#(hatch|cross|gap)-\d+\)", value):
-                self.faults.append(f"address {value}")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open[-1] != tag:
-            self.faults.append(f"</{tag}> closes {self.open[-1:]}")
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        (self.styles if self.open[-1:] == ["style"] else self.texts).append(data)
-        self.texts.append(" " if self.open[-1:] in (["td"], ["li"], ["p"], ["dt"], ["dd"], ["th"]) else "")
-
-
-def odd(page: str) -> set[str]:
-    """Characters that a page must not hold: control, bidi, invisible, half a surrogate pair."""
-    return {f"U+{ord(c):04X}" for c in page if c not in "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
-
-
-def checked(verdict: Verdict, title: str | None = None) -> Page:
-    """Render a verdict, require an inert page, and return it taken apart."""
-    text = render_html(verdict, title)
-    page = Page(text)
-    assert not page.faults, page.faults
-    assert not odd(text), odd(text)
-    assert "://" not in text and "@import" not in text and "url(" not in "".join(page.styles)
-    assert len(text.encode()) < MOST_BYTES
-    return page
-
-
-def incident_of(kind: str = "forward masked", **changes: Any) -> Incident:
-    return dataclasses.replace(verdict_of(kind).incidents[0], **changes)
-
-
-# -- what it says ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,7 +58,7 @@ def test_the_source_line_is_marked() -> None:
     marked = re.findall(r'<li class="marked">.*?</li>', text)
     assert len(marked) == 1
     assert "<mark>torch.exp(log_ratio)</mark>" in marked[0]
-    assert "verdicts.py:" in text and "in _mask_after" in text
+    assert "steps.py:" in text and "in _mask_after" in text
 
 
 def test_only_the_word_itself_is_marked() -> None:
@@ -239,9 +141,6 @@ def test_the_same_verdict_gives_the_same_page() -> None:
     assert render_html(verdict_of("history")) == render_html(verdict_of("history"))
 
 
-# -- inert -------------------------------------------------------------------------------------------------------------------------
-
-
 def test_hostile_strings_in_every_field() -> None:
     """Nothing in any field becomes an element, an attribute, a style or a template."""
     page = checked(hostile(), title=NASTY)
@@ -302,36 +201,6 @@ def test_the_page_forbids_scripts_and_network() -> None:
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-@given(st.text(), st.integers(1, 40))
-def test_clean_hides_nothing_and_stays_short(text: str, limit: int) -> None:
-    """One line, no character that hides or reorders another, at most `limit` long."""
-    cleaned = clean(text, limit)
-    assert not odd(cleaned) and "\n" not in cleaned and len(cleaned) <= limit
-    assert cleaned.encode().decode() == cleaned
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain − text ℓ", "plain − text ℓ"),
-        ("\x1b[2J\x7f", "⟨U+001B⟩[2J⟨U+007F⟩"),
-        ("a\n   b", "a b"),
-        ("a\tb", "a    b"),
-        ("abc\u202edef", "abc⟨U+202E⟩def"),
-        ("\ud800", "⟨U+D800⟩"),
-        ("x" * 50, "x" * 23 + "…"),
-        (None, "None"),
-        (412, "412"),
-    ],
-)
-def test_clean(text: object, shown: str) -> None:
-    """What people write stays, what deceives is spelled out."""
-    assert clean(text, 24) == shown
-
-
-# -- bounded -----------------------------------------------------------------------------------------------------------------------
-
-
 def huge(text: str) -> Verdict:
     """Fifty incidents, each larger than anything that a run could make."""
     incident: Incident = hostile(Incident, text, 3)
@@ -373,148 +242,6 @@ def test_the_last_limits_hold_alone() -> None:
         page = build(huge(text), None, LIMITS[-1])
         assert len(page.sections) == LIMITS[-1].incidents
         assert len(render_html(huge(text), text).encode()) < 0.9 * MOST_BYTES
-
-
-# -- the map -----------------------------------------------------------------------------------------------------------------------
-
-
-def picture(height: int, width: int, row: int, column: int, value: float = 120.0, **changes: Any) -> Picture:
-    values = tuple(tuple(value if (r, c) == (row, column) else 0.1 * c for c in range(width)) for r in range(height))
-    masked = tuple(tuple(c >= width - 2 for c in range(width)) for _ in range(height))
-    return dataclasses.replace(Picture("log_ratio", values, masked, row, column, 0, 0, height, width), **changes)
-
-
-def test_the_map_marks_what_overflows() -> None:
-    """An exponent beyond the limit of its dtype is marked although it is finite; the origin is ringed and named."""
-    incident = incident_of(picture=picture(4, 9, 2, 7))
-    grid = grid_of(incident, 32, 72)
-    assert grid is not None and grid.limit == pytest.approx(88.72, abs=0.01)
-    assert [(r, c) for r in range(4) for c in range(9) if grid.bad[r][c]] == [(2, 7)]
-    assert grid.ring == (2, 7) and grid.count == "1 of 36 shown is beyond the limit, masked"
-    page = checked(Verdict((incident,)))
-    assert len(page.all("rect", "ring")) == 1 and "[1, 2] 120" in page.text and "4 rows × 9 tokens" in page.text
-
-
-def test_a_cut_map_is_said_and_keeps_the_origin() -> None:
-    """Row and column numbers are those of the whole tensor."""
-    incident = incident_of(picture=picture(64, 100, 40, 80, first_row=3, rows=90))
-    grid = grid_of(incident, 16, 32)
-    assert grid is not None and grid.ring is not None
-    assert grid.first_row + grid.ring[0] == 43 and grid.first_column + grid.ring[1] == 80
-    assert grid.cut == "rows 35–50 of 90, tokens 64–95 of 100"
-    assert "rows 35–50 of 90" not in checked(Verdict((incident_of(picture=picture(3, 4, 1, 1)),))).text
-
-
-def test_colours_diverge_around_zero() -> None:
-    """Sign and size choose the colour; outliers do not wash out the rest; nothing finite takes the colour of harm."""
-    values = ((-2.0, -1.0, 0.0, 1.0, 2.0, math.nan, -math.inf),)
-    grid = grid_of(incident_of("input", picture=Picture("x", values, None, 0, 5, 0, 0, 1, 7)), 32, 72)
-    assert grid is not None
-    assert [grid.level(0, c) for c in range(7)] == [-5, -2, 0, 2, 5, None, None]
-    assert grid.bad == ((False,) * 5 + (True, True),)
-    values = (tuple([1.0] * 40 + [1e30]),)
-    grid = grid_of(incident_of("input", picture=Picture("x", values, None, 0, 3, 0, 0, 1, 41)), 32, 72)
-    assert grid is not None and grid.saturated and grid.scale == 1.0 and grid.level(0, 40) == 5
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-320, 5e-324, 1.7e308])
-def test_colours_at_the_ends_of_the_range(size: float) -> None:
-    """Zeros, subnormals and the largest number have a colour."""
-    incident = incident_of("input", picture=Picture("x", ((size, -size),), None, 0, 0, 0, 0, 1, 2))
-    grid = grid_of(incident, 32, 72)
-    assert grid is not None and grid.level(0, 0) == (5 if size else 0)
-    checked(Verdict((incident,)))
-
-
-@pytest.mark.parametrize("values", [(), ((),), ((None, None),), ((1.0,), (1.0, 2.0))])
-def test_odd_pictures_do_not_stop_the_page(values: Any) -> None:
-    """Empty, ragged, or with holes."""
-    checked(Verdict((incident_of(picture=Picture("x", values, None, 3, 9, 0, 0, 1, 2)),)))
-
-
-def test_the_outline_covers_exactly_its_cells() -> None:
-    """Runs are joined, and nothing else is covered."""
-    cells = {(0, 0), (0, 1), (0, 2), (1, 1), (3, 5), (3, 6)}
-    runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", outline(cells))
-    assert len(runs) == 3
-    assert {(int(row), int(column) + n) for column, row, length in runs for n in range(int(length))} == cells
-
-
-# -- history ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_history_ends_with_the_bad_step() -> None:
-    """The exponent of the incident itself is on the chart, above the limit that the entries tell."""
-    incident = incident_of("history")
-    panels = {panel.title: panel for panel in panels_of(incident)}
-    assert list(panels) == ["loss", "gradient norm", "largest exponent", "headroom"]
-    exponent = panels["largest exponent"]
-    assert exponent.limit == pytest.approx(88.72, abs=0.01)
-    masked = next(series for series in exponent.series if series.kind == "masked")
-    assert [step for step, _ in masked.points] == [float(step) for step in range(1, 11)]
-    assert masked.points[-1][1] > exponent.limit > masked.points[-2][1]
-    assert math.isnan(panels["gradient norm"].series[0].points[-1][1])
-    text = checked(Verdict((incident,))).text
-    assert "exp overflows" in text and "88.72" in text
-
-
-def test_a_run_without_a_mask_has_one_series() -> None:
-    """Where the entries tell no masked tokens, the exponent of the incident belongs to the series of all tokens."""
-    before = incident_of("history").history
-    entries = tuple(dataclasses.replace(entry, log_ratio_max=entry.log_ratio_max_masked, log_ratio_max_masked=None) for entry in before)
-    exponent = next(panel for panel in panels_of(incident_of("history", history=entries)) if panel.title == "largest exponent")
-    assert [(series.name, len(series.points)) for series in exponent.series] == [("all tokens", 10), ("masked", 0)]
-    assert exponent.series[0].points[-1][1] == pytest.approx(90.0)
-
-
-def test_a_short_history_is_left_out() -> None:
-    """Two steps are the least that a line needs."""
-    assert panels_of(incident_of()) == ()
-    entries = incident_of("history").history
-    assert panels_of(incident_of("history", history=entries[:1])) == ()
-    assert panels_of(incident_of("history", history=entries[:2], step=3))
-    assert panels_of(incident_of("history", history=entries, step=0)) == ()
-
-
-def test_what_is_no_number_is_left_out() -> None:
-    """A history file is data of anyone: text, lists and booleans in it draw nothing."""
-    odd_entries = [Entry("<b>", 0, 0.0), Entry(None, 0, 0.0), Entry(4, 0, 0.0, loss="<b>", grad_norm=[1], headroom=True)]  # type: ignore[arg-type]
-    incident = incident_of("history", history=(*odd_entries, *incident_of("history").history))
-    for panel in panels_of(incident):
-        assert all(type(x) is float for series in panel.series for point in series.points for x in point)
-    checked(Verdict((incident,)))
-
-
-POINTS = st.lists(st.floats(), min_size=1, max_size=900).map(lambda values: [(float(n), v) for n, v in enumerate(values)])
-
-
-@given(POINTS, st.integers(8, 200))
-def test_thinning_keeps_what_matters(points: list[tuple[float, float]], limit: int) -> None:
-    """Few points, in order, with both ends, the finite extremes, and a trace of what was not finite."""
-    kept = thin(points, limit)
-    assert len(kept) <= max(limit, 2) and list(kept) == sorted(kept, key=lambda p: p[0])
-    assert {repr(p) for p in kept} <= {repr(p) for p in points}
-    assert repr(kept[0]) == repr(points[0]) and repr(kept[-1]) == repr(points[-1])
-    if all(math.isfinite(v) for _, v in points):
-        assert {min(v for _, v in kept), max(v for _, v in kept)} == {min(v for _, v in points), max(v for _, v in points)}
-    else:
-        assert any(not math.isfinite(v) for _, v in kept)
-
-
-@example([(0.0, -1.7e308), (1.0, 1.7e308)], None)
-@example([(0.0, 1e-320), (1.0, 1e300)], 0.0)
-@given(POINTS, st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)))
-def test_charts_stay_inside_their_frame(points: list[tuple[float, float]], limit: float | None) -> None:
-    """Every finite point lies between 0 and 1, whatever the range of the values."""
-    panel = Panel("loss", "", (Series("loss", "main", tuple(points)),), limit, "", points[-1][0])
-    scale = Scale.of(panel)
-    assert all(-1e-9 <= scale.x(x) <= 1 + 1e-9 for x, _ in points)
-    assert all(-1e-9 <= scale.y(v) <= 1 + 1e-9 for _, v in points if math.isfinite(v))
-    chart = chart_of(panel)
-    assert "nan" not in chart.curves[0].line and "inf" not in chart.curves[0].line + chart.curves[0].marks
-
-
-# -- the replay --------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_replay_table_is_drawn() -> None:

@@ -1,4 +1,4 @@
-"""Indices: flat positions and back, against numpy."""
+"""Indices, against numpy; counts and lists as people say them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanscope.text import ravel, show_index, unravel
+from nanscope.text import count, listed, ravel, show_index, unravel
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -43,3 +43,15 @@ def test_an_index_is_shown_as_people_write_it() -> None:
     """Brackets, a comma and a space; a scalar's is empty."""
     assert show_index((2, 27)) == "[2, 27]"
     assert show_index(()) == "[]"
+
+
+@pytest.mark.parametrize(("many", "noun", "words"), [(0, "row", "0 rows"), (1, "row", "1 row"), (2, "batch", "2 batches")])
+def test_a_count_and_its_noun_agree(many: int, noun: str, words: str) -> None:
+    """One is one."""
+    assert count(many, noun) == words
+
+
+@pytest.mark.parametrize(("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
+def test_a_list_is_said(words: list[str], text: str) -> None:
+    """Commas, and one "and"."""
+    assert listed(words) == text

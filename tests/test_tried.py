@@ -6,11 +6,10 @@ import dataclasses
 import json
 import math
 from io import BytesIO
-from typing import Any
 
 import pytest
 from matplotlib.text import Text
-from verdicts import hostile, verdict_of
+from verdicts import hostile, incident_of
 
 from nanscope.report import figure
 from nanscope.report.canvas import Canvas
@@ -19,10 +18,6 @@ from nanscope.report.terminal import render_text
 from nanscope.report.tried import HEADS, NOT_RUN, Tried, distortion_words, groups_of, tried_json
 from nanscope.snapshot.observation import Row
 from nanscope.verdict.incident import Fix, Incident, Verdict
-
-
-def incident_of(kind: str = "forward masked", **changes: Any) -> Incident:
-    return dataclasses.replace(verdict_of(kind).incidents[0], **changes)
 
 
 def rows(incident: Incident) -> list[Tried]:

@@ -1,7 +1,4 @@
-"""Verdicts of every kind, from small training steps that go wrong, and hostile ones: what the tests of all renderers begin with.
-
-Golden outputs name the lines of this file: who adds a step adds it at the end of the steps, and accepts the change.
-"""
+"""Verdicts of every kind, from small training steps that go wrong, and hostile ones: what the tests of all renderers begin with."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ import math
 import tempfile
 import types
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from recorded import record
+from steps import RUNS, clipped
 
 import nanscope
 from nanscope.program.program import Program
@@ -24,85 +21,8 @@ from nanscope.snapshot.observation import Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict import incident
 from nanscope.verdict.diagnose import verdict as diagnosed
-from nanscope.verdict.incident import Note, Verdict
+from nanscope.verdict.incident import Incident, Note, Verdict
 
-
-def _model() -> torch.nn.Linear:
-    torch.manual_seed(0)
-    return torch.nn.Linear(4, 1)
-
-
-def _mask_after(step: int = 0) -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3)
-    mask[1, 2] = 0.0
-    old_logps = torch.zeros(2, 3)
-    old_logps[1, 2] = -120.0
-    logps = model(x).squeeze(-1)
-    log_ratio = logps - old_logps
-    ratio = torch.exp(log_ratio)
-    loss = -(ratio * mask).sum() / mask.sum()
-    loss.backward()
-
-
-def _finite_loss() -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    mask[0, 1] = False
-    logps = model(x).squeeze(-1)
-    log_ratio = torch.where(mask, logps, logps + 150.0)
-    ratio = torch.exp(log_ratio)
-    loss = -torch.where(mask, ratio, 0.0).mean()
-    loss.backward()
-
-
-def _bad_input() -> None:
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    mask = torch.ones(2, 3)
-    mask[0, 2] = 0.0
-    old_logps = torch.zeros(2, 3)
-    old_logps[0, 2] = math.nan
-    ratio = torch.exp(model(x).squeeze(-1) - old_logps)
-    loss = -(ratio * mask).mean()
-    loss.backward()
-
-
-def _optimizer() -> None:
-    model = _model().half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-9, foreach=False)
-    loss = model(torch.full((1, 4), 1e-4, dtype=torch.float16)).sum()
-    loss.backward()
-    optimizer.step()
-
-
-def _drifting() -> None:
-    """Nine healthy steps whose masked exponents grow, and one too many."""
-    model, x = _model(), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    mask, offset = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 10.0]])
-    for step in range(10):
-        logps = model(x).squeeze(-1)
-        old_logps = logps.detach() - step * offset
-        ratio = torch.exp(logps - old_logps)
-        loss = -(ratio * mask).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _healthy() -> None:
-    loss = _model()(torch.ones(3, 4)).sum()
-    loss.backward()
-
-
-RUNS: dict[str, Callable[[], None]] = {
-    "forward masked": _mask_after,
-    "backward, finite loss": _finite_loss,
-    "input": _bad_input,
-    "optimizer": _optimizer,
-    "history": _drifting,
-    "healthy": _healthy,
-}
 KINDS = (*RUNS, "observed only", "absorbed")
 
 
@@ -130,13 +50,12 @@ def ppo_step(environment: dict[str, Any]) -> Snapshot:
     old_log_probs, mask = torch.linspace(-2.1, -0.4, 12).reshape(3, 4), torch.ones(3, 4)
     advantages = torch.tensor([[1.0], [-0.5], [0.25]])
     old_log_probs[2, 3], mask[2, 3] = -120.0, 0.0
+    return record(clipped, log_probs, old_log_probs, advantages, mask).snapshot(environment=environment)
 
-    def loss(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        ratio = torch.exp(log_probs - old_log_probs)
-        surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        return -(surrogate * mask).sum() / mask.sum()
 
-    return record(loss, log_probs, old_log_probs, advantages, mask).snapshot(environment=environment)
+def incident_of(kind: str = "forward masked", **changes: Any) -> Incident:
+    """Return the first incident of this kind, changed."""
+    return dataclasses.replace(verdict_of(kind).incidents[0], **changes)
 
 
 NASTY = (

@@ -1,0 +1,95 @@
+"""A page taken apart, and the test that it is inert."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from html.parser import HTMLParser
+
+from nanscope.report.html import MOST_BYTES, render_html
+from nanscope.verdict.incident import Verdict
+
+ALLOWED = {
+    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "article", "section", "figure", "figcaption", "div", "p",
+    "h1", "h2", "h3", "ul", "ol", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "span", "b", "i", "small", "code",
+    "mark", "a", "svg", "defs", "pattern", "path", "rect",
+}  # fmt: skip
+VOID = {"meta"}
+STYLE = re.compile(r"(left|top):-?[\d.]+%|--columns:\d+;--cell:\d+px")
+
+
+class Page(HTMLParser):
+    """A page taken apart: its text, its elements, and everything about it that is not inert."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.faults: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.styles: list[str] = []
+        self.feed(page)
+        self.close()
+        if self.open:
+            self.faults.append(f"not closed: {self.open}")
+        names = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
+        if len(names) != len(set(names)):
+            self.faults.append("an id is used twice")
+        links = [attributes["href"] for _, attributes in self.tags if "href" in attributes]
+        self.faults += [f"link {link}" for link in links if link.removeprefix("#") not in names or not link.startswith("#")]
+
+    @property
+    def text(self) -> str:
+        """What one reads, white space folded."""
+        return " ".join("".join(self.texts).split())
+
+    def all(self, tag: str, name: str = "") -> list[dict[str, str]]:
+        """Return the attributes of all elements of a kind (and class)."""
+        return [attributes for found, attributes in self.tags if found == tag and (not name or name in attributes.get("class", "").split())]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.tags.append((tag, attributes))
+        if tag not in ALLOWED:
+            self.faults.append(f"element {tag}")
+        for name, value in attributes.items():
+            if name.startswith("on") or name in ("src", "srcset", "action", "formaction", "xlink:href", "srcdoc"):
+                self.faults.append(f"attribute {name}")
+            if name == "style" and not STYLE.fullmatch(value):
+                self.faults.append(f"style {value}")
+            if "<" in value or "alert" in value:
+                self.faults.append(f"data in {tag} {name}")
+            if "url(" in value and not re.fullmatch(r"url\(#(hatch|cross|gap)-\d+\)", value):
+                self.faults.append(f"address {value}")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open[-1] != tag:
+            self.faults.append(f"</{tag}> closes {self.open[-1:]}")
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        (self.styles if self.open[-1:] == ["style"] else self.texts).append(data)
+        self.texts.append(" " if self.open[-1:] in (["td"], ["li"], ["p"], ["dt"], ["dd"], ["th"]) else "")
+
+
+def odd(page: str) -> set[str]:
+    """Characters that a page must not hold: control, bidi, invisible, half a surrogate pair."""
+    return {f"U+{ord(c):04X}" for c in page if c not in "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+
+
+def checked(verdict: Verdict, title: str | None = None) -> Page:
+    """Render a verdict, require an inert page, and return it taken apart."""
+    text = render_html(verdict, title)
+    page = Page(text)
+    assert not page.faults, page.faults
+    assert not odd(text), odd(text)
+    assert "://" not in text and "@import" not in text and "url(" not in "".join(page.styles)
+    assert len(text.encode()) < MOST_BYTES
+    return page

@@ -1,0 +1,54 @@
+"""The terminal: what goes to a pipe has no colours and no trailing spaces, what goes to a terminal has colours."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.padding import Padding
+from rich.text import Text
+
+from nanscope.report.console import HARM, WIDTH, plain, progress, show, steps_bar, table, track
+
+
+class Terminal(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No escape sequence, no spaces at the end, as wide as COLUMNS says or WIDTH."""
+    for columns, width in (("", WIDTH), ("40", 40), ("wide", WIDTH)):
+        monkeypatch.setenv("COLUMNS", columns)
+        stream = io.StringIO()
+        show(Padding(Text("word " * 60, HARM), (0, 2)), file=stream)
+        lines = stream.getvalue().splitlines()
+        assert lines == [line.rstrip() for line in lines] and "\x1b" not in stream.getvalue()
+        assert width - 10 < max(map(len, lines)) <= width
+
+
+def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words, styled."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    show(Text("harm", HARM), file=stream)
+    assert "harm" in stream.getvalue() and "\x1b[" in stream.getvalue()
+
+
+def test_brackets_are_text() -> None:
+    """Nothing that a run is called is read as markup."""
+    shown = table("[bold]head[/bold]")
+    shown.add_row("[red]cell[/red] :smile:")
+    assert "[bold]head[/bold]" in plain(shown) and "[red]cell[/red] :smile:" in plain(shown)
+
+
+def test_progress_is_shown_on_terminals_only() -> None:
+    """A pipe gets one line from a bar and nothing from the rest."""
+    stream = io.StringIO()
+    with progress("waiting", file=stream), steps_bar("training", 2, file=stream) as advance:
+        advance("one")
+        assert list(track([1, 2], "reading", file=stream)) == [1, 2]
+    assert stream.getvalue() == "training …\n"
