@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanscope.report.canvas import (  # fmt: skip
+from nanscope.report.canvas import (
     HAIR,
     HARM,
     HARM_VEIL,
@@ -28,7 +28,7 @@ from nanscope.report.canvas import (  # fmt: skip
     TALLEST,
     WIDTH,
     Canvas,
-)
+)  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of
