@@ -32,11 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write the golden outputs anew instead of comparing with them")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--accept` takes what test_golden.py sees as what it is to be."""
-    parser.addoption("--accept", action="store_true", help="write the golden outputs anew instead of comparing with them")
-
-
 BACKWARD = torch.autograd.backward
 TRACE, PROFILE = sys.gettrace(), sys.getprofile()  # a coverage tool may have installed its own
 

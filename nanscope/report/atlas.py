@@ -27,7 +27,7 @@ from nanscope.atlas.harm import LEGEND, Harm
 from nanscope.atlas.verification import Verification
 from nanscope.report.console import HARM, QUIET, STRONG, plain, show
 from nanscope.report.render import choose
-from nanscope.report.sheets import Block, Column, Sheet, look, sheets, spans
+from nanscope.report.sheets import Column, FaultBlock, Sheet, look, sheets, spans
 from nanscope.report.takeaways import takeaways, verification_words
 from nanscope.report.template import fill
 from nanscope.snapshot.files import write_whole
@@ -86,7 +86,7 @@ def _legend() -> Iterator[RenderableType]:
         yield Padding(Text(words, QUIET), (0, 2))
 
 
-def _drawn(sheet: Sheet, block: Block) -> Iterator[RenderableType]:
+def _drawn(sheet: Sheet, block: FaultBlock) -> Iterator[RenderableType]:
     heading = Text.assemble(
         (f"{sheet.framework} {sheet.version}", STRONG), (f" · {count(sheet.paths, 'path')} · ", QUIET), (block.title, STRONG)
     )
@@ -193,7 +193,7 @@ def render_html(atlas: Atlas, verification: Verification | None = None) -> str:
     )
 
 
-def _rows(block: Block) -> Iterator[tuple[list[tuple[str, str]], list[tuple[str, str]]]]:
+def _rows(block: FaultBlock) -> Iterator[tuple[list[tuple[str, str]], list[tuple[str, str]]]]:
     """Yield (names, each as key and settings; cells, each as text and look)."""
     for pattern in block.patterns:
         names = [name.partition(" · ") for name in pattern.names]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nanscope.atlas.cells import Atlas
-from nanscope.atlas.faults import SHORT, Fault, Kind, Where
+from nanscope.atlas.faults import SHORT, Fault, FaultKind, Where
 from nanscope.atlas.harm import Harm
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.paths import LossPath
@@ -24,7 +24,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class Alike:
     """Paths that answer alike. plus, minus: what happens with A > 0 and with A < 0, column by column."""
 
     names: tuple[str, ...]
@@ -38,12 +38,12 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FaultBlock:
     """The faults of one place. columns: those in which something happens; without any, all paths are clean."""
 
     title: str
     columns: tuple[Column, ...]
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[Alike, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sheet:
     framework: str
     version: str
     paths: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[FaultBlock, ...]
 
 
 _BLOCKS = (
@@ -85,22 +85,22 @@ def _columns(faults: Sequence[Fault], places: Sequence[Where]) -> Iterator[Colum
         if fault.where in places and fault.advantage >= 0:
             opposite = Fault(fault.tensor, fault.kind, fault.where, -1)
             minus = at.get(opposite, position) if fault.advantage else position
-            yield Column(_group(fault), str(fault.where if fault.kind is Kind.EMPTY else fault.kind), fault.sets, position, minus)
+            yield Column(_group(fault), str(fault.where if fault.kind is FaultKind.EMPTY else fault.kind), fault.sets, position, minus)
 
 
 def _group(fault: Fault) -> str:
-    if fault.kind is Kind.EMPTY:
+    if fault.kind is FaultKind.EMPTY:
         return "empty"
     return "A=0" if fault.advantage == 0 else SHORT[fault.tensor]
 
 
-def _block(title: str, columns: Iterable[Column], rows: Sequence[tuple[str, Sequence[Harm]]]) -> Block:
+def _block(title: str, columns: Iterable[Column], rows: Sequence[tuple[str, Sequence[Harm]]]) -> FaultBlock:
     live = tuple(column for column in columns if any(row[column.plus] or row[column.minus] for _, row in rows))
     alike: dict[tuple[tuple[Harm, ...], tuple[Harm, ...]], list[str]] = {}
     for name, row in rows:
         cells = (tuple(row[column.plus] for column in live), tuple(row[column.minus] for column in live))
         alike.setdefault(cells, []).append(name)
-    return Block(title, live, tuple(Pattern(tuple(names), *cells) for cells, names in alike.items()))
+    return FaultBlock(title, live, tuple(Alike(tuple(names), *cells) for cells, names in alike.items()))
 
 
 def spans(columns: Sequence[Column]) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nanscope.atlas.cells import Atlas
-from nanscope.atlas.faults import Fault, Kind, Where
+from nanscope.atlas.faults import Fault, FaultKind, Where
 from nanscope.atlas.harm import GRADIENT, Harm
 from nanscope.atlas.verification import Verification
 from nanscope.text import count, listed
@@ -26,7 +26,7 @@ def _part(atlas: Atlas, *, supposed: bool) -> Atlas:
 
 def _overflow(atlas: Atlas) -> str:
     """What the first fault to think of does: the log-ratio of a masked token overflows."""
-    faults = [Fault("old_log_probs", Kind.PLUS, Where.MASKED, sign) for sign in (1, -1)]
+    faults = [Fault("old_log_probs", FaultKind.PLUS, Where.MASKED, sign) for sign in (1, -1)]
     bad = _paths(atlas, faults, lambda harm: bool(harm & GRADIENT))
     silent = _paths(atlas, faults, lambda harm: harm.silent)
     total = len(atlas.paths)
@@ -43,7 +43,7 @@ def _overflow(atlas: Atlas) -> str:
 
 def _clamps(supposed: Atlas) -> str:
     """What a clamp of the log-ratio would do about it, in either order."""
-    faults = [fault for fault in supposed.faults if fault.kind is Kind.PLUS and fault.tensor in ("log_probs", "old_log_probs")]
+    faults = [fault for fault in supposed.faults if fault.kind is FaultKind.PLUS and fault.tensor in ("log_probs", "old_log_probs")]
     bad = _paths(supposed, faults, lambda harm: bool(harm & GRADIENT))
     late = [path.name for path in supposed.paths if dict(path.settings).get("clamp_after_exp")]
     early = [path.name for path in supposed.paths if path.name not in late]
@@ -68,7 +68,7 @@ def _masked(atlas: Atlas) -> str:
 
 def _swallowed(atlas: Atlas) -> str:
     """Where a NaN vanishes."""
-    faults = [fault for fault in atlas.faults if fault.where is Where.VALID and fault.kind is Kind.NAN]
+    faults = [fault for fault in atlas.faults if fault.where is Where.VALID and fault.kind is FaultKind.NAN]
     hidden = _paths(atlas, faults, lambda harm: harm is Harm.CHANGED)
     if not hidden:
         return ""
