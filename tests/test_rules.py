@@ -214,6 +214,12 @@ def test_a_product_needs_both_zero_and_infinity(operands: tuple[float, float]) -
     assert cause_of(seen("mul", NAN, *operands)) is Cause.UNKNOWN
 
 
+@pytest.mark.parametrize("operand", [0.0, 0.5, NAN])
+def test_only_the_root_of_a_negative_number_is_one(operand: float) -> None:
+    """NaN of anything else came from elsewhere."""
+    assert cause_of(seen("sqrt", NAN, operand)) is Cause.UNKNOWN
+
+
 def test_zero_by_zero_reads_the_argument_before_the_divisor() -> None:
     """Of addcdiv that is the second: the first is what the quotient is added to."""
     assert cause_of(seen("addcdiv", NAN, 1.0, 0.0, 0.0)) is Cause.ZERO_DIV_ZERO
