@@ -255,7 +255,8 @@ FAMILIES: tuple[tuple[str, Callable[[str], Observation], Cause], ...] = (  # ope
 
 
 @pytest.mark.parametrize(
-    ("op", "observe", "cause"), [(op, observe, cause) for ops, observe, cause in FAMILIES for op in ops.split()], ids=str
+    ("op", "observe", "cause"),
+    [pytest.param(op, observe, cause, id=f"{op}-{cause}") for ops, observe, cause in FAMILIES for op in ops.split()],
 )
 def test_operators_of_one_kind_are_treated_alike(op: str, observe: Callable[[str], Observation], cause: Cause) -> None:
     """And one that is not of the kind is not."""
