@@ -209,7 +209,6 @@ def test_the_natural_order_is_that_of_the_origin(name: str) -> None:
     assert names(fixes_of(observation, cause, [])[0]) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="the mask is put first, and stands in the list a second time")
 def test_no_advice_is_given_twice() -> None:
     """Also where a mask is multiplied onto the difference of two infinities over a vocabulary."""
     advised = names(fixes_of(minus(shape=(2, 3, 4), multiplied=True), Cause.INF_MINUS_INF, [])[0])

@@ -208,7 +208,6 @@ def test_the_cause_stands_between(cause: Cause) -> None:
     assert told(ratio(), cause, Reached(NAN)) == f"{RATIO}, {EXP}{between} The loss is NaN."
 
 
-@pytest.mark.xfail(strict=True, reason="a scalar has no index, and the sentence says `at ,`")
 @pytest.mark.parametrize("phase", [Phase.INPUT, Phase.WEIGHTS, Phase.OPTIMIZER])
 def test_a_scalar_is_told_without_an_index(phase: Phase) -> None:
     """A temperature that came in as NaN, a scale that was NaN before the step."""

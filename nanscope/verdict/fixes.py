@@ -40,7 +40,7 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
     elif cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
         wanted = ("stable_function", "upcast_fp32", "clamp_input")
-    return ("mask_before_op", *wanted) if seen.facts.multiplied and "mask_before_op" not in wanted[:1] else wanted
+    return ("mask_before_op", *wanted) if seen.facts.multiplied and "mask_before_op" not in wanted else wanted
 
 
 def _over_vocabulary(seen: Observation) -> bool:

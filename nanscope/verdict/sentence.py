@@ -46,7 +46,7 @@ def _capital(text: str) -> str:
 
 def _arrived(seen: Observation) -> str:
     p = seen.origin
-    what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)} at {_element(p)}"
+    what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
     return f"{what}, while this rank's own backward gives finite numbers: it came by all-reduce{source}"
 
@@ -55,16 +55,16 @@ def _came_in(seen: Observation) -> str:
     p = seen.origin
     extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
     where = _where(p.file, p.line)
-    return f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)} at {_element(p)}{extent}{_inside(p)}, read at {where}"
+    return f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, read at {where}"
 
 
 def _weight(seen: Observation) -> str:
     p = seen.origin
     name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
     if math.isfinite(p.value):
-        return f"{name} is {number(p.value)} at {_element(p)}, many orders of magnitude beyond every other element of it"
+        return f"{name} is {number(p.value)}{_at(p)}, many orders of magnitude beyond every other element of it"
     when = " before the step" if seen.poisoned_at is None else f": the update of step {seen.poisoned_at} wrote it there"
-    return f"{name} was already {number(p.value)} at {_element(p)}{when}"
+    return f"{name} was already {number(p.value)}{_at(p)}{when}"
 
 
 def _update(seen: Observation) -> str:
@@ -72,7 +72,7 @@ def _update(seen: Observation) -> str:
     if p.operands and p.op != "unknown" and seen.weight:
         return f"the update of {seen.optimizer} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
-    return f"the update of {name} made {p.variable or 'a weight'} {number(p.value)} at {_element(p)}"
+    return f"the update of {name} made {p.variable or 'a weight'} {number(p.value)}{_at(p)}"
 
 
 def _made_here(seen: Observation) -> str:
@@ -106,12 +106,9 @@ def _where(file: str | None, line: int | None) -> str:
     return f"{Path(file).name}:{line}" if file and line else "an unknown line"
 
 
-def _element(p: Origin) -> str:
-    return f"{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
-
-
 def _at(p: Origin) -> str:
-    return f" at {_element(p)}" if p.shape else ""
+    """Where in its tensor an element stands; a scalar has no index."""
+    return f" at {show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
 
 
 def _inside(p: Origin) -> str:
