@@ -139,13 +139,16 @@ def test_a_call_knows_its_bare_name() -> None:
     assert "name" not in Call.__slots__
 
 
+SEEN_BY_THE_TAPE = ("UNWRITTEN_FACTORIES", "DATA_FACTORIES", "GRADIENT_NORMS", "SILENT", "OVERWRITES")
 FAMILIES = {name: family for name, family in vars(ops).items() if name.isupper() and isinstance(family, frozenset)}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_speaks_of_operators_that_exist(name: str) -> None:
     """A name that no program may hold decides nothing."""
-    assert FAMILIES[name] and FAMILIES[name] - set(FLOW) == set()
+    unseen = {op for op in FAMILIES[name] - set(FLOW) if not hasattr(torch.ops.aten, op)}
+    assert FAMILIES[name] and unseen == set()
+    assert name in SEEN_BY_THE_TAPE or FAMILIES[name] <= set(FLOW)
 
 
 def test_the_divisor_is_an_argument() -> None:
@@ -157,12 +160,15 @@ def test_the_divisor_is_an_argument() -> None:
         assert schema.arguments[position].name in ("other", "tensor2", "self"), name
 
 
+KNOWN = set(FLOW).union(*FAMILIES.values())
+
+
 def listed(source: str) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the line and the names of every tuple, list or set of operators that a source writes down."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(node.elts) > 1:
             names = tuple(item.value for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str))
-            if len(names) == len(node.elts) and all(name in FLOW for name in names):
+            if len(names) == len(node.elts) and all(name in KNOWN for name in names):
                 yield node.lineno, names
 
 

@@ -14,13 +14,11 @@ from torch.autograd.function import BackwardCFunction
 
 from nanscope.capture.modules import Address
 from nanscope.program.calls import Arg, Leaf, Ref
-from nanscope.program.ops import FLOW, Flow
+from nanscope.program.ops import FLOW, HISTORY_ENDS
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
 PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
-
-_ENDING = frozenset(("detach", *(name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill")))
 
 
 class Unseen(Exception):
@@ -93,7 +91,7 @@ class Operator:
             None if pure is None else str(pure),
             pure is not None and _is_view(pure._schema),
             name in FLOW,
-            name in _ENDING,
+            name in HISTORY_ENDS,
         )
 
 

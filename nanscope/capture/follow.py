@@ -23,7 +23,7 @@ from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
-from nanscope.program.ops import FLOW, Flow, base_name
+from nanscope.program.ops import FLOW, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name
 from nanscope.program.program import Program
 
 KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
@@ -145,13 +145,13 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         came = _union([outside, *(self.marks[number].kinds for number in sources if number >= 0)])
         code, lasti = _caller()
         for position, tensor in enumerate(outs):
-            unwritten = name.startswith(("empty", "new_empty")) or (
+            unwritten = name.startswith(tuple(UNWRITTEN_FACTORIES)) or (
                 FLOW.get(name) is Flow.MOVE and len(sources) == 1 and sources[0] >= 0 and self.marks[sources[0]].unwritten
             )
             kinds = FINE if unwritten else kinds_of(tensor)
             mark = Mark(name, str(func), sources, outside, kinds, code, lasti, self.current_module, position=position, unwritten=unwritten)
             mark.foreign = foreign
-            if _makes(kinds, came) and FLOW.get(name) not in (Flow.MOVE, Flow.CREATE) and name not in ("fill", "copy", "zero"):
+            if _makes(kinds, came) and FLOW.get(name) not in (Flow.MOVE, Flow.CREATE) and name not in OVERWRITES:
                 size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs, tensor]))
                 if self._kept + size <= KEPT:
                     self._kept += size
@@ -261,9 +261,6 @@ def _address(tensor: Tensor) -> Address:
         return (0, tuple(tensor.shape), (), tensor.dtype)
 
 
-_OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
     """The arguments that a call writes to, and which of them it does not read before (by id)."""
     schema = getattr(func, "_schema", None)
@@ -275,7 +272,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         if argument.alias_info is not None and argument.alias_info.is_write:
             own = list(tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)]))
             found += own
-            if argument.is_out or schema.name in _OVERWRITES:
+            if argument.is_out or schema.name.removeprefix("aten::").rstrip("_") in OVERWRITES:
                 untouched |= {id(tensor) for tensor in own}
     return found, untouched
 

@@ -31,16 +31,12 @@ from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
+from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 
 log = logging.getLogger("nanscope")
 
 BUDGET = 256 << 20  # bytes of results and leaves held by reference
-
-_DATA = frozenset(("rand", "randn", "randint", "randperm", "empty", "empty_like", "empty_strided", "new_empty", "uniform_", "normal_"))
-_EMPTY = ("empty", "new_empty")  # memory that somebody has still to write
-_NORMS = frozenset(("_foreach_norm", "linalg_vector_norm", "norm"))
-_QUIET = frozenset(("_local_scalar_dense", "is_nonzero", "_assert_async", "is_same_size", "set_", "resize_", "record_stream"))
 
 
 class Tape:
@@ -77,7 +73,7 @@ class Tape:
             if not hasattr(func, "_schema"):  # a higher-order operator
                 return call()
             operator = self._operators[func] = Operator.of(func)
-        if operator.name in _QUIET:
+        if operator.name in SILENT:
             return call()
         noted: Noted | None = None
         target: Value | None = None
@@ -139,7 +135,7 @@ class Tape:
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
             self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
-        if operator.name in _NORMS and not torch.is_grad_enabled():
+        if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
             self.norms += tensors_of(result)
             self._norm_place = self.callers.caller()
 
@@ -155,7 +151,7 @@ class Tape:
                 for value in self.known.relatives(memory_of(item)):
                     if value.key[:4] == place:
                         self.known.by_key.pop(value.key, None)
-                if op and (op not in _DATA or op.startswith(_EMPTY)):
+                if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
                     self._opaque[place] = op
 
     # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ class Tape:
         opaque = self._opaque.pop(key_of(tensor, PLAIN)[:4], "") if self._opaque else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
-        if opaque.startswith(_EMPTY):
+        if opaque.startswith(tuple(UNWRITTEN_FACTORIES)):
             kind, made_by = "data", "empty"
         elif opaque:
             kind, made_by = "opaque", opaque

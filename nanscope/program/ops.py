@@ -168,6 +168,14 @@ FLOAT_FACTORIES = _family("eye linspace logspace ones scalar_tensor zeros")  # o
 RANGES = _family("arange eye linspace logspace")  # as large as a number says
 SIZED_BY_CONTENT = _family("_unique2 bincount equal index masked_select nonzero unique_dim")
 
+# Seen while a step runs, and for the most part in no program: the tape has to know them, and `Flow` does not.
+UNWRITTEN_FACTORIES = _family("empty new_empty")  # memory that somebody has still to write
+DATA_FACTORIES = UNWRITTEN_FACTORIES | _family("empty_like empty_strided normal_ rand randint randn randperm uniform_")  # a leaf is data
+GRADIENT_NORMS = _family("_foreach_norm linalg_vector_norm norm")  # what a clip divides by
+SILENT = _family("_assert_async _local_scalar_dense is_nonzero is_same_size record_stream resize_ set_")  # no value comes of them
+OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they write to, without their underscore
+HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
+
 # What these make of rewards or advantages are still rewards or advantages.
 SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div max min mul sqrt where")
 
