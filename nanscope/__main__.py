@@ -50,14 +50,20 @@ def main() -> None:
     try:
         app(prog_name="nanscope")
     except NanscopeError as error:
-        sys.exit(f"nanscope: {error}")
+        _fail(str(error))
     except ModuleNotFoundError as error:
         if _is_ours(error):
             raise
-        sys.exit(f"nanscope: {_lacking('this', error)}")
+        _fail(_lacking("this", error))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(FAILED)
+
+
+def _fail(why: str) -> NoReturn:
+    """End with one line."""
+    print(f"nanscope: {why}", file=sys.stderr)
+    sys.exit(FAILED)
 
 
 def _is_ours(error: ModuleNotFoundError) -> bool:

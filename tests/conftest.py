@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["COLUMNS"] = "118"  # what is printed is as wide wherever the tests run
 
 import sys
 from collections.abc import Iterator
