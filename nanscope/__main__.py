@@ -188,7 +188,7 @@ def replay(
     from nanscope.replay.tries import replay as execute
     from nanscope.replay.under import replay_under
     from nanscope.report.console import progress
-    from nanscope.report.replay import print_alternatives, print_replay
+    from nanscope.report.replay import print_others, print_replay
     from nanscope.report.tried import tried_json
     from nanscope.snapshot.file import load
     from nanscope.verdict.diagnose import diagnose
@@ -212,7 +212,7 @@ def replay(
     failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)
     if others is not None:
-        print_alternatives(others, file=sys.stdout)
+        print_others(others, file=sys.stdout)
     _leave(failing or not replayed.rows)
 
 

@@ -35,7 +35,7 @@ from nanscope.report.audit import print_audit
 from nanscope.report.explain import print_causes, print_explanation
 from nanscope.report.inspect import print_header
 from nanscope.report.page import build
-from nanscope.report.replay import print_alternatives, print_replay, print_sweep
+from nanscope.report.replay import print_others, print_replay, print_sweep
 from nanscope.report.terminal import print_verdict
 from nanscope.report.tried import tried_json
 from nanscope.report.variants import print_variants
@@ -86,7 +86,7 @@ def replayed(kind: str, failing: bool) -> str:
 
 def alternatives() -> str:
     return printed(
-        print_alternatives, replay_under(ppo_step(ENVIRONMENT), ["verl.vanilla", "trl.grpo:log_ratio_clamp_value=20", "nemo_rl.clipped_pg"])
+        print_others, replay_under(ppo_step(ENVIRONMENT), ["verl.vanilla", "trl.grpo:log_ratio_clamp_value=20", "nemo_rl.clipped_pg"])
     )
 
 

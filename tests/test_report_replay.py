@@ -13,10 +13,10 @@ import torch
 from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import RecordedBatch
 from nanscope.replay.sweep import Point, Sweep, Trial
-from nanscope.replay.under import Alternatives, Outcome
+from nanscope.replay.under import Others, Outcome
 from nanscope.replay.variants import variants
 from nanscope.report.console import WIDTH
-from nanscope.report.replay import SUFFIXES, draw_sweep, print_alternatives, print_sweep
+from nanscope.report.replay import SUFFIXES, draw_sweep, print_others, print_sweep
 from nanscope.report.variants import print_variants
 
 HOSTILE = "\x1b[31mname\u202e$x^2$"
@@ -70,7 +70,7 @@ def test_a_sentence_for_every_objective_with_its_mark() -> None:
         Outcome("verl.kl_loss", "", None, 0, 4, 0, 2, None, "this loss reads ref_log_probs, and the batch has none"),
     )
     stream = io.StringIO()
-    print_alternatives(Alternatives(batch("logps"), outcomes), file=stream)
+    print_others(Others(batch("logps"), outcomes), file=stream)
     lines = [line.strip() for line in stream.getvalue().splitlines()]
     assert [line[:1] for line in lines if line[1:2] == " "] == ["✓", "✗", "–"]
     assert "batch [2, 3]: log_probs ← logps, mask ← mask" in lines
@@ -91,7 +91,7 @@ def test_names_from_a_file_are_inert(tmp_path: Path) -> None:
     stream = io.StringIO()
     hostile = replace(SWEEP, operand=HOSTILE, place=HOSTILE)
     print_sweep(hostile, file=stream)
-    print_alternatives(Alternatives(batch(HOSTILE), (Outcome(HOSTILE, "", 0.5, 0, 4, 0, 2, 0.0),)), file=stream)
+    print_others(Others(batch(HOSTILE), (Outcome(HOSTILE, "", 0.5, 0, 4, 0, 2, 0.0),)), file=stream)
     assert "\x1b" not in stream.getvalue() and "\u202e" not in stream.getvalue()
     draw_sweep(hostile, tmp_path / "x.png")
 

@@ -33,9 +33,9 @@ class Observer(Protocol):
 class Gates:
     """Installs the gates and calls the observer, from the thread that opened it only."""
 
-    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], quietly: Failsafe) -> None:
+    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self._observer = observer
-        self._suspend, self._resume, self._quietly = suspend, resume, quietly
+        self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
         self._wrapped: Any = None
@@ -55,15 +55,15 @@ class Gates:
             if not self._in_closure():
                 self._end_step()
             self._inside = True
-            self._quietly("suspend", self._suspend)
+            self._failsafe("suspend", self._suspend)
             try:
                 roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 seeds = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-                self._quietly("before-backward", self._observer.before_backward, roots, seeds)
+                self._failsafe("before-backward", self._observer.before_backward, roots, seeds)
                 original(roots, grad_tensors, *args, **kwargs)
-                self._quietly("after-backward", self._observer.after_backward)
+                self._failsafe("after-backward", self._observer.after_backward)
             finally:
-                self._quietly("resume", self._resume)
+                self._failsafe("resume", self._resume)
                 self._inside = False
             return None
 
@@ -87,11 +87,11 @@ class Gates:
     def aside(self) -> Iterator[None]:
         """Let calls and backward passes of our own go past the instruments."""
         inside, self._inside = self._inside, True
-        self._quietly("suspend", self._suspend)
+        self._failsafe("suspend", self._suspend)
         try:
             yield
         finally:
-            self._quietly("resume", self._resume)
+            self._failsafe("resume", self._resume)
             self._inside = inside
 
     def _in_closure(self) -> bool:
@@ -107,7 +107,7 @@ class Gates:
         if self._stepping is not None:
             self._stepping = None
             if self._suspended:
-                self._quietly("resume", self._resume)
+                self._failsafe("resume", self._resume)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
@@ -116,7 +116,7 @@ class Gates:
         closure = any(value is not None for value in (*args[1:], *kwargs.values()))
         self._suspended = not closure  # a closure computes its loss inside the step: then the tape stays awake
         if self._suspended:
-            self._quietly("suspend", self._suspend)
+            self._failsafe("suspend", self._suspend)
         self._stepping = optimizer
         try:
             self._ours("before-step", self._observer.before_step, optimizer)
@@ -135,4 +135,4 @@ class Gates:
     def _ours(self, what: str, function: Callable[..., None], *args: Any) -> None:
         """Call the observer; the backward passes that it runs are its own and go past the gate."""
         with self.aside():
-            self._quietly(what, function, *args)
+            self._failsafe(what, function, *args)

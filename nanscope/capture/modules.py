@@ -81,11 +81,11 @@ def autocast_state() -> dict[str, torch.dtype]:
 class ModuleWatch:
     """Installs the hooks; `suspend` and `resume` are called around every outermost call of a module that has weights."""
 
-    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], quietly: Failsafe) -> None:
+    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.busy = False  # during a backward pass or a second look
-        self._suspend, self._resume, self._quietly = suspend, resume, quietly
+        self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
@@ -131,7 +131,7 @@ class ModuleWatch:
                 self._depth += 1
             return
         if not self.busy and threading.get_ident() == self._thread:
-            self._quietly("module-begins", self._begin, module)
+            self._failsafe("module-begins", self._begin, module)
 
     def _begin(self, module: nn.Module) -> None:
         weighted = self._weighted.get(module)
@@ -152,8 +152,8 @@ class ModuleWatch:
             return
         self._open = None
         if self._began is not None and output is not None:
-            self._quietly("module-ends", self._remember, module, args, kwargs, output)
-        self._quietly("module-ends", self._resume)
+            self._failsafe("module-ends", self._remember, module, args, kwargs, output)
+        self._failsafe("module-ends", self._resume)
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._began is None:

@@ -89,14 +89,14 @@ def _tokens(number: int, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternatives:
+class Others:
     """The batch that was read from the file, and what every objective made of it, in the order asked."""
 
     batch: RecordedBatch
     outcomes: tuple[Outcome, ...]
 
 
-def replay_under(snapshot: Snapshot, asked: Sequence[str] = (), own: Sequence[str] = ()) -> Alternatives:
+def replay_under(snapshot: Snapshot, asked: Sequence[str] = (), own: Sequence[str] = ()) -> Others:
     """Run a recorded batch under other objectives.
 
     asked: keys of `framework_loss` with settings, "verl.vanilla:clip_ratio=0.3,loss_agg_mode=token-mean"; a framework alone, "verl",
@@ -105,7 +105,7 @@ def replay_under(snapshot: Snapshot, asked: Sequence[str] = (), own: Sequence[st
     """
     objectives = [found for text in asked for found in parse_objective(text)] + [own_objective(text) for text in own]
     batch = recorded_batch(snapshot)
-    return Alternatives(batch, tuple(evaluate(objective, batch.inputs) for objective in objectives))
+    return Others(batch, tuple(evaluate(objective, batch.inputs) for objective in objectives))
 
 
 def parse_objective(text: str) -> list[Objective]:

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from nanscope.replay.sweep import UNNAMED, Sweep, Trial
-from nanscope.replay.under import Alternatives
+from nanscope.replay.under import Others
 from nanscope.report.clean import clean
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, pairs, show, table
 from nanscope.report.terminal import incident_shown, tried_shown
@@ -41,7 +41,7 @@ def _replayed(incident: Incident, failing: bool) -> list[RenderableType]:
     return [*parts, tried_shown(incident)]
 
 
-def print_alternatives(found: Alternatives, *, file: IO[str]) -> None:
+def print_others(found: Others, *, file: IO[str]) -> None:
     """Print what each objective would have done, a sentence each, and what the batch was read from."""
     lines = pairs(style="")
     lines.padding = (0, 1)
