@@ -15,7 +15,7 @@ from torch import Tensor
 
 import nanscope
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.losses import LOSSES, framework_loss, framework_settings, live_settings
+from nanscope.frameworks.losses import LOSSES, framework_loss, framework_settings, live_options
 from nanscope.objective.bounds import Bounds
 from nanscope.objective.evaluate import LossTrace, objective
 from nanscope.objective.reduction import Masking, Over
@@ -340,8 +340,13 @@ def test_settings_are_read_from_live_configurations() -> None:
     """Attributes, mappings, and what lies one level inside; the first that holds a name wins, and the rest are defaults."""
     actor = SimpleNamespace(clip_ratio_high=0.28, loss_agg_mode="token-sum", policy_loss=SimpleNamespace(dro_beta=0.2), optim=None)
     wanted = framework_settings("verl.dro", clip_ratio_high=0.28, loss_agg_mode="token-sum", dro_beta=0.2, rollout_is="token")
-    assert live_settings("verl.dro", actor, {"rollout_correction": {"rollout_is": "token"}, "loss_agg_mode": "token-mean"}) == wanted
-    assert live_settings("nemo_rl.clipped_pg", {}) == framework_settings("nemo_rl.clipped_pg")
+    assert (
+        framework_settings(
+            "verl.dro", **live_options("verl.dro", actor, {"rollout_correction": {"rollout_is": "token"}, "loss_agg_mode": "token-mean"})
+        )
+        == wanted
+    )
+    assert live_options("nemo_rl.clipped_pg", {}) == {}
 
 
 def test_settings_are_read_from_trl_itself(tmp_path: Path) -> None:
@@ -362,7 +367,7 @@ def test_settings_are_read_from_trl_itself(tmp_path: Path) -> None:
         num_generations=2,
     )
     wanted = framework_settings("trl.dr_grpo", beta=0.02, epsilon_high=0.28, gradient_accumulation_steps=2, steps_per_generation=2)
-    assert live_settings("trl.dr_grpo", config) == wanted
+    assert framework_settings("trl.dr_grpo", **live_options("trl.dr_grpo", config)) == wanted
 
 
 # What is asked for, the slug, and what the message must name.

@@ -68,16 +68,11 @@ def _declared(options: type[Options]) -> dict[str, object]:
     return get_type_hints(options)
 
 
-def live_settings(key: str, *configs: object) -> LossSettings:
-    """Return the objective under what a framework's live config objects say; what none of them holds keeps its default.
+def live_options(key: str, *configs: object) -> dict[str, Setting]:
+    """Return the settings of a loss that live config objects hold, under the loss's own names; errors as in `framework_loss`.
 
     configs: objects or mappings, searched in this order, each with what lies one level inside it (`actor.policy_loss`, `algorithm.cispo`).
     """
-    return framework_settings(key, **live_options(key, *configs))
-
-
-def live_options(key: str, *configs: object) -> dict[str, Setting]:
-    """Return the settings of a loss that live config objects hold, under the loss's own names; errors as in `framework_loss`."""
     found: dict[str, Setting] = {}
     for name in _row(key).names():
         for config in configs:

@@ -31,29 +31,30 @@ def locate(trace: Trace) -> Location | None:
     trace: with what every backward returned.
     """
     program, grads = trace.program, trace.run.grads
-    bad = tuple(leaf.id for leaf in program.leaves if leaf.diff and leaf.id in grads and first_nonfinite(grads[leaf.id]) is not None)
     flat = first_nonfinite(trace.values[program.output])
     if flat is not None:
-        return _forward(trace, _worst(trace.values[program.output]) if program.computes is Computes.ACTIVATION else flat, bad)
-    return _backward(trace, bad) if bad else None
+        return _forward(trace, _worst(trace.values[program.output]) if program.computes is Computes.ACTIVATION else flat)
+    bad = (leaf.id for leaf in program.leaves if leaf.diff and leaf.id in grads and first_nonfinite(grads[leaf.id]) is not None)
+    first = next(bad, None)
+    return None if first is None else _backward(trace, first)
 
 
-def _forward(trace: Trace, flat: int, bad: tuple[int, ...]) -> Location:
+def _forward(trace: Trace, flat: int) -> Location:
     root = walk_back(trace, trace.program.output, flat)
     root = flipped_weight(trace, root) or first_alike(trace, root)
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED)
     chain = tuple(crossing_at(trace, *spot) for spot in reversed(root.path))
     phase = _PHASES.get(trace.program.computes) or phase_of(trace, origin, Phase.FORWARD)
-    return Location(phase, origin, chain, bad, bool(bad))
+    return Location(phase, origin, chain)
 
 
-def _backward(trace: Trace, bad: tuple[int, ...]) -> Location:
-    path, spot = walk_gradient(trace, bad[0])
+def _backward(trace: Trace, leaf: int) -> Location:
+    path, spot = walk_gradient(trace, leaf)
     root = why(trace, *spot)
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED, via=spot[0])
     forth = tuple(crossing_at(trace, *crossed) for crossed in reversed(root.path))
     back = tuple(crossing_at(trace, *crossed, backward=True) for crossed in reversed(path))
-    return Location(phase_of(trace, origin, Phase.BACKWARD), origin, (*forth, *back), bad, True)
+    return Location(phase_of(trace, origin, Phase.BACKWARD), origin, (*forth, *back))
 
 
 def spotted(trace: Trace) -> Location | None:
@@ -68,7 +69,7 @@ def spotted(trace: Trace) -> Location | None:
             flat = first_nonfinite(trace.values[out]) if out is not None else None
             if out is None or flat is None or bad_sources(trace, call, out, flat) or is_intended(trace, call):
                 continue
-            return Location(Phase.FORWARD, element_at(trace, out, flat), (), (), False)
+            return Location(Phase.FORWARD, element_at(trace, out, flat), ())
     return None
 
 
@@ -79,7 +80,7 @@ def is_masked(trace: Trace, value: int, flat: int) -> bool | None:
 
 def came_in(trace: Trace, value: int, flat: int) -> Location:
     """Return the location of an element that came into the program bad, and did its harm in the backward of what made it."""
-    return Location(Phase.BACKWARD, element_at(trace, value, flat, fed=True), (crossing_at(trace, value, flat),), (), True)
+    return Location(Phase.BACKWARD, element_at(trace, value, flat, fed=True), (crossing_at(trace, value, flat),))
 
 
 def _worst(tensor: Tensor) -> int:

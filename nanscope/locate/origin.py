@@ -65,10 +65,8 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a program went wrong: phase, origin, the chain from there to the harm, and which leaf gradients are bad."""
+    """Where a program went wrong: phase, origin, and the chain from there to the harm."""
 
     phase: Phase
     origin: Element
     chain: tuple[Crossing, ...]
-    bad_gradients: tuple[int, ...]
-    also_backward: bool

@@ -43,7 +43,7 @@ def spike(trace: Trace) -> Location | None:
 def _found(trace: Trace, path: list[Spot], *, fed: bool) -> Location:
     element = element_at(trace, *path[-1], fed=fed)
     phase = phase_of(trace, element, Phase.INPUT) if fed else Phase.FORWARD
-    return Location(phase, element, tuple(crossing_at(trace, *spot) for spot in reversed(path)), (), False)
+    return Location(phase, element, tuple(crossing_at(trace, *spot) for spot in reversed(path)))
 
 
 def _largest_source(trace: Trace, call: Call, spot: Spot) -> tuple[float, Spot] | None:
@@ -73,7 +73,7 @@ def _steepest(trace: Trace) -> Location | None:
         return None
     _, out, grad = found
     spot = (out, _largest(grad) if grad.shape == trace.values[out].shape else 0)
-    return Location(Phase.BACKWARD, element_at(trace, *spot), (crossing_at(trace, *spot),), (), True)
+    return Location(Phase.BACKWARD, element_at(trace, *spot), (crossing_at(trace, *spot),))
 
 
 def _largest(tensor: Tensor) -> int:

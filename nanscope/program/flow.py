@@ -31,8 +31,6 @@ from nanscope.program.ops import (
 )
 from nanscope.text import ravel, unravel
 
-MANY = 1 << 16  # results looked at one by one; beyond it all are taken
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.locate.origin import Element
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Arg, Call, Ref, overload, refs
+from nanscope.program.calls import Arg, Call, Ref, refs
 from nanscope.program.program import Program
 
 
@@ -192,10 +192,6 @@ def in_order(program: Program) -> Program:
     return replace(program, calls=tuple(ordered))
 
 
-def _cast(patch: Patch, value: int) -> torch.dtype:
-    return patch.values[value].dtype
-
-
 def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
     """Does one shape broadcast to another?"""
     try:
@@ -208,13 +204,3 @@ def index_in(origin: Element, content: Tensor) -> tuple[int, ...]:
     """Return the index that the origin has in a tensor that broadcasts to it."""
     index = origin.index[-content.dim() :] if len(origin.index) >= content.dim() else origin.index
     return tuple(min(i, n - 1) for i, n in zip(index, content.shape, strict=False))
-
-
-def executable(program: Program) -> bool:
-    """Can every call of the program be executed by the installed torch?"""
-    try:
-        for call in program.calls:
-            overload(call.op)
-    except NanscopeError:
-        return False
-    return True
