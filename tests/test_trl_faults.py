@@ -469,7 +469,7 @@ def test_a_nan_that_attention_makes_in_backward_is_placed(tmp_path: Path) -> Non
         trainer.train()
     if not attention_backward_is_nan(trainer):
         assert scope.verdict.healthy, scope.verdict.sentence
-        pytest.skip("this build's attention survives scores of 1e10 in backward")
+        return  # this processor's attention survives such scores in backward: there is nothing to tell, and nothing was told
     incident = first(scope)
     assert (incident.step, incident.phase) == (2, "backward"), incident.sentence
     assert incident.loss is not None and math.isfinite(incident.loss)
