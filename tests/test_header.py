@@ -113,6 +113,13 @@ def test_a_newer_format_names_both_versions_and_the_way_out(tmp_path: Path) -> N
     assert f"format {SCHEMA_VERSION + 6}" in str(error) and f"up to {SCHEMA_VERSION}" in str(error) and "upgrade" in str(error)
 
 
+@pytest.mark.parametrize("schema", ['"\\u001b[31mRED"', "true", "-1", "1e999", "2.5", str(10**30)])
+def test_a_schema_that_is_no_number_is_not_shown(tmp_path: Path, schema: str) -> None:
+    """Nor taken for a newer release: what stands in a file commands no terminal."""
+    error = error_of(written(tmp_path / "a", {"__metadata__": {KEY: f'{{"schema": {schema}}}'}, **TENSORS}))
+    assert error.slug == "snapshot-damaged" and str(error).isprintable()
+
+
 @pytest.mark.parametrize("about", ["{", "[]", "3", "null", "{}", '{"schema": null}', '"text"', "[" * 100_000], ids=lambda text: text[:20])
 def test_a_damaged_description_is_an_error(tmp_path: Path, about: str) -> None:
     """The metadata key is there, what it holds is not what we write."""

@@ -84,7 +84,8 @@ def test_a_hostile_header_is_inert() -> None:
         None,
         {"calls": [HOSTILE, [], [HOSTILE, 1, 2, 3, 99], [1, 2, 3, 4, 0]], "sites": [[HOSTILE, 3], 7], "leaves": 3},
     ):
-        about = {"schema": 2, "step": HOSTILE, "program": program, "observed": {HOSTILE: HOSTILE}, "opaque": [HOSTILE], "history": 5}
+        opaque = [HOSTILE] if program else 5
+        about = {"schema": 2, "step": HOSTILE, "program": program, "observed": {HOSTILE: HOSTILE}, "opaque": opaque, "history": 5}
         stream = io.StringIO()
         print_header(Header((TensorHead(HOSTILE, HOSTILE, (2,), 8),), json.loads(json.dumps(about)), 100), HOSTILE, True, file=stream)
         assert "\x1b" not in stream.getvalue() and "\u202e" not in stream.getvalue()

@@ -96,13 +96,15 @@ class Others:
     outcomes: tuple[Outcome, ...]
 
 
-def replay_under(snapshot: Snapshot, asked: Sequence[str] = (), own: Sequence[str] = ()) -> Others:
+def replay_under(snapshot: Snapshot, asked: str | Sequence[str] = (), own: str | Sequence[str] = ()) -> Others:
     """Run a recorded batch under other objectives.
 
     asked: keys of `framework_loss` with settings, "verl.vanilla:clip_ratio=0.3,loss_agg_mode=token-mean"; a framework alone, "verl",
     stands for all its losses. own: functions of your own, "module:function", see `own_objective`.
-    Raises NanscopeError for an unknown key or setting, for a function that cannot be used, and as `loss_inputs` does.
+    Of either, one may be given as it is. Raises NanscopeError for an unknown key or setting, for a function that cannot be used, and as
+    `loss_inputs` does.
     """
+    asked, own = ([names] if isinstance(names, str) else names for names in (asked, own))
     objectives = [found for text in asked for found in parse_objective(text)] + [own_objective(text) for text in own]
     batch = recorded_batch(snapshot)
     return Others(batch, tuple(evaluate(objective, batch.inputs) for objective in objectives))

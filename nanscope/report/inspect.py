@@ -83,8 +83,8 @@ def _about(about: Mapping[str, Any]) -> RenderableType:
         if about.get(key):
             told.add_row(key, clean(_flat(about[key])))
     told.add_row("history", count(len(_items(about, "history")), "step"))
-    if about.get("opaque"):
-        told.add_row("opaque", clean(", ".join(str(name) for name in about["opaque"])))
+    if opaque := _items(about, "opaque"):
+        told.add_row("opaque", clean(", ".join(map(str, opaque))))
     return Padding(told, (1, 2))
 
 
