@@ -371,7 +371,7 @@ def test_a_flipped_byte_gives_a_snapshot_or_an_error(tmp_path: Path) -> None:
     ("slug", "change"),
     [
         ("snapshot-newer", lambda about: about.update(schema=SCHEMA_VERSION + 1)),
-        ("snapshot-newer", lambda about: about.update(schema="two")),
+        ("snapshot-damaged", lambda about: about.update(schema="two")),
         ("snapshot-damaged", lambda about: about.pop("schema") and None),
         ("snapshot-damaged", lambda about: about.pop("tensors") and None),
         ("snapshot-damaged", lambda about: about.pop("reached") and None),
