@@ -83,6 +83,8 @@ class Step:
         """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves."""
         self._modules.reset()
         self._modules.busy = True
+        if self._current is not None:
+            self._current.close()  # its backward pass raised, and was never seen to end
         if self._closed:
             self._recordings.clear()
             self._closed = self._bad = False
@@ -124,7 +126,7 @@ class Step:
                 self._keep(self._examiner.swallowed(recording))
             elif self._reading is not None and self._reading.headroom is not None and self._reading.headroom < 0:
                 self._note_absorbed(recording)
-        if self.number in self._asked and not recording.examined:
+        if self._asked and not recording.examined and self.number in self._asked:
             self._failsafe("save-step", self._save_asked, recording)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
