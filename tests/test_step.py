@@ -277,3 +277,23 @@ def weight_of(parameter: nn.Parameter) -> nn.Module:
     module = nn.Module()
     module.weight = parameter
     return module
+
+
+def test_the_hooks_of_a_backward_pass_that_raised_go_with_the_next(tmp_path: Path) -> None:
+    """It was never seen to end; what it hooked must not be called, nor held, from then on."""
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("the trainer's own")
+
+    x = torch.ones(3, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        doubled = x * 2
+        handle = doubled.register_hook(fails)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="own"):
+            doubled.sum().backward()
+        handle.remove()
+        stale = scope._step._current
+        assert stale is not None and stale.hooks
+        (x * 3).sum().backward()
+        assert not stale.hooks
+    assert scope.verdict.healthy
