@@ -1,7 +1,7 @@
 """The command line: one verb, one function, one renderer, one exit status.
 
-Exit status: 0 healthy, 3 something non-finite was found, 1 an error that is explained in one line, 2 wrong usage. A watched script that
-fails by itself keeps its own status.
+Exit status: 0 healthy, 3 something non-finite was found, 4 nothing was found and not everything was watched, 1 an error that is explained
+in one line, 2 wrong usage. A watched script that fails by itself keeps its own status.
 
 Notable: each verb imports what it needs when it runs, so that `--help` and `inspect` answer without torch, and a package that is missing
 is one line that says what to install.
@@ -31,7 +31,7 @@ except ModuleNotFoundError:
     sys.exit("nanscope: the command line needs typer and rich: pip install typer rich")
 
 
-HEALTHY, FAILED, USAGE, FOUND = 0, 1, 2, 3
+HEALTHY, FAILED, USAGE, FOUND, UNSEEN = 0, 1, 2, 3, 4
 
 
 app = typer.Typer(
@@ -80,6 +80,11 @@ def _leave(found: bool) -> NoReturn:
     raise typer.Exit(FOUND if found else HEALTHY)
 
 
+def _leave_with(verdict: Verdict) -> NoReturn:
+    """End a verb that shows a verdict."""
+    raise typer.Exit(FOUND if verdict.incidents else HEALTHY if verdict.healthy else UNSEEN)
+
+
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
@@ -124,7 +129,8 @@ def run(
 ) -> None:
     """Run a training script and watch it.
 
-    The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found.
+    The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found,
+    4 if nothing was and not everything was watched.
 
     Example: nanscope run train.py --lr 1e-6
     """
@@ -143,7 +149,7 @@ def run(
     _finish(verdict, out, json_file)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
-    _leave(not verdict.healthy)
+    _leave_with(verdict)
 
 
 def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
@@ -152,7 +158,7 @@ def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
     from nanscope.report.terminal import print_verdict
 
     written = []
-    for path in () if verdict.healthy else (out / "report.html", out / "report.png"):
+    for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
         try:
             render(verdict, path)
             written.append(str(path))
@@ -272,7 +278,7 @@ def report(
     with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
     print(output)
-    _leave(not verdict.healthy)
+    _leave_with(verdict)
 
 
 def _read(path: Path) -> Verdict:

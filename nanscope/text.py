@@ -40,8 +40,8 @@ def number(value: float | None) -> str:
 
 
 def count(many: int, noun: str) -> str:
-    """Return "1 row", "3 rows", "2 batches"."""
-    return f"{many} {noun}" if many == 1 else f"{many} {noun}{'es' if noun.endswith('ch') else 's'}"
+    """Return "1 row", "3 rows", "2 batches", "4 passes"."""
+    return f"{many} {noun}" if many == 1 else f"{many} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:

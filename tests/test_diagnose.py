@@ -15,6 +15,7 @@ from torch import Tensor
 from nanscope.causes import Cause
 from nanscope.locate.observe import observe_made
 from nanscope.program.program import Program
+from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.observation import Kind, Observation, Phase, Row
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose, examine, verdict
@@ -161,7 +162,7 @@ def test_a_verdict_counts_steps_and_says_everything_once() -> None:
     assert found.notes == (same, Note("absorbed", "y", 1), Note("other", "x", 7))
     assert verdict(run, bad_steps=6).bad_steps == 6
     empty = verdict([])
-    assert (empty.healthy, empty.steps, empty.skipped, empty.bad_steps) == (True, 0, 0, 0) and empty.version
+    assert (empty.status, empty.steps, empty.skipped, empty.bad_steps) == (Status.UNWATCHED, 0, 0, 0) and empty.version
 
 
 def test_a_framework_is_recognised_by_its_files_or_by_the_objective() -> None:

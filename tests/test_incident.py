@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanscope.causes import Cause
+from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Link, Origin
 from nanscope.verdict.incident import Fix, Incident, NonFiniteError, Note, Verdict
 
@@ -84,11 +85,16 @@ def test_a_run_is_suspect_where_everything_stayed_finite() -> None:
         (Verdict((), steps=3), "3 steps watched, no non-finite loss, gradient or weight"),
         (Verdict((), (Note("x", "y"), Note("nonfinite_absorbed", "it was absorbed")), 3), "3 steps watched, no non-finite loss, gradient or weight; it was absorbed"),
         (Verdict((INCIDENT,), steps=3), "it overflowed."),
+        (Verdict((), backwards=2), "2 backward passes watched, no non-finite loss, gradient or weight"),
+        (Verdict(()), "nothing was watched, so nothing can be said of this run: no backward pass and no optimizer step ran here"),
+        (Verdict((), gaps=(Gap("x", "a thread"),)), "nothing was watched, so nothing can be said of this run: not seen: a thread"),
+        (Verdict((), steps=1, gaps=(Gap("x", "a thread", 1, 2),)), "1 step watched, no non-finite loss, gradient or weight; not seen: a thread (2 times)"),
     ],
 )  # fmt: skip
 def test_the_sentence_of_a_run_is_that_of_its_first_incident(found: Verdict, expected: str) -> None:
-    """Of a healthy one: how long it was watched, and what came close."""
-    assert found.sentence == expected and found.healthy == (not found.incidents)
+    """Of one without: how much of it was watched, what was not, and what came close."""
+    assert found.sentence == expected
+    assert found.healthy == (not found.incidents and not found.gaps and bool(found.steps or found.backwards))
 
 
 def test_an_error_carries_what_was_found() -> None:

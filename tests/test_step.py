@@ -246,7 +246,7 @@ def test_gradients_that_nobody_made_here_are_a_note(tmp_path: Path) -> None:
     with nanscope.watch(out=tmp_path) as scope:
         weight.grad = torch.tensor([math.nan])
         optimizer.step()
-    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["foreign_gradients"]
+    assert not scope.verdict.incidents and [note.slug for note in scope.notes] == ["foreign_gradients"]
 
 
 def test_an_absorbed_overflow_is_told_once_for_each_line(tmp_path: Path) -> None:

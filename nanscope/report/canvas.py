@@ -20,7 +20,7 @@ WIDTH, TALLEST = 1600, 1400  # pixels
 DPI = 100
 MARGIN = 56
 PAPER, INK, SOFT, QUIET, HAIR, PANEL = "#ffffff", "#17191c", "#4a4f57", "#757b84", "#e2e2dc", "#f4f4f0"
-HARM, HARM_VEIL, PROVEN, PROVEN_VEIL = "#c8290b", "#fbe9e4", "#0b7250", "#e5f3ed"
+HARM, HARM_VEIL, DOUBT, PROVEN, PROVEN_VEIL = "#c8290b", "#fbe9e4", "#8a5f0f", "#0b7250", "#e5f3ed"
 
 
 class Canvas:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 WIDTH = 118
 
-HARM, PROVEN, QUIET, STRONG = "bold red", "green", "dim", "bold"
+HARM, DOUBT, PROVEN, QUIET, STRONG = "bold red", "yellow", "green", "dim", "bold"
 
 
 def show(shown: RenderableType, *, file: IO[str]) -> None:

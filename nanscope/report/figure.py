@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanscope.report.canvas import (
+    DOUBT,
     HAIR,
     HARM,
     HARM_VEIL,
@@ -52,17 +53,17 @@ def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
     Raises OSError if the file cannot be written.
     """
     canvas = Canvas(WIDTH, TALLEST)
-    if verdict.healthy:
-        _healthy(canvas, verdict)
+    if not verdict.incidents:
+        _calm(canvas, verdict)
     else:
         _incident(canvas, verdict, verdict.incidents[0])
     canvas.write(path)
 
 
-def _healthy(canvas: Canvas, verdict: Verdict) -> None:
+def _calm(canvas: Canvas, verdict: Verdict) -> None:
     _head(canvas, verdict, ())
     canvas.y += 56
-    canvas.text(MARGIN, canvas.y, "● healthy", 18, PROVEN, "bold")
+    canvas.text(MARGIN, canvas.y, f"● {verdict.status}", 18, PROVEN if verdict.healthy else DOUBT, "bold")
     canvas.y += 6
     canvas.paragraph(calm(verdict), 26, INK, "bold")
     for note in verdict.notes[:4]:

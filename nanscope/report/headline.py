@@ -57,7 +57,7 @@ def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:
 
 
 def calm(verdict: Verdict, limit: int = 600) -> str:
-    """Return the sentence of a healthy run without the note that it repeats."""
+    """Return the sentence of a run without incidents, and without the note that it repeats."""
     sentence = verdict.sentence
     for note in verdict.notes:
         sentence = sentence.removesuffix(f"; {note.text}")

@@ -16,6 +16,7 @@ from nanscope.report.history import panels_of
 from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
 from nanscope.roles import role_words
+from nanscope.snapshot.coverage import gap_words
 from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident, Note, Verdict
 
@@ -78,6 +79,7 @@ class Page:
     heading: str
     version: str
     counts: tuple[Fact, ...]
+    status: str
     healthy: bool
     sentence: str
     heads: tuple[str, ...]
@@ -85,6 +87,7 @@ class Page:
     contents: tuple[tuple[str, str, str], ...]
     more: str
     notes: tuple[tuple[str, str], ...]
+    unseen: str
 
 
 def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]) -> Page:
@@ -98,8 +101,8 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
-    if verdict.healthy:
-        default = "nanscope · healthy run"
+    if not verdict.incidents:
+        default = f"nanscope · {verdict.status} run"
     else:
         default = f"nanscope · {_name(verdict.incidents[0])}"
     contents = [(f"#incident-{n}" if n <= len(shown) else "", _name(i), lead_and_rest(i, limits)[0]) for n, i in enumerate(listed, 1)]
@@ -108,13 +111,15 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         heading=clean(title, limits.text) if title else "",
         version=clean(verdict.version, 40),
         counts=tuple(counts),
+        status=str(verdict.status),
         healthy=verdict.healthy,
-        sentence=calm(verdict, limits.long) if verdict.healthy else "",
+        sentence="" if verdict.incidents else calm(verdict, limits.long),
         heads=HEADS,
         sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
         more=f"… {len(verdict.incidents) - len(listed)} more" if len(verdict.incidents) > len(listed) else "",
         notes=_notes(notes, limits),
+        unseen=clean(gap_words(verdict.gaps), limits.long) if verdict.incidents else "",
     )
 
 

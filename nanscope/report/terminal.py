@@ -16,9 +16,10 @@ from rich.text import Text
 from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
-from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
+from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
 from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of
+from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
 
@@ -37,8 +38,8 @@ def print_verdict(verdict: Verdict, written: Sequence[str], *, file: IO[str]) ->
 
 
 def _verdict(verdict: Verdict) -> RenderableType:
-    if verdict.healthy:
-        parts: list[RenderableType] = [Text.assemble(("● ", PROVEN), clean(verdict.sentence))]
+    if not verdict.incidents:
+        parts: list[RenderableType] = [Text.assemble(("● ", PROVEN if verdict.healthy else DOUBT), clean(verdict.sentence))]
         parts += [Text(f"  note: {clean(note.text)}", QUIET) for note in verdict.notes if note.slug != "nonfinite_absorbed"]
         return Group(*parts)
     parts = []
@@ -49,6 +50,8 @@ def _verdict(verdict: Verdict) -> RenderableType:
     counts += f", {count(more, 'more bad step')} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
+    if verdict.gaps:
+        parts.append(Padding(Text(f"not seen: {clean(gap_words(verdict.gaps))}", DOUBT), (0, 2)))
     return Group(*parts)
 
 
@@ -131,7 +134,7 @@ def tried_shown(incident: Incident) -> RenderableType:
 
 def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     """Print what to try next."""
-    if verdict.healthy:
+    if not verdict.incidents:
         words = [Text(f"  This run stayed healthy: {verdict.steps} steps. Try another one: nanscope demo --seed 1")]
     else:
         snapshot = clean(verdict.incidents[0].snapshot or out)

@@ -17,6 +17,7 @@ from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
 from nanscope.replay.tries import Replay, replay
+from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
@@ -36,10 +37,12 @@ def verdict(
     steps: int = 0,
     skipped: int = 0,
     bad_steps: int = 0,
+    backwards: int = 0,
+    gaps: Sequence[Gap] = (),
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
-    paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps: its counts.
+    paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
     """
     incidents: list[Incident] = []
     poisoned: int | None = None
@@ -53,7 +56,7 @@ def verdict(
             poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
     bad_steps = max(bad_steps, len({incident.step for incident in incidents}))
-    return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, bad_steps, __version__)
+    return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, bad_steps, __version__, backwards, tuple(gaps))
 
 
 def examine(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.errors import Deliberate
 from nanscope.plain import show
+from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Origin, Row
+from nanscope.text import count
 
 
 class NonFiniteError(Deliberate):
@@ -104,7 +106,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one run came to. incidents: the first harmful one first."""
+    """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not."""
 
     incidents: tuple[Incident, ...]
     notes: tuple[Note, ...] = ()
@@ -112,40 +114,49 @@ class Verdict:
     skipped: int = 0
     bad_steps: int = 0
     version: str = field(default="")
+    backwards: int = 0
+    gaps: tuple[Gap, ...] = ()
 
     @property
     def healthy(self) -> bool:
-        """Nothing harmful was seen."""
-        return not self.incidents
+        """The run was watched, all of it, and nothing harmful was seen."""
+        return self.status is Status.HEALTHY
 
     @property
-    def status(self) -> str:
-        """ "healthy", "non-finite", or "suspect" where everything stayed finite and a step was ruined all the same."""
-        if self.healthy:
-            return "healthy"
-        return "suspect" if all(incident.suspect for incident in self.incidents) else "non-finite"
+    def status(self) -> Status:
+        """What was found; without an incident, how much of the run was watched."""
+        if self.incidents:
+            return Status.SUSPECT if all(incident.suspect for incident in self.incidents) else Status.NONFINITE
+        if not self.steps and not self.backwards:
+            return Status.UNWATCHED
+        return Status.PARTLY if self.gaps else Status.HEALTHY
 
     @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         if self.incidents:
             return self.incidents[0].sentence
-        words = f"{self.steps} step{'' if self.steps == 1 else 's'} watched, no non-finite loss, gradient or weight"
-        absorbed = [note for note in self.notes if note.slug == "nonfinite_absorbed"]
-        return f"{words}; {absorbed[0].text}" if absorbed else words
+        unseen = f"not seen: {gap_words(self.gaps)}" if self.gaps else ""
+        if self.status is Status.UNWATCHED:
+            return f"nothing was watched, so nothing can be said of this run: {unseen or 'no backward pass and no optimizer step ran here'}"
+        looked = count(self.steps, "step") if self.steps else count(self.backwards, "backward pass")
+        absorbed = [note.text for note in self.notes if note.slug == "nonfinite_absorbed"][:1]
+        return "; ".join(filter(None, [f"{looked} watched, no non-finite loss, gradient or weight", unseen, *absorbed]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON data; non-finite numbers are text."""
         return {
             "schema": 1,
             "nanscope": self.version,
-            "status": self.status,
+            "status": str(self.status),
             "sentence": self.sentence,
             "steps": self.steps,
+            "backwards": self.backwards,
             "bad_steps": self.bad_steps,
             "skipped": self.skipped,
             "incidents": [_incident_json(incident) for incident in self.incidents],
             "notes": [_note_json(note) for note in self.notes],
+            "gaps": [asdict(gap) for gap in self.gaps],
         }
 
 

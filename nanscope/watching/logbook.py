@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.program.program import Program
+from nanscope.snapshot.coverage import Gap, with_gap
 from nanscope.snapshot.file import load, save
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import Kind
@@ -50,7 +51,8 @@ class Logbook:
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
         self.notes: list[Note] = []
-        self.steps = self.skipped = self.bad_steps = 0
+        self.gaps: list[Gap] = []
+        self.steps = self.skipped = self.bad_steps = self.backwards = 0
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
 
@@ -72,6 +74,11 @@ class Logbook:
         """Keep a note, once."""
         if self.takes_notes() and not any(note.slug == slug and note.text == text for note in self.notes):
             self.notes.append(Note(slug, text, step))
+
+    def gap(self, slug: str, text: str, step: int | None = None) -> None:
+        """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
+        self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
+        self._verdict = None
 
     def takes_notes(self) -> bool:
         """Is there room for another note?"""
@@ -143,6 +150,8 @@ class Logbook:
                 steps=self.steps,
                 skipped=self.skipped,
                 bad_steps=self.bad_steps,
+                backwards=self.backwards,
+                gaps=self.gaps,
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]

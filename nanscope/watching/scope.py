@@ -59,7 +59,7 @@ class Scope:
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         self._tape = Tape(budget, wide=budget // 32)
         self._mode = TapeMode(self._tape)
-        self._failsafe = Failsafe()
+        self._failsafe = Failsafe(self._logbook.gap)
         self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._failsafe)
         self._tape.module_outputs = self._modules.output_of
         self._tape.is_parameter = self._modules.parameter_name

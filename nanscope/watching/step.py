@@ -112,9 +112,12 @@ class Step:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
         recording, self._current = self._current, None
         self._modules.busy = False
+        if self._tape.broken:
+            self._logbook.gap("tape-failed", f"the loss of a backward pass could not be recorded ({self._tape.broken})")
         self._tape.forget()
         if recording is None:
             return
+        self._logbook.backwards += 1
         recording.close()
         self._recordings.append(recording)
         if recording.loss.device.type == "cpu":
