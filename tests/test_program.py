@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import nanscope.program.perform as module
+import nanscope.program.cost as module
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf, Ref, Site, overload, refs, substitute
 from nanscope.program.program import Program, join
@@ -435,6 +436,78 @@ def test_what_torch_cannot_differentiate_rightly_is_not_in_the_table(op: str) ->
     assert caught.value.slug == "program-unknown-op"
 
 
+LEAST = -(1 << 63)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("aten._reshape_alias.default", (Ref(0), (4096,), (1,))),
+        ("aten._reshape_alias.default", (Ref(0), (4,), (1 << 30,))),
+        ("aten._reshape_alias.default", (Ref(0), (4,), (-1,))),
+        ("aten._reshape_alias.default", (Ref(0), (1 << 40,), (0,))),
+        ("aten._reshape_alias.default", (Ref(0), (4,), (1, 1))),
+        ("aten.median.dim", (Ref(1), 0)),
+        ("aten.nanmedian.dim", (Ref(1), -2)),
+        ("aten.div.Tensor_mode", (Ref(2), Ref(3)), {"rounding_mode": "trunc"}),
+        ("aten.div.Scalar_mode", (Ref(2), -1), {"rounding_mode": "trunc"}),
+        ("aten.polygamma.default", (2, Ref(4))),
+        ("aten.polygamma.default", (1, Ref(4))),  # its derivative is the second order
+        ("aten._to_copy.default", (Ref(0),), {"dtype": torch.quint8}),
+        ("aten.view.dtype", (Ref(0), torch.bits8)),
+        ("aten.view.dtype", (Ref(0), 12)),  # the number of a dtype
+        ("aten.zeros.default", ((4,),), {"dtype": torch.int2}),
+        ("aten.zeros.default", ((4,),), {"layout": torch.sparse_coo}),
+        ("aten.zeros.default", ((4,),), {"layout": 7}),
+        ("aten.zeros.default", ((4,),), {"device": "meta"}),
+        ("aten.clone.default", (Ref(0),), {"memory_format": 1}),
+    ],
+    ids=str,
+)
+def test_no_call_reaches_outside_of_its_tensors(call: Any) -> None:
+    """What torch does not check by itself is checked before: a file reads no memory, stops no process, and never hangs."""
+    with pytest.raises(ProgramError) as caught:
+        chain(call, leaves=5, diff=False).execute(
+            {
+                0: torch.ones(4),
+                1: torch.ones(1, 3).expand(5, 3),
+                2: torch.tensor([LEAST, 1]),
+                3: torch.tensor([-1, 1]),
+                4: torch.tensor([0.5, -1e9]),
+            }
+        )
+    assert caught.value.slug == "program-call-unsafe" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("aten._reshape_alias.default", (Ref(0), (2, 2), (2, 1))),
+        ("aten._reshape_alias.default", (Ref(0), (1, 4), (4, 1))),
+        ("aten._reshape_alias.default", (Ref(1), (15,), (0,))),
+        ("aten.median.dim", (Ref(1), 1)),
+        ("aten.div.Tensor_mode", (Ref(2), Ref(3)), {"rounding_mode": "floor"}),
+        ("aten.div.Tensor_mode", (Ref(3), Ref(3)), {"rounding_mode": "trunc"}),
+        ("aten.polygamma.default", (1, Ref(0))),
+        ("aten._to_copy.default", (Ref(0),), {"dtype": torch.float8_e5m2, "layout": torch.strided, "device": torch.device("cpu")}),
+        ("aten.clone.default", (Ref(0),), {"memory_format": torch.preserve_format}),
+    ],
+    ids=str,
+)
+def test_what_a_loss_does_with_them_is_no_attack(call: Any) -> None:
+    """The same operators on what they are made for."""
+    tensors = {0: torch.ones(4), 1: torch.ones(1, 3).expand(5, 3), 2: torch.tensor([LEAST, 1]), 3: torch.tensor([-1, 1])}
+    replace(chain(call, leaves=4, diff=False), foreign=True).execute(tensors)
+
+
+@pytest.mark.parametrize("op", ["aten.remainder.int", "aten.add.str", "aten.slice.str", "aten.pow.int_to_int", "aten.to.prim_dtype"])
+def test_what_is_no_operator_on_tensors_is_refused(op: str) -> None:
+    """torch keeps functions of TorchScript under the same names: 1 % 0 of one of them stops the process."""
+    with pytest.raises(ProgramError) as caught:
+        overload(op)
+    assert caught.value.slug == "program-unknown-op"
+
+
 BIG = 1 << 20
 
 
@@ -460,14 +533,54 @@ BIG = 1 << 20
         ("aten.repeat_interleave.self_int", (Ref(0), BIG * BIG)),
         ("aten.one_hot.default", (Ref(2), BIG * BIG)),
         ("aten.full.default", ((2, BIG, BIG), 0)),
+        # little comes out, much is made on the way
+        ("aten.mvlgamma.default", (Ref(0), 10**8)),
+        ("aten.bincount.default", (Ref(3),)),
+        ("aten.bincount.default", (Ref(2), None, BIG * BIG)),
+        ("aten.one_hot.default", (Ref(3),)),
+        ("aten.repeat_interleave.Tensor", (Ref(3),)),
+        ("aten.repeat_interleave.self_Tensor", (Ref(0), Ref(3))),
+        ("aten.histc.default", (Ref(0), BIG * 4096)),
+        ("aten.sum.default", (Ref(4),)),
+        ("aten.all.default", (Ref(4),)),
+        ("aten.unbind.int", (Ref(4),)),
+        ("aten.split.Tensor", (Ref(4), 1)),
+        ("aten.chunk.default", (Ref(5), BIG * BIG)),
+        ("aten.diff.default", (Ref(6), 10**9)),
+        ("aten.masked_select.default", (Ref(7), Ref(8))),
+        ("aten.index.Tensor", (Ref(9), (Ref(8), Ref(10)))),
+        ("aten.index_put.default", (Ref(11), (Ref(10), Ref(12)), Ref(1), True)),
+        ("aten.roll.default", (Ref(6), (1,) * 5000, (0,) * 5000)),
+        ("aten.convolution.default", (Ref(13), Ref(13), None, (BIG,), (BIG * 64,), (1,), False, (0,), 1)),
+        ("aten.mm.default", (Ref(14), Ref(15))),
+        ("aten.cdist.default", (Ref(7), Ref(7), 1.0)),
     ],
     ids=lambda call: f"{call[0]}{call[1]}",
 )
 def test_a_hostile_program_cannot_ask_for_all_memory(call: tuple[str, Args]) -> None:
     """Sizes that no step has are refused before anything is allocated."""
-    program = Program(tuple(Leaf(i, "x", "data", False) for i in range(3)), (Call(call[0], call[1], (), (3,)),), 3)
+    indices, wide = torch.zeros(9000, dtype=torch.int64), torch.ones(1, 1)
+    tensors = {
+        0: torch.ones(2),
+        1: wide,
+        2: torch.tensor([0, 1]),
+        3: torch.tensor([BIG * BIG, 1]),
+        4: torch.ones(1).expand(BIG * BIG),
+        5: torch.ones(0),
+        6: torch.ones(9000),
+        7: torch.ones(9000, 1),
+        8: torch.ones(9000, dtype=torch.bool),
+        9: torch.ones(9000, 1),
+        10: indices.view(-1, 1),
+        11: torch.ones(1, 1),
+        12: indices,
+        13: torch.ones(1, 1, 1),
+        14: wide.expand(2000, 1 << 20),
+        15: wide.expand(1 << 20, 2000),
+    }
+    leaves = tuple(Leaf(i, "x", "data", False) for i in tensors)
     with pytest.raises(ProgramError) as caught:
-        program.execute({0: torch.ones(2), 1: torch.ones(1, 1), 2: torch.tensor([0, 1])})
+        Program(leaves, (Call(call[0], call[1], (), (99,)),), 99, foreign=True).execute(tensors)
     assert caught.value.slug == "program-too-large"
 
 
@@ -489,10 +602,15 @@ def test_a_hostile_program_cannot_ask_for_all_memory(call: tuple[str, Args]) -> 
 )
 def test_sizes_that_multiply_are_bounded_too(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Args]]) -> None:
     """No call asks for much, all of them together do: what a program makes is bounded as a whole."""
-    monkeypatch.setattr(module, "MAX_ELEMENTS", 150)
+    for name, value in {"SMALL": 10, "SHARE": 3, "EACH": 1}.items():
+        monkeypatch.setattr(module, name, value)
+    program = chain(*calls, diff=False)
     with pytest.raises(ProgramError) as caught:
-        chain(*calls, diff=False).execute({0: torch.ones(100)})
+        replace(program, foreign=True).execute({0: torch.ones(100)})
     assert caught.value.slug == "program-too-large"
+    program.execute({0: torch.ones(100)})  # what this process recorded itself is not bounded
+    monkeypatch.setenv("NANSCOPE_LARGE_FILES", "1")
+    replace(program, foreign=True).execute({0: torch.ones(100)})
 
 
 def test_sizes_of_a_real_step_are_fine() -> None:

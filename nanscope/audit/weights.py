@@ -13,7 +13,7 @@ Shapes: B rows, T response tokens, n_i valid tokens of row i, N of all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -361,9 +361,7 @@ def _cut(program: Program, value: int) -> Program:
     if program.leaf(value) is not None:
         return program
     calls = tuple(call for call in program.calls if value not in call.outs)
-    return Program(
-        (*program.leaves, Leaf(value, "mask", "data", diff=False)), calls, program.output, program.sites, program.computes
-    ).slice()
+    return replace(program, leaves=(*program.leaves, Leaf(value, "mask", "data", diff=False)), calls=calls).slice()
 
 
 def _harmless(tensor: Tensor, elements: int) -> Tensor:

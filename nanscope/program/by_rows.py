@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.program.calls import Arg, Call
+from nanscope.program.cost import Account
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import CHOICES, EXPANSIONS, INSIDE_ROW, SIZED, SUMS, Flow
@@ -80,8 +81,9 @@ class _Plan:
         shapes = {leaf.id: leaves[leaf.id].to("meta") for leaf in program.leaves}
         by_row = {value for value, tensor in shapes.items() if tensor.dim() >= 2 and tensor.shape[0] == rows}
         met: set[int] = set()
+        account = Account.of(shapes.values(), len(program.calls)) if program.foreign else None
         for index, call in enumerate(program.calls):
-            results, _ = perform(call, shapes, None, torch.device("meta"), False)
+            results = perform(call, shapes, None, torch.device("meta"), False, account, index)
             made = {out: tensor for out, tensor in zip(call.outs, results, strict=False) if out is not None and isinstance(tensor, Tensor)}
             shapes |= made
             if not any(value in by_row for value in call.inputs()):
@@ -151,7 +153,7 @@ class _Execution:
                 if index in plan.met:
                     values[_only(call)] = self._met(call, values)
                 elif not any(out in plan.by_row for out in call.outs):
-                    results, _ = perform(call, values, self.dtype, device, call.grad, index=index)
+                    results = perform(call, values, self.dtype, device, call.grad, index=index)
                     values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
             output = values[program.output]
             if output.requires_grad:
@@ -220,7 +222,7 @@ class _Sums:
             if call is self.calls[-1]:
                 call = _as_part(call)
             sized = replace(call, args=_resized(call, plan.rows, count))
-            results, _ = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad, made=None)
+            results = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad)
             values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
         return values[_only(self.calls[-1])], own
 

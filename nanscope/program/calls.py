@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, TypeAlias, Union
 
 import torch
@@ -127,6 +128,7 @@ def substitute(arg: Arg, mapping: Mapping[int, int]) -> Arg:
     return arg
 
 
+@lru_cache(maxsize=1024)
 def overload(op: str) -> Any:
     """Return the aten overload named `op` ("aten.exp.default").
 
@@ -137,6 +139,7 @@ def overload(op: str) -> Any:
         raise ProgramError(f"operator {op!r} is not in the whitelist of replayable operators", slug="program-unknown-op")
     packet = getattr(torch.ops.aten, match[1], None)
     found = getattr(packet, match[2], None) if packet is not None and match[2] in packet.overloads() else None
-    if found is None or found._schema.is_mutable:
+    # a packet holds functions of TorchScript, too, on numbers, strings and lists; the dispatcher does not know them, and they check nothing
+    if found is None or found._schema.is_mutable or not torch._C._dispatch_has_kernel(found.name()):
         raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
     return found

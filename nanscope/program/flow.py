@@ -29,6 +29,7 @@ from nanscope.program.ops import (
     Flow,
     flow_of,
 )
+from nanscope.program.safety import permitted
 from nanscope.text import ravel, unravel
 
 
@@ -155,7 +156,7 @@ def _run_on(call: Call, values: Mapping[int, Tensor], payload: Mapping[int, Tens
     if name == "constant_pad_nd" and len(args) > 2:
         args[2] = 0
     kwargs = {key: resolve(arg, False) for key, arg in call.kwargs if key != "dtype"}
-    result = overload(call.op)(*args, **kwargs)
+    result = permitted(call.op, args, kwargs)(*args, **kwargs)
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 

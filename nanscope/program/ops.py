@@ -166,7 +166,6 @@ MASK_ARITHMETIC = SHIFTS | _family("_to_copy div log mul neg")  # ways to make â
 # Elements out of nothing, or as many as the content says.
 FLOAT_FACTORIES = _family("eye linspace logspace ones scalar_tensor zeros")  # of the default dtype where none is named
 RANGES = _family("arange eye linspace logspace")  # as large as a number says
-SIZED_BY_CONTENT = _family("_unique2 bincount equal index masked_select nonzero unique_dim")
 
 # Seen while a step runs, and for the most part in no program: the tape has to know them, and `Flow` does not.
 UNWRITTEN_FACTORIES = _family("empty new_empty")  # memory that somebody has still to write

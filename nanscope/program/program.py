@@ -9,7 +9,7 @@ Slicing is a walk from the output back to the leaves, an edit is an insertion, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -24,13 +24,17 @@ from nanscope.program.written import decode, encode
 
 @dataclass(frozen=True)  # without slots, so that who makes and who reads a value is worked out once
 class Program:
-    """Leaves, calls in order, the id of the value they end in, and what that value is."""
+    """Leaves, calls in order, the id of the value they end in, and what that value is.
+
+    foreign: it was read from a file, and not recorded by this process: what it may take is bounded (see `cost`).
+    """
 
     leaves: tuple[Leaf, ...]
     calls: tuple[Call, ...]
     output: int
     sites: tuple[Site, ...] = ()
     computes: Computes = Computes.LOSS
+    foreign: bool = field(default=False, compare=False)
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
@@ -90,6 +94,7 @@ class Program:
             target,
             tuple(self.sites[index] for index in used),
             self.computes,
+            self.foreign,
         )
 
     def execute(
@@ -109,7 +114,9 @@ class Program:
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
-        return run_calls(self.leaves, self.calls, self.output, leaves, dtype=dtype, backward=backward, trace=trace, ends=ends)
+        return run_calls(
+            self.leaves, self.calls, self.output, leaves, dtype=dtype, backward=backward, trace=trace, ends=ends, foreign=self.foreign
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the program as JSON data."""
@@ -162,7 +169,7 @@ class Program:
                 )
                 for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
             )  # fmt: skip
-            return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")))
+            return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")), foreign=True)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
 
@@ -177,8 +184,9 @@ def join(programs: Iterable[Program]) -> Program:
     calls: list[Call] = []
     sites: list[Site] = []
     made: set[int] = set()
-    output = -1
+    output, foreign = -1, False
     for program in programs:
+        foreign |= program.foreign
         offset = len(sites)
         sites.extend(program.sites)
         for call in program.calls:
@@ -186,4 +194,4 @@ def join(programs: Iterable[Program]) -> Program:
             made.update(out for out in call.outs if out is not None)
         leaves.update({leaf.id: leaf for leaf in program.leaves})
         output = program.output
-    return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites))
+    return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites), foreign=foreign)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf
+from nanscope.program.cost import Account
 from nanscope.program.perform import perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
@@ -77,8 +78,9 @@ def run_calls(
     backward: bool,
     trace: bool,
     ends: bool,
+    foreign: bool,
 ) -> Run:
-    """Run calls on the contents of their leaves, as `Program.execute` describes."""
+    """Run calls on the contents of their leaves, as `Program.execute` describes. foreign: they come from a file, and are bounded."""
     shelf = Shelf()
     values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
     away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
@@ -90,14 +92,13 @@ def run_calls(
 
     last_uses = _last_uses(calls, {output, *(leaf.id for leaf in leaves)})
     device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
-    made = 0  # elements of all results so far
+    account = Account.of(values.values(), len(calls)) if foreign else None
     with contextlib.ExitStack() as stack:
         for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
             stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
         stack.enter_context(_saving(shelf, values.values()))
         for index, call in enumerate(calls):
-            results, size = perform(call, values, dtype, device, call.grad and backward, made, index)
-            made += size
+            results = perform(call, values, dtype, device, call.grad and backward, account, index)
             node = None
             for out, tensor in zip(call.outs, results, strict=False):
                 if out is None or not isinstance(tensor, Tensor):

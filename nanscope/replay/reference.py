@@ -131,15 +131,15 @@ def _touched(patch: Patch) -> dict[int, Tensor]:
             continue
         mark, product, total = (program.new_id() + n for n in range(3))
         part = program.slice(value)
-        probe = Program(
-            (*part.leaves, Leaf(mark, "offending", "data", False)),
-            (
+        probe = replace(
+            part,
+            leaves=(*part.leaves, Leaf(mark, "offending", "data", False)),
+            calls=(
                 *part.calls,
                 Call("aten.mul.Tensor", (Ref(value), Ref(mark)), (), (product,)),
                 Call("aten.sum.default", (Ref(product),), (), (total,)),
             ),
-            total,
-            part.sites,
+            output=total,
         )
         tensors = {leaf.id: patch.tensors[leaf.id] for leaf in part.leaves}
         try:
