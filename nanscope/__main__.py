@@ -393,12 +393,12 @@ def inspect(
 ) -> None:
     """Show what is in a snapshot, before you attach it to a public issue.
 
-    Reads the file's head only; neither torch (but for --values) nor the training code is needed.
+    Reads the file's head, and compares its checksum; neither torch (but for --values) nor the training code is needed.
 
     Example: nanscope inspect step-000412.rank0.safetensors
     """
     from nanscope.report.inspect import print_header
-    from nanscope.snapshot.header import read_header
+    from nanscope.snapshot.header import read_header, verify
 
     header, snapshot = read_header(file), None
     if values:
@@ -408,6 +408,7 @@ def inspect(
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
     _write_json(json_file, {"tensors": tensors, "nanscope": header.about})
     print_header(header, str(file), program, snapshot, file=sys.stdout)
+    verify(file, header)  # what is damaged is shown all the same
 
 
 @app.command()

@@ -20,7 +20,7 @@ import nanscope
 from nanscope.frameworks.live import Glimpse, follow, glimpse, objective_of, objective_words
 from nanscope.frameworks.rows import roles
 from nanscope.frameworks.table import FRAMEWORKS, site_in
-from nanscope.snapshot.header import read_header
+from nanscope.snapshot.header import SCHEMA_VERSION, read_header
 
 VARIABLES: dict[str, object] = {
     "self": SimpleNamespace(args=SimpleNamespace(beta=0.1), kind=SimpleNamespace(value="token_level")),
@@ -173,7 +173,7 @@ def test_the_settings_of_a_step_are_in_its_file(tmp_path: Path, trainer_class: A
     assert incident.objective["key"] == "trl.dapo" and incident.objective["settings"]["epsilon"] == 1.25
     assert incident.loss_words == "trl.dapo, epsilon 1.25" and incident.origin.role == "ratio"
     about = read_header(str(incident.snapshot)).about
-    assert about["schema"] == 2 and about["objective"] == json.loads(json.dumps(incident.objective))
+    assert about["schema"] == SCHEMA_VERSION and about["objective"] == json.loads(json.dumps(incident.objective))
 
 
 def test_watching_a_loss_function_keeps_nothing_alive(tmp_path: Path, trainer_class: Any) -> None:

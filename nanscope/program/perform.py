@@ -58,7 +58,10 @@ def perform(
     except FAILURES as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if any(isinstance(tensor, Tensor) and any(size < 0 for size in tensor.shape) for tensor in results):  # torch lets some views have that
+        raise ProgramError(f"call {index} ({call.op}) makes a tensor of a negative size", slug="program-call-unsafe")
+    return results
 
 
 def _makes_floats(call: Call, args: list[Any]) -> bool:

@@ -20,6 +20,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     history       the last steps                         environment      versions, device, dtype of the run
     opaque        operators that could not be recorded; their results are leaves
     part          which backward pass of the step, from 1    asked      saved on request, nothing was wrong
+    checksum      of the whole file, against damage on its way (see `checksum`; since schema 3)
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -27,9 +28,13 @@ Token ids and text are not in it unless asked for.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import re
 import struct
+import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,8 +46,9 @@ from torch import Tensor
 from nanscope.errors import ProgramError, SnapshotError
 from nanscope.plain import checked, show
 from nanscope.program.program import Program
+from nanscope.snapshot.checksum import UNSEALED, seal
 from nanscope.snapshot.files import whole
-from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header
+from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header, verify
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
@@ -51,6 +57,8 @@ if TYPE_CHECKING:
     from safetensors import TensorSpec
 
 LONGEST_NAME = 100  # characters
+
+MANY = 1 << 20  # bytes that are worth a thread
 
 
 def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
@@ -97,10 +105,34 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
     with whole(path) as temporary:
         try:
             whole_tensors = _unshared(tensors)  # held until they are written
+            sums = _Beside(whole_tensors)
             serialize_file({name: _spec(tensor) for name, tensor in whole_tensors.items()}, temporary, metadata=metadata)
+            seal(temporary, sums.made())
         except SafetensorError as error:  # a full disk, for instance
             raise OSError(str(error)) from None
     return path
+
+
+class _Beside:
+    """The CRC-32 of each tensor's bytes; of many, while they are written: both take as long."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._made = tensors, dict[str, int]()
+        self._thread = threading.Thread(target=self._make)
+        if sum(tensor.nbytes for tensor in tensors.values()) > MANY:
+            with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and starts no threads any more
+                self._thread.start()
+
+    def _make(self) -> None:
+        for name, tensor in self._tensors.items():
+            self._made[name] = zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b"")
+
+    def made(self) -> Mapping[str, int]:
+        if self._thread.ident is None:
+            self._make()
+        else:
+            self._thread.join()
+        return self._made
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
@@ -128,6 +160,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
     described = {
         "schema": SCHEMA_VERSION,
+        "checksum": UNSEALED,
         "step": snapshot.step,
         "rank": snapshot.rank,
         "program": snapshot.program.to_json(),
@@ -178,7 +211,9 @@ def load(path: Path | str) -> Snapshot:
     from safetensors.torch import load_file
 
     path = Path(path)
-    about = read_header(path).about
+    header = read_header(path)
+    verify(path, header)
+    about = header.about
     try:
         tensors = load_file(path)
     except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError, OSError) as error:

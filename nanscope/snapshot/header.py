@@ -1,6 +1,7 @@
 """The head of a snapshot file: what is in it, read with the standard library alone, so `inspect` needs no torch.
 
-SCHEMA_VERSION history: 1 — first release. 2 — `objective`, the framework's loss and its settings; absent in a file of 1.
+SCHEMA_VERSION history: 1 — first release. 2 — `objective`, the framework's loss and its settings; absent in a file of 1. 3 — `checksum`,
+absent in files of 1 and 2.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nanscope.errors import SnapshotError
+from nanscope.snapshot.checksum import intact
 
 KEY = "nanscope"
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+SEALED = 3  # the first one whose files have a checksum
 
 LARGEST_HEADER = 100 << 20  # bytes; the limit of the safetensors format itself
 
@@ -94,3 +98,19 @@ def read_header(path: Path | str) -> Header:
 def _tensor(name: str, entry: dict[str, Any]) -> TensorHead:
     start, end = entry["data_offsets"]
     return TensorHead(str(name), str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), int(end) - int(start))
+
+
+def verify(path: Path | str, header: Header) -> bool:
+    """Compare a file with its checksum, reading all of it; False if it is of a schema that had none.
+
+    Raises SnapshotError if they differ, or the file has lost it.
+    """
+    try:
+        found = intact(Path(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, OverflowError):
+        found = False
+    if found is False or (found is None and header.about["schema"] >= SEALED):
+        raise SnapshotError(
+            f"{path}: damaged, it is not what was written (the checksum differs); copy or download it again", slug="snapshot-damaged"
+        )
+    return bool(found)
