@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -1010,6 +1013,113 @@ def test_a_value_that_is_read_for_the_whole_of_a_long_generation_breaks_nothing(
         return (fresh(2) * temperature * written).exp().sum()
 
     replayed(loss)
+
+
+BUFFER, TARGET, WEIGHT = torch.zeros(500, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+
+
+def written_with_out() -> None:
+    with torch.no_grad():
+        for weight, target in zip(WEIGHT.parameters(), TARGET.parameters(), strict=True):
+            target.data.mul_(0.99)
+            torch.add(target.data, weight.data, alpha=0.01, out=target.data)
+
+
+def written_row_by_row(rows: Iterator[int]) -> None:
+    BUFFER[next(rows) % len(BUFFER)] = torch.randn(3)
+
+
+def written_through_data() -> None:
+    for weight, target in zip(WEIGHT.parameters(), TARGET.parameters(), strict=True):
+        target.data.copy_(0.99 * target.data + 0.01 * weight.data)
+
+
+def written_as_a_list() -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_(list(TARGET.parameters()), list(WEIGHT.parameters()), 0.01)
+
+
+def raised() -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        float((WEIGHT.weight * torch.randn(8, 3)).exp().sum()) / 0
+
+
+def differentiated_by_hand() -> None:
+    torch.autograd.grad((WEIGHT.weight * torch.randn(8, 3)).exp().sum(), WEIGHT.weight)
+
+
+def made_of_nothing_that_is_replayed() -> None:
+    torch.bernoulli(torch.full((3,), 0.5))
+    F.batch_norm(torch.randn(4, 3), torch.zeros(3), torch.ones(3), training=True)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        written_with_out,
+        functools.partial(written_row_by_row, itertools.count()),
+        written_through_data,
+        written_as_a_list,
+        raised,
+        differentiated_by_hand,
+        made_of_nothing_that_is_replayed,
+    ],
+    ids=["out", "rows", "data", "foreach", "raised", "grad", "opaque"],
+)
+def test_a_loop_without_a_backward_pass_grows_neither_the_tape_nor_its_work(
+    step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of writes to target networks and replay buffers, of losses that nobody differentiates: as many values are known, and numbered
+    at each step, at the end as after the first few steps."""
+    monkeypatch.setattr(module, "RING", 200)
+    tape, known, numbered = Tape(), [], []
+    with TapeMode(tape):
+        for _ in range(4):
+            before, most = tape.length, 0
+            for _ in range(150):
+                step()
+                most = max(most, len(tape.values), len(tape.known.by_key), *map(len, tape.known.by_storage.values()), len(tape._opaque))
+            known.append(most)
+            numbered.append(tape.length - before)
+    assert not tape.broken
+    assert known[-1] <= 1.1 * known[1] and known[-1] < 1500, known
+    assert numbered[-1] <= 1.1 * numbered[1] <= 1.1 * 150 * 30, numbered
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["dropped", "carried on"])
+def test_a_loss_that_is_never_differentiated_frees_the_activations_behind_it(carried: bool) -> None:
+    """Evaluation with gradients enabled keeps a few graphs alive, not one for every batch; nor does a state that is detached and kept."""
+    tape, weight = Tape(), torch.randn(4, 4, requires_grad=True)
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    mode = TapeMode(tape)
+    with mode:
+        state, most = torch.zeros(4), 0
+        for _ in range(600):
+            hidden: list[Tensor] = []
+            unseen(mode, lambda hidden=hidden: hidden.append(torch.tanh(weight @ state)))  # the model
+            alive.add(hidden[0])
+            after = hidden.pop() * 2
+            state = after.detach() if carried else state
+            float(after.sum())
+            most = max(most, len(alive))
+    assert most <= 150
+
+
+def test_what_is_held_is_explained_however_long_nobody_differentiates() -> None:
+    """Rewards, advantages and a running loss outlive a thousand calls whose results are thrown away."""
+
+    def loss(mode: TapeMode) -> Tensor:
+        rewards = torch.tensor([1.0, 2.0, 4.0])
+        advantages = (rewards - rewards.mean()) / rewards.std()
+        x = fresh(3)
+        total = (x * advantages).exp().sum()
+        for _ in range(300):
+            (x.detach() * 2).sum()
+            (x * 3).sum()
+        return total + (x * advantages).sum()
+
+    found = replayed(loss)
+    assert {"rewards", "x"} <= set(found.names) and found.origins == ["data", "data"], shown(found.program)
 
 
 def test_generation_leaves_room_for_the_loss() -> None:

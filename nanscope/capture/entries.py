@@ -52,11 +52,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An argument of a kernel. tensor: None where the budget had no room for it. bytes: on the account of the budget."""
+    """An argument of a kernel. tensor: None where the budget had no room for it."""
 
     tensor: Tensor | None
     version: int
-    bytes: int
     address: Address
 
     def content(self) -> Tensor | None:
@@ -126,14 +125,20 @@ class Record:
 class Handle:
     """A weak handle on a tensor that is not kept: its memory and its identity are not taken for those of what follows it there."""
 
-    __slots__ = ("_storage", "_tensor")
+    __slots__ = ("_is_history", "_storage", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()._weak_ref()
-        self._tensor = _WeakTensorRef(tensor) if tensor.requires_grad and tensor._base is None else None
+        self._tensor = _WeakTensorRef(tensor)
+        self._is_history = tensor.requires_grad and tensor._base is None
 
     def expired(self) -> bool:
-        return bool(torch.UntypedStorage._expired(self._storage)) or (self._tensor is not None and self._tensor.expired())
+        """Is its memory gone, or the history whose identity it was?"""
+        return bool(torch.UntypedStorage._expired(self._storage)) or (self._is_history and self._tensor.expired())
+
+    def gone(self) -> bool:
+        """Is the tensor itself gone?"""
+        return bool(self._tensor.expired())
 
     def __del__(self) -> None:
         free = getattr(getattr(torch, "UntypedStorage", None), "_free_weak_ref", None)

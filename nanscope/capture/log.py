@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,16 +90,56 @@ class Log:
         self._drop(self._lasting.popleft())
         return True
 
-    def forget(self, everything: bool) -> None:
-        """Drop what belongs to a finished backward pass, or everything."""
-        if everything:
-            for known in (self.entries, self._lasting, self._owned):
-                known.clear()
-            self._values.drop_all()
-        else:
-            for index in self._passing:
-                self._drop(index)
+    def collect(self, named: Collection[int], young: int) -> None:
+        """Forget the calls that nobody can ask for any more: what they made is held by nobody else, and read by no call that stays.
+
+        Where no backward pass follows (evaluation, `autograd.grad`, a step that raised) this is what lets go of a loss and, behind it, of
+        the activations of the model. A call without gradient keeps one with a gradient only while that is young: else a state that is
+        detached and carried on would keep every graph that it has been through. named: values that have a tag. young: the last so many
+        calls.
+        """
+        by_id, is_wanted = self._values.by_id, self._values.is_wanted
+        readers = dict.fromkeys(named, self.count)  # value → the first call that stays and reads it
+        detached: set[int] = set()  # values that are read by calls without gradient only
+        for index in reversed(list(self.entries)):
+            entry = self.entries[index]
+            outs = [by_id[out] for out in entry.outs if out is not None and out in by_id]
+            passing = any(out.diff for out in outs)
+            old = passing and index < self.count - young
+            if any((out.id in readers and not (old and out.id in detached)) or is_wanted(out) for out in outs):
+                read = [value for arg in (*entry.args, *(arg for _, arg in entry.kwargs)) for value in ids(arg)]
+                if passing:
+                    detached.difference_update(read)
+                else:
+                    detached.update(value for value in read if value not in readers)
+                readers.update(dict.fromkeys(read, index))
+            else:
+                self._let_go(index, readers)
+        self._passing = [index for index in self._passing if index in self.entries]
+        self._lasting = deque(index for index in self._lasting if index in self.entries)
+        self._values.drop_strays(named, over=False)
+
+    def _let_go(self, index: int, readers: Mapping[int, int]) -> None:
+        """Forget one call; leaves that it introduced belong to the next call that reads them, or to nobody while somebody holds them."""
+        for leaf in self._owned.pop(index, ()):
+            if readers.get(leaf, self.count) < self.count:
+                self._owned.setdefault(readers[leaf], []).append(leaf)
+            elif leaf in self._values.by_id:
+                self._values.nameless.add(leaf)
+        self._drop(index)
+
+    def forget(self, named: Collection[int]) -> None:
+        """Drop what belongs to a finished backward pass. named: values that have a tag."""
+        for index in self._passing:
+            self._drop(index)
         self._passing.clear()
+        self._values.drop_strays(named, over=True)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for known in (self.entries, self._lasting, self._owned, self._passing):
+            known.clear()
+        self._values.drop_all()
 
     def _drop(self, index: int) -> None:
         """Forget one call, what it made, and the leaves that only it introduced."""

@@ -10,15 +10,17 @@ from types import CodeType, FrameType
 import torch
 from torch import Tensor
 
+from nanscope.capture.account import Account, Holding
 from nanscope.capture.entries import Taken, version_of
 from nanscope.capture.modules import address
 from nanscope.capture.source import is_open
-from nanscope.capture.values import Values
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
 
 log = logging.getLogger("nanscope")
+
+KNOWN = 1 << 14  # functions that are remembered as the trainer's or not
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -32,11 +34,11 @@ class Callers:
     GradScaler multiplied something.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, account: Account) -> None:
         self.glimpses: dict[CodeType, Glimpse] = {}
         self.taken: dict[str, Taken] = {}
         self.scaled = False
-        self._values = values
+        self._holding = Holding(account)
         self._users: dict[CodeType, bool] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
 
@@ -48,6 +50,9 @@ class Callers:
             code = frame.f_code
             user = users.get(code)
             if user is None:
+                if len(users) >= KNOWN:
+                    users.clear()  # somebody compiles code as he goes
+                    self._sites.clear()
                 user = users[code] = is_user(code.co_filename)
                 if user and (site := _loss_site(code)) is not None:
                     self._sites[code] = site
@@ -76,16 +81,13 @@ class Callers:
             variables.clear()  # a copy, which would keep alive what the function lets go of
 
     def _take(self, tensor: Tensor) -> Taken:
-        """Hold an argument of a kernel until `forget`: a parameter is there anyway, anything else counts against the budget."""
-        size = 0 if isinstance(tensor, torch.nn.Parameter) else tensor.numel() * tensor.element_size()
-        fits = self._values.held + size <= self._values.budget
-        self._values.held += size if fits else 0
-        return Taken(tensor if fits else None, version_of(tensor), size if fits else 0, address(tensor))
+        """Hold an argument of a kernel until `forget`, if there is room for it."""
+        return Taken(tensor if self._holding.add([tensor]) else None, version_of(tensor), address(tensor))
 
     def forget(self) -> None:
         """What was seen belongs to one backward pass."""
-        self._values.held -= sum(taken.bytes for taken in self.taken.values()) if self._values.held else 0
         self.glimpses, self.taken, self.scaled = {}, {}, False
+        self._holding.close()
 
 
 def _loss_site(code: CodeType) -> LossSite | None:

@@ -12,6 +12,7 @@ has no faithful one, and a write that the tape did not see, which the tensor's v
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from nanscope.capture.entries import PLAIN, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
+from nanscope.capture.account import Account
+from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
 from nanscope.capture.layout import is_dense, is_turned
-from nanscope.capture.log import Log
+from nanscope.capture.log import RING, Log
 from nanscope.capture.modules import Address
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
@@ -36,31 +38,37 @@ from nanscope.program.program import Program
 
 log = logging.getLogger("nanscope")
 
-BUDGET = 256 << 20  # bytes of results and leaves held by reference
+BUDGET = 256 << 20  # bytes of tensors held by reference
+PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
+NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 
 
 class Tape:
     """What was recorded since the last `forget`.
 
-    budget: bytes of tensors that may be held by reference. `held` says how many are. A single one may take an eighth of it; a larger one
-    cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
+    budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
+    may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
     """
 
-    def __init__(self, budget: int = BUDGET, wide: int | None = None) -> None:
-        self.known = Values(budget, wide)
-        self.callers = Callers(self.known)
+    def __init__(self, budget: int | Account = BUDGET, wide: int | None = None) -> None:
+        self.account = budget if isinstance(budget, Account) else Account(budget)
+        self.known = Values(self.account, wide)
+        self.callers = Callers(self.account)
         self.log = Log(self.known, self.callers)
         self.broken = ""
         self.tags: dict[str, int] = {}
-        self.norms: list[Tensor] = []
+        self.norms: deque[Tensor] = deque(maxlen=NORMS)
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self.log, self.known)
         self._slicing = Slicing(self.log, self.known)
-        self._opaque: dict[Address, str] = {}  # results of calls that cannot be replayed, until they are read
+        self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
+        self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._operators: dict[Any, Operator] = {}
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
+        self._due = PATIENCE  # when so many values have been numbered, the log is gone through
+        self._over = self._usual = 0  # values numbered at the last `forget`, and how many usually are until the next
 
     # -- recording -------------------------------------------------------------------------------------------------------
 
@@ -72,6 +80,8 @@ class Tape:
         if operator is None:
             if not hasattr(func, "_schema"):  # a higher-order operator
                 return call()
+            if len(self._operators) >= RING:
+                self._operators.clear()  # somebody makes operators as he goes
             operator = self._operators[func] = Operator.of(func)
         if operator.name in SILENT:
             return call()
@@ -97,6 +107,8 @@ class Tape:
                 self._after_write(operator, noted, target, args, result)
             else:
                 self._after_call(operator, noted, result)
+            if self.known.length > self._due:
+                self.collect()
         except Exception as error:  # noqa: BLE001 - as above
             self._break(error)
         return result
@@ -136,7 +148,7 @@ class Tape:
         else:
             self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
         if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
-            self.norms += tensors_of(result)
+            self.norms.extend(norm for norm in tensors_of(result) if norm.numel() <= LARGEST_NORM)
             self._norm_place = self.callers.caller()
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
@@ -152,7 +164,10 @@ class Tape:
                     if value.key[:4] == place:
                         self.known.by_key.pop(value.key, None)
                 if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
-                    self._opaque[place] = op
+                    self._opaque[place] = op, Handle(item)
+                    if len(self._opaque) > self._crowd:
+                        self._opaque = {place: made for place, made in self._opaque.items() if not made[1].expired()}
+                        self._crowd = PATIENCE + 2 * len(self._opaque)
 
     # -- tensors ---------------------------------------------------------------------------------------------------------
 
@@ -168,7 +183,8 @@ class Tape:
         node, base = node_of(tensor), tensor._base
         # A view that was made under no_grad says that it wants a gradient, and gets none.
         diff = tensor.requires_grad and not (node is None and base is not None and base.requires_grad)
-        opaque = self._opaque.pop(key_of(tensor, PLAIN)[:4], "") if self._opaque else ""
+        made = self._opaque.pop(key_of(tensor, PLAIN)[:4], None) if self._opaque else None
+        opaque = made[0] if made is not None and not made[1].expired() else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
         if opaque.startswith(tuple(UNWRITTEN_FACTORIES)):
@@ -192,12 +208,12 @@ class Tape:
     @property
     def budget(self) -> int:
         """Bytes that may be held."""
-        return self.known.budget
+        return self.account.budget
 
     @property
     def held(self) -> int:
         """Bytes that are held by reference."""
-        return self.known.held
+        return self.account.held
 
     @property
     def values(self) -> dict[int, Value]:
@@ -258,14 +274,29 @@ class Tape:
     def forget(self, everything: bool = False) -> None:
         """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
         (rewards, advantages) is still explained in its later micro-batches."""
-        self.log.forget(everything or bool(self.broken) or self.held > self.budget // 2)
         self.callers.forget()
-        self.known.forget_histories()
+        self.log.forget(self.tags.values())
+        if everything or self.broken or self.held > self.budget // 2:
+            self.log.clear()
+        self._went_through(over=True)
+        self.broken = ""
+        self.norms.clear()
+        self._opaque = {}
+
+    def collect(self) -> None:
+        """Drop what nobody can ask for any more, where no backward pass says that it is over."""
+        self.log.collect(self.tags.values(), max(PATIENCE, self._usual))
+        self._went_through(over=False)
+
+    def _went_through(self, over: bool) -> None:
+        """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next."""
+        self.known.forget_histories(over)
         self._slicing.forget()
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
-        self.broken = ""
-        self.norms = []
-        self._opaque = {}
+        if over:
+            self._usual = max(self.length - self._over, self._usual - self._usual // 8)
+            self._over = self.length
+        self._due = self.length + max(PATIENCE, 2 * len(self.values), 2 * self._usual if over else 0)
 
 
 class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
 
+from nanscope.capture.account import Account
 from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version, version_of
+
+OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 
 
 class Values:
     """All values that are known, found by the memory that a tensor lies in and the history that its gradient takes.
 
-    budget: bytes of tensors that may be held by reference. `held` says how many are. A single one may take an eighth of it. wide: bytes
-    of a single one of three dimensions and more, by default the same. evict: makes room for a value, by its id; False if there is none.
+    account: of what is held by reference. A single tensor may take an eighth of its budget. wide: bytes of a single one of three
+    dimensions and more, by default the same. evict: makes room for a value, by its id; False if there is none.
     """
 
-    def __init__(self, budget: int, wide: int | None) -> None:
-        self.budget = budget
-        self.held = 0
+    def __init__(self, account: Account, wide: int | None) -> None:
+        self.account = account
         self.length = 0  # values numbered so far
         self.by_id: dict[int, Value] = {}
         self.by_key: dict[Key, int] = {}
-        self.by_storage: dict[int, list[int]] = {}
+        self.by_storage: dict[int, list[int]] = {}  # address → values that are, or hold, what lies there now
         self.made_by: dict[int, int] = {}  # value → number of the call
-        self.nameless: set[int] = set()  # leaves that no recorded call has read so far
+        self.nameless: set[int] = set()  # leaves that no recorded call has read so far, or none that is still known
         self.evict: Callable[[int], bool] = lambda value: False
-        self._largest = budget // 8
+        self._largest = account.budget // 8
         self._wide = self._largest if wide is None else wide
-        self._storages: dict[int, list[int]] = {}  # address → values that hold it, bytes
         self._owners: dict[int, int] = {}  # history that views seem to have → the one that they have, by whoever was seen first
         self._mixed: set[int] = set()  # seeming histories of several owners: there only the tensor itself tells
 
@@ -54,53 +56,64 @@ class Values:
             value.version = version
         if value.version != version:
             return None  # something wrote to it, and we did not see what
-        if value.tensor is None and value.guard is None and not value.bytes:
+        if value.tensor is None and not value.bytes:
             value.bytes = tensor.numel() * tensor.element_size()
-            self.hold(value, tensor)  # so far only writes to its memory had told us of it
+            if self.hold(value, tensor):  # so far only writes to its memory had told us of it
+                value.guard = None
         return value
 
     def hold(self, value: Value, tensor: Tensor) -> bool:
         """Keep a tensor by reference, if the memory that it is a part of is within the budget; what is oldest makes room."""
-        known = self._storages.get(value.storage)
-        if known is None:
+        account, size = self.account, 0
+        if not account.knows(value.storage):
             size = tensor.untyped_storage().nbytes()
             if size > (self._wide if tensor.dim() > 2 else self._largest):
                 return False
-            while self.held + size > self.budget and self.evict(value.id):
-                pass
-            if self.held + size > self.budget and value.id not in self.made_by:
-                self._make_room(size)
-            if self.held + size > self.budget:
+            if account.held + size > account.budget and not self._make_room(value, size):
                 return False
-            known = self._storages[value.storage] = [0, size]
-            self.held += size
-        known[0] += 1
+        account.take(value.storage, size)
         value.tensor = tensor
         return True
 
-    def _make_room(self, size: int) -> None:
-        """Let go of results until a leaf fits: they can be made again from their leaves, a leaf cannot."""
-        for value_id in self.made_by:
-            value = self.by_id.get(value_id)
-            if value is not None and value.tensor is not None and not value.copied:
-                value.guard = Handle(value.tensor)
-                self.release(value)
-                if self.held + size <= self.budget:
-                    return
+    def _make_room(self, value: Value, size: int) -> bool:
+        """Let go of what is over, of what is oldest, and for a leaf of results: they can be made again from their leaves, a leaf cannot."""
+        account = self.account
+        if account.fits(size):
+            return True
+        while account.held + size > account.budget and self.evict(value.id):
+            pass
+        for made in self.made_by if value.id not in self.made_by else ():
+            if account.held + size <= account.budget:
+                break
+            other = self.by_id.get(made)
+            if other is not None and other.tensor is not None and not other.copied:
+                self.release(other, guarded=True)
+        return account.held + size <= account.budget
 
-    def release(self, value: Value) -> None:
-        """Let go of a tensor; its memory is off the account when nobody else here holds a part of it."""
+    def release(self, value: Value, guarded: bool = False) -> None:
+        """Let go of a tensor. guarded: it may be found again, as long as somebody else holds it."""
         if value.tensor is None:
             return
+        if guarded:
+            value.guard = Handle(value.tensor)
+        self.account.give(value.tensor.untyped_storage().data_ptr() if value.copied else value.storage)
         value.tensor = None
-        if value.copied:
-            self.held -= value.bytes
-            return
-        known = self._storages[value.storage]
-        known[0] -= 1
-        if not known[0]:
-            self.held -= known[1]
-            del self._storages[value.storage]
+
+    def keep_copy(self, value: Value, copy: Callable[[], Tensor]) -> None:
+        """Hold a copy of what a write is about to destroy, if there is room for it."""
+        size = value.bytes
+        if self.account.held + size <= self.account.budget or self._make_room(value, size):
+            value.tensor, value.copied = copy(), True
+            self.account.take(value.tensor.untyped_storage().data_ptr(), value.tensor.untyped_storage().nbytes())
+
+    def is_wanted(self, value: Value) -> bool:
+        """May somebody else come back with the tensor of this value?"""
+        if value.copied or (self.by_key.get(value.key) != value.id and value.history not in self._mixed):
+            return False
+        tensor = value.tensor
+        if tensor is None:
+            return value.guard is not None and not value.guard.gone()
+        return sys.getrefcount(tensor) > OURS or tensor._use_count() > 1  # type: ignore[attr-defined]
 
     def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
@@ -165,7 +178,7 @@ class Values:
     def add_like(self, like: Value, history: int, version: int | None) -> Value:
         """Number what a value has become in its memory by a write to another one; its tensor is held when it is next seen."""
         key: Key = (*like.key[:4], history)
-        value = Value(self.length, key, None, 0, version, like.storage, history != PLAIN, like.shape, like.dtype)
+        value = Value(self.length, key, None, 0, version, like.storage, history != PLAIN, like.shape, like.dtype, guard=like.guard)
         self.length += 1
         self.by_id[value.id] = value
         self.by_key[key] = value.id
@@ -176,9 +189,15 @@ class Values:
         """Whoever shares memory with these tensors becomes a leaf when it is read next, with the content that it has then."""
         for tensor in tensors:
             if tensor.layout is torch.strided and not tensor.is_nested:
-                for value in self.relatives(tensor.untyped_storage().data_ptr()):
-                    self.by_key.pop(value.key, None)
-                    self.release(value)
+                self.supersede(tensor.untyped_storage().data_ptr())
+
+    def supersede(self, storage: int) -> None:
+        """Nobody in this memory is any more what he was. What is known of them stays: calls have read it."""
+        for value in self.relatives(storage):
+            self.by_key.pop(value.key, None)
+            if not value.copied:
+                self.release(value)
+        self.by_storage.pop(storage, None)
 
     def drop(self, value_id: int) -> None:
         """Forget a value."""
@@ -199,14 +218,23 @@ class Values:
 
     def drop_all(self) -> None:
         """Forget everything."""
-        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self._storages, self.nameless):
+        for value in self.by_id.values():
+            self.release(value)
+        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self.nameless):
             known.clear()
-        self.held = 0
 
-    def forget_histories(self) -> None:
-        """The tensors whose identities are histories may be gone."""
-        self._owners.clear()
-        self._mixed.clear()
+    def drop_strays(self, named: Collection[int], over: bool) -> None:
+        """Forget leaves that no call reads and nobody else holds. named: those that have a tag. over: those with a gradient as well."""
+        for value_id in [i for i in self.nameless if i not in named]:
+            value = self.by_id[value_id]
+            if (over and value.diff) or not self.is_wanted(value):
+                self.drop(value_id)
+
+    def forget_histories(self, over: bool) -> None:
+        """The tensors whose identities are histories may be gone. over: all of them, at the end of a backward pass."""
+        known = set() if over else {value.alien for value in self.by_id.values()}
+        self._owners = {alien: history for alien, history in self._owners.items() if alien in known}
+        self._mixed &= known
 
 
 def key_of(tensor: Tensor, history: int) -> Key:

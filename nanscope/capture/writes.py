@@ -5,6 +5,7 @@ What cannot be noted faithfully is not noted: whoever shares the memory is then 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -36,14 +37,13 @@ class Writes:
         not worth a copy in every step.
         """
         for value in self._values.relatives(target.storage):
-            if value.tensor is None or value.copied or (turns and value.tensor is not tensor):
+            if value.tensor is None or value.copied or (turns and value.tensor is not tensor) or value.id not in self._by_id:
                 continue
             content, intact = value.tensor, is_intact(value)
             if value.leaf is not None or value.id != target.id:
-                self._values.release(value)
+                self._values.release(value, guarded=True)
             if value.leaf is not None and intact and (value.bytes <= REMEMBERED or torch.is_grad_enabled()):
-                value.tensor, value.copied = copy_of(value, content), True
-                self._values.held += value.bytes
+                self._values.keep_copy(value, functools.partial(copy_of, value, content))
 
     def after(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> bool:
         """Note a write; False if it has no faithful functional form.
@@ -55,10 +55,8 @@ class Writes:
         relatives = self._values.relatives(target.storage)
         by_key = self._values.by_key
         live = [v for v in relatives if by_key.get(v.key) == v.id and v.id != target.id and v.key != target.key]
-        for value in relatives:
-            by_key.pop(value.key, None)
-        if target.leaf is None:
-            self._values.release(target)
+        live = [v for v in live if v.guard is None or not v.guard.gone()]  # views that the trainer has let go of need no new content
+        self._values.supersede(target.storage)
         overload, noted = _without_write(known, noted, tensor)
         if overload is None or overlaps(target) or self._reads_what_it_writes(known, noted, target):
             return False
