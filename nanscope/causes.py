@@ -84,6 +84,11 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.UNKNOWN: CauseInfo("no rule names this", ()),
 }
 
+# Fix classes that change what a loss reads: the update of an optimizer has neither samples nor a mask.
+OF_A_BATCH = frozenset(
+    ("mask_before_op", "drop_invalid_sample", "reject_input", "guard_empty", "guard_small_group", "finite_mask_fill", "safe_softmax")
+)
+
 ADVICE: dict[str, str] = {
     "mask_before_op": "fill the operand where the mask is 0, before the op; masking the result is too late for backward",
     "clamp_exponent": "clamp the exponent before exp",

@@ -49,6 +49,14 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+MOST = 0.01  # of the largest healthy gradient: an edit that changes a healthy element by more is not proven
+
+
+def is_spared(distortion: float | None) -> bool:
+    """Is a distortion measured, and small enough to say that an edit leaves the healthy elements alone?"""
+    return distortion is not None and distortion <= MOST
+
+
 def is_exact(distortion: float | None) -> bool:
     """Is a distortion nothing but rounding?"""
     return distortion is not None and distortion <= 1e-6

@@ -58,8 +58,18 @@ ORDER: dict[str, tuple[Cause, list[Row], list[str], list[str]]] = {  # cause, tr
     ),
     "what answers the cause before what does not": (
         Cause.EXP_OVERFLOW,
-        [row("upcast_fp32", 0.0), row("clamp_exponent", 0.5)],
+        [row("upcast_fp32", 0.0), row("clamp_exponent", 0.01)],
         ["clamp_exponent", "upcast_fp32"], [],
+    ),
+    "but not if it changes healthy tokens": (
+        Cause.EXP_OVERFLOW,
+        [row("clamp_exponent", 0.02), row("upcast_fp32", 0.0)],
+        ["upcast_fp32", "clamp_exponent"], [],
+    ),
+    "nor if nobody could measure whether it does": (
+        Cause.EXP_OVERFLOW,
+        [row("clamp_exponent", None), row("upcast_fp32", 0.0)],
+        ["upcast_fp32", "clamp_exponent"], [],
     ),
     "of what does not answer it, the smaller distortion": (
         Cause.EXP_OVERFLOW,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nanscope.causes import Cause
+from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Link, Origin
 from nanscope.verdict.incident import Fix, Incident, NonFiniteError, Note, Verdict
@@ -19,19 +20,20 @@ INCIDENT = Incident(
     chain=(Link("mul[0]", 12, math.nan, False, "loss.py"),), loss=math.nan, reached={"loss": True},
     fixes=(Fix("clamp_exponent", "clamp", "loss.py:12", True, True, 0.5, 0, 3, 0.0),),
     rejected=(Fix("fix_upstream", "go back", None, False, None),), framework="TRL", remedies=("clamp=20",),
-    notes=(Note("logged_loss", "the log shows 0", 7),), snapshot="a.safetensors", rows=(), reproduces=True, suspect=False, history=(),
-    environment={"python": "3.12"}, settings={"beta": 0.0}, opaque=(), objective={"key": "trl.grpo"},
+    notes=(Note("logged_loss", "the log shows 0", 7),), snapshot="a.safetensors", rows=(), reproduction=Reproduction(0.0, 0.0), suspect=False,
+    history=(), environment={"python": "3.12"}, settings={"beta": 0.0}, opaque=(), objective={"key": "trl.grpo"},
 )  # fmt: skip
 
 FIELDS = {  # what schema 1 promises: where -> its names
     "": "schema nanscope status sentence steps bad_steps skipped incidents notes",
     "incidents.0": "step rank phase cause status headline sentence origin chain loss reached fixes rejected framework remedies notes "
-    "snapshot reproduces settings objective environment",
+    "snapshot reproduces reproduction settings objective environment",
     "incidents.0.origin": "op variable expression role index shape dtype value masked masked_by file line function module operands "
     "source headroom_bits limit_nats",
     "incidents.0.chain.0": "text file line value backward",
-    "incidents.0.fixes.0": "id label where executed works loss bad_gradients distortion",
-    "incidents.0.rejected.0": "id label where executed works loss bad_gradients distortion",
+    "incidents.0.reproduction": "loss gradients exact words",
+    "incidents.0.fixes.0": "id label where executed works proven loss bad_gradients distortion",
+    "incidents.0.rejected.0": "id label where executed works proven loss bad_gradients distortion",
     "incidents.0.notes.0": "slug text step",
     "notes.0": "slug text step",
 }

@@ -10,7 +10,7 @@ import torch
 from recorded import record
 from torch import Tensor
 
-from nanscope.replay.tries import Replay
+from nanscope.replay.tries import NOTHING
 from nanscope.verdict.incident import Picture
 from nanscope.verdict.map import picture_of
 
@@ -174,4 +174,4 @@ def test_there_is_nothing_to_draw_of_a_scalar_or_of_a_step_that_went_well() -> N
     assert drawn(lambda x: torch.exp(x.sum()), torch.tensor([50.0, 50.0], requires_grad=True)) is None
     assert drawn(overflow, torch.zeros(2, 3, requires_grad=True)) is None
     recorded = record(overflow, torch.zeros(2, 3, requires_grad=True))
-    assert picture_of(recorded.program, Replay((), None, None, None, None)) is None
+    assert picture_of(recorded.program, NOTHING) is None

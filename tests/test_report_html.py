@@ -12,6 +12,7 @@ from pages import Page, checked, odd
 from verdicts import KINDS, NASTY, hostile, incident_of, verdict_of
 
 from nanscope.causes import Cause
+from nanscope.replay.reproduction import Reproduction
 from nanscope.report.clean import LIMITS
 from nanscope.report.html import MOST_BYTES, render_html
 from nanscope.report.page import build
@@ -255,7 +256,7 @@ def test_the_replay_table_is_drawn() -> None:
 
 def test_a_fault_that_does_not_come_again_is_said() -> None:
     """Transient faults are told as such."""
-    assert "does not reproduce: the fault was transient" in checked(Verdict((incident_of(reproduces=False),))).text
+    assert "does not reproduce: the fault was transient" in checked(Verdict((incident_of(reproduction=Reproduction(math.inf)),))).text
 
 
 def test_advice_is_not_proof() -> None:

@@ -37,9 +37,11 @@ ROWS = (
     (Row("a", "a", "recorded", math.nan, 1, 1, None, False, "reproduces bit for bit"), "NaN", "1 of 1 bad", "–", "reproduces bit for bit"),
     (Row("a", "a", "float64", 1.0, 0, 1, 0.0, True), "1", "finite", "unchanged", "reference"),
     (Row("a", "a", "float64", 1.0, 1, 1, 0.0, False), "1", "1 of 1 bad", "–", "fails even in float64"),
-    (Row("a", "a", "fix", 1.0, 0, 3, 0.25, True), "1", "finite", "off by 25 %", "✓"),
+    (Row("a", "a", "fix", 1.0, 0, 3, 0.25, True), "1", "finite", "off by 25 %", "≈ changes healthy tokens by 25 %"),
+    (Row("a", "a", "fix", 1.0, 0, 3, 0.01, True), "1", "finite", "off by 1 %", "✓"),
+    (Row("a", "a", "fix", 1.0, 0, 3, None, True), "1", "finite", "–", "≈ heals; healthy tokens not measured"),
     (Row("a", "a", "fix", 1.0, 2, 3, 0.25, False), "1", "2 of 3 bad", "–", "✗"),
-    (Row("a", "a", "fix", 1.0, 0, 3, math.inf, True), "1", "finite", "lost", "✓"),
+    (Row("a", "a", "fix", 1.0, 0, 3, math.inf, True), "1", "finite", "lost", "≈ healthy tokens lost"),
     (Row("a", "a", "fix", math.nan, 0, 3, 0.0, False), "NaN", "finite", "–", "✗"),
     (Row("a", "a", "fix", None, 0, 0, None, False, "no such operand"), "–", "–", "–", "not run: no such operand"),
     (Row("a", "a", "fix", None, 0, 2, 0.0, True), "–", "finite", "unchanged", "✓"),
@@ -83,7 +85,7 @@ def test_rows_stand_under_what_came_of_them() -> None:
 
 def test_one_row_is_the_best_and_no_control_ever() -> None:
     """The first fix that works; the same edit asked for again is not a second best, and hiding a value never is the best."""
-    fix = Fix("a", "b", None, True, True)
+    fix = Fix("a", "b", None, True, True, distortion=0.0)
     twice = (Row("a", "b", "fix", 1.0, 0, 1, 0.0, True), Row("a", "b", "asked", 1.0, 0, 1, 0.0, True))
     assert [row.best for row in rows(incident_of(rows=twice, fixes=(fix,)))] == [True, False]
     assert [row.outcome for row in rows(incident_of(rows=twice[1:], fixes=(fix,)))] == ["✓ best"]
@@ -106,7 +108,7 @@ def test_json_has_the_figures_and_the_words() -> None:
     assert [row["id"] for row in data] == [row.id for row in rows(incident)]
     assert [(row["outcome"], row["best"]) for row in data] == [(row.outcome, row.best) for row in rows(incident)]
     fields = {field.name for field in dataclasses.fields(Row)}
-    assert all(set(row) == fields | {"outcome", "best"} for row in data)
+    assert all(set(row) == fields | {"proven", "outcome", "best"} for row in data)
     assert data[0]["loss"] == "nan"
 
 

@@ -179,7 +179,7 @@ def test_a_saved_and_loaded_step_replays_bit_for_bit(tmp_path: Path) -> None:
     snapshot = nanscope.load(scope.paths[0])
     replayed = replay(snapshot)
     assert replayed.reproduces is True
-    assert replayed.gradients is True
+    assert replayed.reproduction.exact is True
     assert replayed.location is not None and replayed.location.origin.variable in ("coef_1", None)
 
 

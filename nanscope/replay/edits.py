@@ -26,6 +26,7 @@ from nanscope.program.ops import (
     EXPONENTIALS,
     MEANS,
     NATURAL_LOGARITHMS,
+    RESCALINGS,
     ROOTS,
     SOFTMAXES,
     SPOILT_BY_INFINITY,
@@ -99,11 +100,19 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
         return None
     content = patch.values[value]
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
-    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all())
+    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all()) and not _is_length(patch.program, value)
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
     bound = least if least is not None else (1.0 if count else _spike_floor(finite) if spiky else smallest(content.dtype))
     label = f"clamp {patch.called(value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
+
+
+def _is_length(program: Program, value: int | None) -> bool:
+    """Is it a root, a norm or a deviation, scaled and shifted as it may be? One that is 0 is no count."""
+    call = program.maker(value) if value is not None else None
+    while call is not None and call.name in ADDITIONS | RESCALINGS:
+        call = program.maker(next(call.inputs(), -1))
+    return call is not None and call.name in ROOTS | SPREADS
 
 
 def _spike_floor(denominators: Tensor) -> float:

@@ -12,10 +12,9 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import AT_ONCE, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.ops import NEEDS_MORE_THAN_ZERO
+from nanscope.program.ops import ADDITIONS, DIVISIONS, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
-from nanscope.replay.edits import neutralised
 from nanscope.replay.patch import Patch, Variant, broadcasts
 
 
@@ -26,18 +25,20 @@ def results(program: Program, run: Run) -> dict[int, Tensor]:
     return {leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.diff and leaf.id in run.grads}
 
 
-def repaired(patch: Patch) -> Variant | None:
-    """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64."""
+def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Variant | None:
+    """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64.
+
+    shift: added to what they become, to see what depends on it. alike: only those that are as bad as the origin is; another infinity
+    beside a NaN may stand there on purpose (a vocabulary mask).
+    """
     if patch.origin.call is None:
-        return neutralised(patch, "reference", "offending elements neutralised")
+        return _leaf_repaired(patch, shift)
     program, tensors = patch.program, patch.tensors
     touched = False
     for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
         if out is None:
             continue
-        bad = ~torch.isfinite(patch.values[out])
-        if out == patch.origin.value_id and not bool(bad.any()):
-            bad[patch.origin.index] = True
+        bad = offending(patch, out, alike=alike)
         if not bool(bad.any()):
             continue
         for position in (0, 1):
@@ -46,66 +47,186 @@ def repaired(patch: Patch) -> Variant | None:
             if index is None or not isinstance(arg, Ref) or arg.id not in patch.values:
                 continue
             content = patch.values[arg.id]
-            if not content.is_floating_point() or not broadcasts(bad.shape, content.shape):
+            where = _at(bad, content)
+            if where is None:
                 continue
-            mark, fresh = program.new_id(), program.new_id() + 1
-            neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
+            neutral = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (position == 1 and patch.op not in ADDITIONS) else 0.0
             call = program.calls[index]
-            mended = Call("aten.masked_fill.Scalar", (arg, Ref(mark), neutral), (), (fresh,), call.site, call.grad)
+            program, fresh = _filled(program, tensors, arg.id, where, _numbers(content, neutral, shift * (position + 1)), index)
             args = tuple(Ref(fresh) if place == position else other for place, other in enumerate(call.args))
-            calls = (*program.calls[:index], mended, replace(call, args=args), *program.calls[index + 1 :])
-            program = replace(program, leaves=(*program.leaves, Leaf(mark, "offending", "data", False)), calls=calls)
-            tensors[mark] = bad.expand(content.shape).clone()
+            program = replace(program, calls=(*program.calls[: index + 1], replace(call, args=args), *program.calls[index + 2 :]))
             touched = True
     return Variant("reference", "offending elements neutralised", program, tensors) if touched else None
 
 
+def _leaf_repaired(patch: Patch, shift: float) -> Variant | None:
+    """The same of what came in: its bad elements are 0 from the start, if it is no weight."""
+    value, leaf = patch.origin.value_id, patch.origin.leaf
+    content = patch.values[value]
+    if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+        return None
+    mended = torch.where(torch.isfinite(content), content, _numbers(content, 0.0, shift))
+    return Variant("reference", "offending elements neutralised", patch.program, {**patch.tensors, value: mended})
+
+
+def _filled(program: Program, tensors: dict[int, Tensor], value: int, bad: Tensor, numbers: Tensor, index: int) -> tuple[Program, int]:
+    """Put in, before a call, what gives a value these numbers where it is bad. Returns the id of the result, too."""
+    mark, filling, fresh = (program.new_id() + n for n in range(3))
+    call = program.calls[index]
+    mended = Call("aten.where.self", (Ref(mark), Ref(filling), Ref(value)), (), (fresh,), call.site, call.grad)
+    tensors[mark], tensors[filling] = bad.clone(), numbers
+    leaves = (*program.leaves, Leaf(mark, "offending", "data", False), Leaf(filling, "neutral", "data", False))
+    return replace(program, leaves=leaves, calls=(*program.calls[:index], mended, *program.calls[index:])), fresh
+
+
+def _at(bad: Tensor, content: Tensor) -> Tensor | None:
+    """Return where an operand goes into bad elements of the result, None if the two do not broadcast, or the operand is a mask."""
+    if content.dtype is torch.bool or content.is_complex():
+        return None
+    if broadcasts(bad.shape, content.shape):
+        return bad.expand(content.shape)
+    return bad.int().sum_to_size(content.shape) > 0 if broadcasts(content.shape, bad.shape) else None
+
+
+def _numbers(content: Tensor, neutral: float, shift: float) -> Tensor:
+    """Return numbers around a shift beside a neutral one, no two alike: a softmax does not see what is added to a whole row."""
+    numbers = neutral + shift * torch.linspace(0.5, 1.5, content.numel(), device=content.device).reshape(content.shape)
+    return (numbers if content.is_floating_point() else numbers.ceil()).to(content.dtype)
+
+
+def offending(patch: Patch, value: int, *, alike: bool = False) -> Tensor:
+    """Return where a value is what does the harm: not finite, or, if the origin is a finite number, that number."""
+    content, worst = patch.values[value], patch.origin.value
+    if math.isfinite(worst):
+        bad = content == worst
+        if value == patch.origin.value_id:
+            bad[patch.origin.index] = True  # half precision was shown rounded
+        return bad
+    if not alike:
+        return ~torch.isfinite(content)
+    if math.isnan(worst):
+        return torch.isnan(content)
+    return torch.isinf(content) if patch.op in DIVISIONS else content == worst
+
+
 RESULT = -1  # stands for a program's output, whichever value an edit makes it
+
+
+SAME = 1e-6  # of a gradient: what differs by less does not depend on the offending elements
+
+FAITHFUL = 0.01  # so near to what the formula gives in float64, an edit changes no element
 
 
 @dataclass(frozen=True, slots=True)
 class Healthy:
     """The gradient that the healthy elements should have, in float64, and which elements are healthy.
 
-    noise: how far the same repaired program is from it in the recorded dtype; less than that is rounding.
+    An element is healthy if the offending ones are not computed from it, and if its gradient does not depend on what they are: with the
+    recorded numbers in float64, where these are finite, it is the same as without the offending elements, else with other numbers in
+    their place. So neither the rest of a bad token's row nor a weight that gets a part of its gradient from it counts as healthy.
+
+    masks: where they are. noise: how far the same repaired program is from it in the recorded dtype; less than that is rounding.
+    alone: some element is healthy so. If none is, grads are those of the recorded program in float64, and only an edit that gives the
+    same has a measure.
     """
 
     grads: dict[int, Tensor]
     masks: dict[int, Tensor]
     noise: float = 0.0
+    alone: bool = True
 
     @staticmethod
     def of(patch: Patch) -> Healthy | None:
-        try:
-            variant = repaired(patch)
-            if variant is None:
-                return None
-            run = execute_ends(variant.program, variant.tensors, torch.float64)
-            plain = execute_ends(variant.program, variant.tensors)
-        except NanscopeError:
-            return None
-        grads = results(variant.program, run)
-        if any(not bool(torch.isfinite(grad).all()) for grad in grads.values()):
-            return None
+        exact = _gradients(Variant("float64", "", patch.program, patch.tensors), torch.float64)
+        if exact is not None and not all(bool(torch.isfinite(grad).all()) for grad in exact.values()):
+            exact = None
         touched = _touched(patch)
-        if patch.program.computes is not Computes.LOSS:
-            touched = {RESULT: ~torch.isfinite(patch.values[patch.program.output])}
-        masks = {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
-        healthy = Healthy(grads, masks)
-        noise = healthy.distortion(results(variant.program, plain))
-        return replace(healthy, noise=noise if math.isfinite(noise) else 0.0)
+        spared = _Spared.of(patch)
+        if spared is None:
+            return None if exact is None else Healthy.as_computed(exact, _outside(touched, exact))
+        other = exact if exact is not None else spared.shifted(patch)
+        masks = _outside(touched, spared.grads)
+        for value, grad in spared.grads.items():
+            masks[value] &= torch.isfinite(grad)
+            scale = float(grad[masks[value]].abs().max()) if bool(masks[value].any()) else 0.0
+            if other is not None:
+                masks[value] &= torch.isclose(other[value], grad, rtol=SAME, atol=SAME * SAME * scale)
+        if not any(bool(mask.any()) for mask in masks.values()):
+            return None if exact is None else Healthy.as_computed(exact, _outside(touched, exact))
+        healthy = Healthy(spared.grads, masks)
+        plain = _gradients(spared.variant, None)
+        noise = None if plain is None else healthy.distortion(plain)
+        return replace(healthy, noise=noise if noise is not None and math.isfinite(noise) else 0.0)
 
-    def distortion(self, grads: Mapping[int, Tensor]) -> float:
+    @staticmethod
+    def as_computed(exact: dict[int, Tensor], outside: dict[int, Tensor]) -> Healthy:
+        """What only an edit meets that gives what the recorded program gives in float64; everywhere, if it is all offending."""
+        some = any(bool(mask.any()) for mask in outside.values())
+        masks = outside if some else {value: torch.ones_like(mask) for value, mask in outside.items()}
+        return Healthy(exact, masks, alone=False)
+
+    def distortion(self, grads: Mapping[int, Tensor]) -> float | None:
+        """Return the largest change of a healthy element's gradient, relative to the largest of them; None if there is no measure."""
         scale = worst = 0.0
+        measured = False
         for value, wanted in self.grads.items():
             got = grads.get(value)
             for part, mask, own in zip(_parts(wanted), _parts(self.masks[value]), _parts(wanted if got is None else got), strict=True):
                 if bool(mask.any()):
+                    measured = True
                     scale = max(scale, float(part[mask].abs().max()))
                     difference = float((own[mask].double() - part[mask]).abs().max())
                     worst = max(worst, difference if math.isfinite(difference) else math.inf)
         relative = worst / scale if scale > 0 else worst
+        if not measured or (not self.alone and relative > FAITHFUL):
+            return None
         return 0.0 if relative <= 2 * self.noise else relative
+
+
+def _gradients(variant: Variant, dtype: torch.dtype | None) -> dict[int, Tensor] | None:
+    """What comes out of a program that must stay healthy, None if it cannot be run."""
+    try:
+        return results(variant.program, execute_ends(variant.program, variant.tensors, dtype))
+    except NanscopeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Spared:
+    """The program without the offending elements, and its gradients in float64. alike: of what `repaired` left them out."""
+
+    variant: Variant
+    grads: dict[int, Tensor]
+    alike: bool
+    bad: int
+
+    @staticmethod
+    def of(patch: Patch) -> _Spared | None:
+        """Of the two ways to leave them out, the one that heals more."""
+        best = None
+        for alike in (True, False):
+            variant = repaired(patch, alike=alike)
+            grads = None if variant is None else _gradients(variant, torch.float64)
+            if variant is None or grads is None:
+                continue
+            found = _Spared(variant, grads, alike, sum(int((~torch.isfinite(grad)).sum()) for grad in grads.values()))
+            best = found if best is None or found.bad < best.bad else best
+            if not best.bad:
+                break
+        return best
+
+    def shifted(self, patch: Patch) -> dict[int, Tensor] | None:
+        """The gradients with other numbers in the place of the offending elements."""
+        variant = repaired(patch, SHIFT, alike=self.alike)
+        return None if variant is None else _gradients(variant, torch.float64)
+
+
+SHIFT = 0.5  # any number that is not 0
+
+
+def _outside(touched: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the elements of every gradient that the offending ones are not computed from."""
+    return {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -118,9 +239,9 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 def _touched(patch: Patch) -> dict[int, Tensor]:
     """Return, for every leaf, the elements that the offending elements of the origin were computed from."""
     origin, program = patch.origin, patch.program
-    bad = ~torch.isfinite(patch.values[origin.value_id])
-    if not bool(bad.any()):
-        bad[origin.index] = True
+    if program.computes is not Computes.LOSS:
+        return {RESULT: ~torch.isfinite(patch.values[program.output])}
+    bad = offending(patch, origin.value_id)
     if origin.call is None:
         return {origin.value_id: bad}
     # The gradient of the operands' sum over the offending elements is non-zero exactly where they come from.

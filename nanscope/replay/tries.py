@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from nanscope.causes import OF_A_BATCH
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
@@ -22,12 +23,13 @@ from nanscope.locate.trace import Trace
 from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
-from nanscope.program.numbers import is_finite, same_bits
+from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.edits import CONTROLS, EDITS
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
+from nanscope.replay.reproduction import NOT_COMPARED, Reproduction
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
 
@@ -37,18 +39,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All rows, and whether the recorded step came out again.
+    """All rows, and whether the recorded step came out again (`reproduction`).
 
-    reproduces: the loss is bit-identical to the recorded one; None if none was recorded. gradients: the same for the kept gradients.
     location: where the replayed step went wrong, None if it did not (the fault was transient, or lies outside the program).
     trace: of the step as recorded, None if the file holds no program.
     """
 
     rows: tuple[Row, ...]
-    reproduces: bool | None
-    gradients: bool | None
+    reproduction: Reproduction
     location: Location | None
     trace: Trace | None
+
+    @property
+    def reproduces(self) -> bool | None:
+        """Did the recorded loss come out again, bit for bit or but for rounding? None if none was recorded."""
+        return self.reproduction.holds
 
     @property
     def run(self) -> Run | None:
@@ -60,6 +65,8 @@ class Replay:
         return frame(Row, self.rows)
 
 
+NOTHING = Replay((), NOT_COMPARED, None, None)  # what cannot be run
+
 Edit: TypeAlias = Callable[[Patch], Variant | None]
 
 
@@ -70,7 +77,7 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Edit]] = (), *, full: 
     Raises ProgramError if the recorded program itself cannot be run.
     """
     if not snapshot.program.calls:
-        return Replay((), None, None, None, None)
+        return NOTHING
     return Bench.of(snapshot).replay(edits, full=full)
 
 
@@ -81,8 +88,7 @@ class Bench:
     snapshot: Snapshot
     trace: Trace
     location: Location | None
-    reproduces: bool | None
-    gradients: bool | None
+    reproduction: Reproduction
 
     @staticmethod
     def of(snapshot: Snapshot) -> Bench:
@@ -91,11 +97,9 @@ class Bench:
         trace = Trace.of(program, snapshot.tensors)
         location = locate(trace) or (spike(trace) if snapshot.observation.suspect else None)
         if program.computes is not Computes.LOSS:
-            return Bench(snapshot, trace.forward_only(), location, None, None)
-        grads = trace.run.grads
-        reproduces = None if snapshot.loss is None else same_bits(trace.values[program.output], snapshot.loss)
-        same = all(leaf in grads and same_bits(grads[leaf], grad) for leaf, grad in snapshot.grads.items())
-        return Bench(snapshot, trace.forward_only(), location, reproduces, same if snapshot.grads else None)
+            return Bench(snapshot, trace.forward_only(), location, NOT_COMPARED)
+        reproduction = Reproduction.of(snapshot, trace.values[program.output], trace.run.grads)
+        return Bench(snapshot, trace.forward_only(), location, reproduction)
 
     @cached_property
     def patch(self) -> Patch:
@@ -115,7 +119,7 @@ class Bench:
             variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
             rows.append(self._judged(_try(variant, "float64", self.healthy, torch.float64)))
             rows += (self._standard() if full else []) + self.asked(edits) + (self._controls() if full else [])
-        return Replay(tuple(rows), self.reproduces, self.gradients, self.location, self.trace)
+        return Replay(tuple(rows), self.reproduction, self.location, self.trace)
 
     def asked(self, edits: Sequence[tuple[str, Edit]]) -> list[Row]:
         """Return a row for each of the edits that somebody asked for, also where it cannot be made."""
@@ -124,13 +128,12 @@ class Bench:
     @cached_property
     def recorded(self) -> Row:
         """What came out of the step as it was."""
-        note = {True: "reproduces bit for bit", False: "does not reproduce", None: ""}[self.reproduces]
-        if self.reproduces and self.gradients is False:
-            note = "loss reproduces bit for bit, gradients do not"
-        return _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, note)
+        return _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, self.reproduction.words)
 
     def _standard(self) -> list[Row]:
-        return [row for name, edit in EDITS.items() if (row := self._tried(name, "fix", edit)) is not None]
+        batch = self.trace.program.computes is not Computes.UPDATE
+        fitting = [(name, edit) for name, edit in EDITS.items() if batch or name not in OF_A_BATCH]
+        return [row for name, edit in fitting if (row := self._tried(name, "fix", edit)) is not None]
 
     def _controls(self) -> list[Row]:
         origin = self.patch.origin

@@ -28,6 +28,7 @@ from nanscope.replay.batch import RecordedBatch, recorded_batch
 from nanscope.replay.own_loss import Objective, own_objective
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
+from nanscope.text import is_spared
 
 _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
@@ -57,6 +58,11 @@ class Outcome:
         return self.loss is not None and math.isfinite(self.loss) and not self.bad_counted and not self.bad_masked
 
     @property
+    def proven(self) -> bool:
+        """Does it work, and was it measured that the counted tokens have the gradient that they should?"""
+        return self.works and is_spared(self.distortion)
+
+    @property
     def row(self) -> Row:
         """The outcome as a row of a replay; what is counted is tokens."""
         bad, total = self.bad_counted + self.bad_masked, self.counted + self.masked
@@ -74,6 +80,8 @@ class Outcome:
             return f"{self.id} was not run: {self.note}."
         loss = f"{self.loss:.4g}".replace("-", "−").replace("nan", "NaN")
         name = f"{self.id} ({self.note})" if self.note else self.id
+        if self.works and not self.proven and self.distortion is not None:
+            return f"{name} would have survived this batch: loss {loss}, but the gradient of counted tokens is not what it should be."
         if self.works:
             return f"{name} would have survived this batch: loss {loss}, and a finite gradient at every token."
         where = " and ".join(words for words in (_tokens(self.bad_counted, "counted"), _tokens(self.bad_masked, "masked")) if words)

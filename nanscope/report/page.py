@@ -149,8 +149,8 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         map=map_of(incident, limits),
         charts=tuple(chart_of(panel) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
-        replayed=reproduction(incident),
-        replayed_state="proven" if incident.reproduces else "harm",
+        replayed=_capital(reproduction(incident)),
+        replayed_state="proven" if incident.reproduction.exact else "" if incident.reproduces else "harm",
         advised=tuple(
             (clean(fix.id, 60), clean(fix.label, limits.text), clean(fix.where or "", limits.text))
             for fix in incident.fixes[: limits.rows]
@@ -162,6 +162,10 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         tables=_tables(incident, limits),
         command=_command(incident.snapshot, limits) if incident.snapshot else "",
     )
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _command(path: str, limits: Limits) -> str:

@@ -46,7 +46,8 @@ def print_others(found: Others, *, file: IO[str]) -> None:
     lines = pairs(style="")
     lines.padding = (0, 1)
     for outcome in found.outcomes:
-        mark = Text("–", QUIET) if outcome.loss is None else Text("✓", PROVEN) if outcome.works else Text("✗", HARM)
+        mark = Text("✓", PROVEN) if outcome.proven else Text("≈") if outcome.works else Text("✗", HARM)
+        mark = Text("–", QUIET) if outcome.loss is None else mark
         lines.add_row(mark, Text(clean(outcome.sentence)))
     shape = list(found.batch.inputs.log_probs.shape)
     sources = ", ".join(f"{field} ← {name}" for field, name in found.batch.sources)

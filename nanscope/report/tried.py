@@ -58,8 +58,8 @@ _OUTCOMES = {  # by kind of row, and whether it works
 
 
 def best_of(incident: Incident) -> Fix | None:
-    """Return the first fix that was run and works."""
-    return next((fix for fix in incident.fixes if fix.executed and fix.works), None)
+    """Return the first fix that is proven: it was run, works, and leaves the healthy tokens alone."""
+    return next((fix for fix in incident.fixes if fix.executed and fix.proven), None)
 
 
 def groups_of(incident: Incident, limits: Limits = LIMITS[0]) -> tuple[Group, ...]:
@@ -70,7 +70,10 @@ def groups_of(incident: Incident, limits: Limits = LIMITS[0]) -> tuple[Group, ..
 
 def tried_json(incident: Incident) -> list[dict[str, Any]]:
     """Return the table as JSON data: the figures of every row, and what the table says of it."""
-    return [show(asdict(row)) | {"outcome": tried.outcome, "best": tried.best} for _, row, tried in _table(incident, WHOLE)]
+    return [
+        show(asdict(row)) | {"proven": row.proven, "outcome": tried.outcome, "best": tried.best}
+        for _, row, tried in _table(incident, WHOLE)
+    ]
 
 
 def _table(incident: Incident, limits: Limits) -> list[tuple[str, Row, Tried]]:
@@ -116,7 +119,17 @@ def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
         return note, "quiet"
     if (row.kind, row.works) in _OUTCOMES:
         return _OUTCOMES[row.kind, row.works]
-    return (("✓ best" if best else "✓"), "proven") if row.works else ("✗", "harm")
+    if not row.works:
+        return "✗", "harm"
+    return (("✓ best" if best else "✓"), "proven") if row.proven else (f"≈ {price(row.distortion)}", "quiet")
+
+
+def price(distortion: float | None) -> str:
+    """Return what an edit that works and is not proven costs, or that nobody knows."""
+    words = distortion_words(real(distortion))
+    if words == "–":
+        return "heals; healthy tokens not measured"
+    return f"changes healthy tokens by {words.removeprefix('off by ')}" if words.startswith("off") else f"healthy tokens {words}"
 
 
 def distortion_words(distortion: float | None) -> str:
@@ -138,5 +151,7 @@ def fix_words(fix: Fix) -> str:
 
 def reproduction(incident: Incident) -> str:
     """Return whether the recorded step came out again, "" if there was nothing to compare with."""
-    words = {True: "reproduces bit for bit", False: "does not reproduce: the fault was transient, or lies outside the program"}
-    return "" if incident.reproduces is None else f"the recorded step {words[incident.reproduces]}"
+    words = clean(incident.reproduction.words)
+    if incident.reproduces is False:
+        words += ": the fault was transient, or lies outside the program"
+    return f"the recorded step {words}" if words.startswith(("reproduces", "does")) else f"the recorded step: {words}" if words else ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from nanscope.plain import checked, read, show
 from nanscope.roles import Role
+from nanscope.text import is_spared
 
 
 class Phase(StrEnum):
@@ -142,6 +143,11 @@ class Row:
     works: bool
     note: str = ""
     largest: float | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Does it work, and was it measured that it leaves the healthy elements alone?"""
+        return self.works and is_spared(self.distortion)
 
 
 @dataclass(frozen=True, slots=True)

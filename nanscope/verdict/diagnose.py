@@ -16,7 +16,7 @@ from nanscope.errors import ProgramError
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
-from nanscope.replay.tries import Replay, replay
+from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
@@ -68,7 +68,7 @@ def examine(
         try:
             replayed = replay(snapshot)
         except ProgramError as error:
-            replayed, problem = Replay((), None, None, None, None), str(error)
+            replayed, problem = NOTHING, str(error)
     seen, location = snapshot.observation, replayed.location
     if location is not None and replayed.trace is not None and not seen.outside:
         observed = observe(location, replayed.trace)
@@ -125,7 +125,7 @@ def diagnose(
         notes=tuple(found),
         snapshot=path,
         rows=replayed.rows,
-        reproduces=replayed.reproduces,
+        reproduction=replayed.reproduction,
         suspect=seen.suspect,
         history=snapshot.history,
         environment=snapshot.environment,

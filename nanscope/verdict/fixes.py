@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanscope.causes import ADVICE, CAUSES, Cause
+from nanscope.causes import ADVICE, CAUSES, OF_A_BATCH, Cause
 from nanscope.frameworks.rows import Framework
 from nanscope.program.ops import GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
@@ -19,7 +19,7 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
     working = [fix for fix in tried if _is_fix(fix)]
     natural = {name: position for position, name in enumerate(wanted)}
-    working.sort(key=lambda fix: (fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 0)))
+    working.sort(key=lambda fix: (not fix.proven, fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 0)))
     untried = [name for name in wanted if name not in {fix.id for fix in tried}]
     names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
     advised = [Fix(name, ADVICE[name], where, False, None) for name in names]
@@ -40,6 +40,8 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
     elif cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
         wanted = ("stable_function", "upcast_fp32", "clamp_input")
+    if seen.phase is Phase.OPTIMIZER:
+        return tuple(name for name in wanted if name not in OF_A_BATCH)
     return ("mask_before_op", *wanted) if seen.facts.multiplied and "mask_before_op" not in wanted else wanted
 
 

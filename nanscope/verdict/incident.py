@@ -8,10 +8,11 @@ from typing import Any
 from nanscope.causes import Cause
 from nanscope.errors import Deliberate
 from nanscope.plain import show
+from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Origin, Row
-from nanscope.text import count
+from nanscope.text import count, is_spared
 
 
 class NonFiniteError(Deliberate):
@@ -52,6 +53,11 @@ class Fix:
     total: int = 0
     distortion: float | None = None
 
+    @property
+    def proven(self) -> bool:
+        """Was it seen to work, and to leave the healthy elements alone?"""
+        return bool(self.works) and is_spared(self.distortion)
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -74,7 +80,7 @@ class Incident:
     notes: tuple[Note, ...]
     snapshot: str | None
     rows: tuple[Row, ...]
-    reproduces: bool | None
+    reproduction: Reproduction
     suspect: bool
     history: tuple[Entry, ...]
     environment: dict[str, Any]
@@ -83,6 +89,11 @@ class Incident:
     picture: Picture | None = None
     objective: dict[str, Any] = field(default_factory=dict)
     loss_words: str = ""  # the objective in one line
+
+    @property
+    def reproduces(self) -> bool | None:
+        """Did the recorded loss come out again, bit for bit or but for rounding? None if there was nothing to compare with."""
+        return self.reproduction.holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +178,7 @@ def _fix_json(fix: Fix) -> dict[str, Any]:
         "where": fix.where,
         "executed": fix.executed,
         "works": fix.works,
+        "proven": fix.proven if fix.executed else None,
         "loss": show(fix.loss),
         "bad_gradients": [fix.bad, fix.total] if fix.executed else None,
         "distortion": show(fix.distortion),
@@ -200,6 +212,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "notes": [_note_json(note) for note in i.notes],
         "snapshot": i.snapshot,
         "reproduces": i.reproduces,
+        "reproduction": i.reproduction.to_json(),
         "settings": i.settings,
         "objective": i.objective,
         "environment": i.environment,

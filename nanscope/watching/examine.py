@@ -188,7 +188,7 @@ class Examiner:
             program=look.program,
             tensors=look.tensors,
             loss=None if look.kernel else snapshot.loss,  # a kernel adds in another order: its sum is not the loss, bit for bit
-            grads={} if look.second else recording.grads,
+            grads={} if look.second else recording.own_grads(),
             environment=environment(recording.loss, framework.package if framework else None),
             settings=settings(trainer, framework.settings if framework else ()),
             objective=objective,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -113,8 +113,18 @@ def narrow(
     smaller = replace(program, leaves=leaves, calls=tuple(kept)).slice()
     needed = {leaf.id for leaf in smaller.leaves}
     contents = {value: (tensors[value] if value in tensors else run.values[value]) for value in needed}
-    gradients = {value: grads[value] if value in grads else run.grads[value] for value in needed if value in grads or value in run.grads}
+    whole = needed - _behind(program, cut.keys() & needed)
+    gradients = {value: grads[value] if value in grads else run.grads[value] for value in whole if value in grads or value in run.grads}
     return smaller, contents, gradients
+
+
+def _behind(program: Program, cut: Iterable[int]) -> set[int]:
+    """Return what the cut values were computed from: its gradient is more than what is left of the program can make."""
+    found: set[int] = set()
+    for value in cut:
+        part = program.slice(value)
+        found |= {leaf.id for leaf in part.leaves} | {out for call in part.calls for out in call.outs if out not in (None, value)}
+    return found
 
 
 _INTEGERS = (torch.int64, torch.int32)

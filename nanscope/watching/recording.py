@@ -13,6 +13,7 @@ from nanscope.capture import custom, kernels
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.feeding import feeding
 from nanscope.capture.modules import ModuleCall
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Ref
@@ -120,6 +121,11 @@ class Recording:
         """Return what the loss reads: the leaves of the program, and what a kernel was given of the model, as HIDDEN."""
         hidden = self.hidden()
         return self.tensors if hidden is None else {**self.tensors, HIDDEN: hidden}
+
+    def own_grads(self) -> dict[int, Tensor]:
+        """Return the kept gradients that the program makes by itself: not of what other leaves were computed from."""
+        fed = feeding({leaf.id: self.tensors[leaf.id] for leaf in self.program.leaves if leaf.diff}) if self.program is not None else set()
+        return {leaf: grad for leaf, grad in self.grads.items() if leaf not in fed}
 
     @property
     def value(self) -> float | None:
