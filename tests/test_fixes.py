@@ -8,9 +8,8 @@ import pytest
 from seen import INF, NAN, seen
 
 from nanscope.causes import ADVICE, CAUSES, Cause
-from nanscope.frameworks.rows import Framework, Remedy
 from nanscope.snapshot.observation import Observation, Phase, Row
-from nanscope.verdict.fixes import fixes_of, remedies
+from nanscope.verdict.fixes import fixes_of
 from nanscope.verdict.incident import Fix
 
 SEEN = seen("exp", INF, 99.0)
@@ -219,29 +218,14 @@ def test_the_natural_order_is_that_of_the_origin(name: str) -> None:
     assert names(fixes_of(observation, cause, [])[0]) == expected
 
 
+def test_an_update_has_no_samples() -> None:
+    """What acts on a batch is no advice for the optimizer."""
+    update = seen("input", NAN, phase=Phase.OPTIMIZER, multiplied=True)
+    assert names(fixes_of(update, Cause.BAD_INPUT, [])[0]) == []
+    assert names(fixes_of(update, Cause.ZERO_DIV_ZERO, [])[0]) == ["clamp_denominator"]
+
+
 def test_no_advice_is_given_twice() -> None:
     """Also where a mask is multiplied onto the difference of two infinities over a vocabulary."""
     advised = names(fixes_of(minus(shape=(2, 3, 4), multiplied=True), Cause.INF_MINUS_INF, [])[0])
     assert len(advised) == len(set(advised))
-
-
-def framework(*remedies: Remedy, guards: tuple[str, ...] = ()) -> Framework:
-    return Framework("tiny", "tiny", "1.0", ("tiny/",), remedies=remedies, guards=guards)
-
-
-CLAMP = Remedy(("exp_overflow", "inf_times_zero_mask"), "clamps the log-ratio", "clamp=20")
-UPGRADE = Remedy(("exp_overflow",), "upgrade to 1.1")
-
-
-def test_remedies_are_in_the_frameworks_own_words() -> None:
-    """With the setting where there is one, and what it guards against already only where something helps."""
-    known = framework(CLAMP, UPGRADE, guards=("skips a step with an infinite norm",))
-    assert remedies(known, Cause.EXP_OVERFLOW) == (
-        "clamp=20: clamps the log-ratio",
-        "upgrade to 1.1",
-        "has: skips a step with an infinite norm",
-    )
-    assert remedies(known, Cause.INF_TIMES_ZERO_MASK) == ("clamp=20: clamps the log-ratio", "has: skips a step with an infinite norm")
-    assert remedies(framework(CLAMP), Cause.EXP_OVERFLOW) == ("clamp=20: clamps the log-ratio",)
-    assert remedies(known, Cause.LOG_ZERO) == ()
-    assert remedies(None, Cause.EXP_OVERFLOW) == ()

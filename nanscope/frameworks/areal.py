@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import PER_SEQUENCE, LossSettings, Ratio
 from nanscope.objective.surrogates import Ppo, Sapo
@@ -66,12 +66,13 @@ FRAMEWORK = Framework(
     files=("areal/utils/functional/", "areal/trainer/ppo/"),
     options=("areal/api/cli_args.py",),
     remedies=(
-        Remedy(_EXP, "takes means of log-ratios over sequences, masked before exp", "actor.importance_sampling_level=sequence"),
+        Remedy(_EXP, "takes means of log-ratios over sequences, masked before exp", "actor.importance_sampling_level=sequence", Term.RATIO),
         Remedy(_EXP, "no option clamps the log-ratio before exp, or masks it there; the line itself has to be patched"),
         Remedy(
             ("seq_ratio_overflow",),
             "ratios of single tokens overflow later than those of sequences",
             "actor.importance_sampling_level=token",
+            Term.RATIO,
         ),
     ),
     guards=("a step with a non-finite grad_norm is reported as unsuccessful", "warns when proximal log-probs are not finite"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import ALL_CLAMPS, Framework, Kernel, Loss, LossSite, Remedy, Settings, roles
+from nanscope.frameworks.rows import ALL_CLAMPS, Framework, Kernel, Loss, LossSite, Remedy, Settings, Term, roles
 from nanscope.frameworks.trl import SEQUENCE, TYPES, VESPO, Family
 from nanscope.objective.reduction import Over, Reduction
 from nanscope.objective.settings import LossSettings
@@ -83,16 +83,25 @@ FRAMEWORK = Framework(
     files=("liger_kernel/chunked_loss/", "liger_kernel/ops/grpo_loss.py", "liger_kernel/transformers/grpo_loss.py"),
     options=(_CHUNKED,),
     remedies=(
-        Remedy(_EXP, "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss", 'loss_type="cispo"'),
-        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"'),
+        Remedy(
+            _EXP,
+            "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
+            'loss_type="cispo"',
+            Term.RATIO,
+        ),
+        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO),
         Remedy(_EXP, "no option of Liger 0.8 clamps a log-ratio or a KL before exp; mask the log-probs before they are passed in"),
         Remedy(
             ("exp_overflow", "inf_times_zero_mask", "nan_times_zero_mask", "inf_minus_inf"),
             "leaves the KL term out (it is on by default, at 0.04)",
             "beta=0.0",
+            Term.KL,
         ),
         Remedy(
-            ("seq_ratio_overflow",), "ratios of single tokens overflow later than those of sequences", 'importance_sampling_level="token"'
+            ("seq_ratio_overflow",),
+            "ratios of single tokens overflow later than those of sequences",
+            'importance_sampling_level="token"',
+            Term.RATIO,
         ),
         Remedy(("bad_input", "nan_times_zero_mask", "unknown"), "plain Python that a debugger can step through", "compiled=False"),
     ),

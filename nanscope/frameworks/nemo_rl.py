@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.bounds import OPEN, Bounds
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import PER_SEQUENCE, Anchor, Correction, Estimator, Gate, Kl, KlWeight, Level, LossSettings, Ratio
@@ -147,27 +147,38 @@ FRAMEWORK = Framework(
     files=("nemo_rl/algorithms/",),
     options=(_LOSS, "nemo_rl/algorithms/grpo.py"),
     remedies=(
-        Remedy(_EXP, "takes the ratio out of the graph and clips it, so its exp cannot overflow into the loss", "loss_fn.use_cispo=true"),
-        Remedy(_EXP, "ratio 1, for one update per batch of rollouts", "loss_fn.force_on_policy_ratio=true"),
+        Remedy(
+            _EXP,
+            "takes the ratio out of the graph and clips it, so its exp cannot overflow into the loss",
+            "loss_fn.use_cispo=true",
+            Term.RATIO,
+        ),
+        Remedy(_EXP, "ratio 1, for one update per batch of rollouts", "loss_fn.force_on_policy_ratio=true", Term.RATIO),
         Remedy(
             (*_EXP, "nan_times_zero_mask"),
             "clamps the log-ratio of the KL before exp (null switches it off)",
             "loss_fn.kl_input_clamp_value=20",
+            Term.KL,
+            unless=(("reference_policy_kl_penalty", 0.0),),
         ),
         Remedy(
             (*_EXP, "magnitude_overflow"),
             "clamps the KL after exp; the clamp before exp alone keeps its gradient finite",
             "loss_fn.kl_output_clamp_value=10",
+            Term.KL,
+            unless=(("reference_policy_kl_penalty", 0.0),),
         ),
         Remedy(
             ("seq_ratio_overflow",),
             "ratios of single tokens overflow later than those of sequences",
             "loss_fn.sequence_level_importance_ratios=false",
+            Term.RATIO,
         ),
         Remedy(
             ("exp_overflow", "bad_input"),
             "leaves sequences out that trainer and generation disagree on",
             "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+            Term.ROLLOUT,
         ),
         Remedy(
             ("exp_overflow", "inf_times_zero_mask", "bad_input"),

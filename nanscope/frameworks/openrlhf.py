@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import PER_SEQUENCE, Anchor, Correction, Estimator, Gate, Kl, Level, LossSettings, Ratio, Statistic
@@ -139,26 +139,36 @@ FRAMEWORK = Framework(
     files=("openrlhf/models/", "openrlhf/trainer/"),
     options=("openrlhf/cli/train_ppo_ray.py",),
     remedies=(
-        Remedy((*_EXP, "seq_ratio_overflow"), "ppo clamps the log-ratio to ±20 before exp, gspo does not", "--actor.policy_loss_type ppo"),
+        Remedy(
+            (*_EXP, "seq_ratio_overflow"),
+            "ppo clamps the log-ratio to ±20 before exp, gspo does not",
+            "--actor.policy_loss_type ppo",
+            Term.RATIO,
+        ),
         Remedy(
             (*_EXP, "inf_minus_inf", "magnitude_overflow"),
             "k3 bounds its exponent; k2 of an infinite log-ratio is finite with a NaN gradient",
             "--algo.kl.estimator k3",
+            Term.KL,
+            option="kl_estimator",
         ),
         Remedy(
             ("exp_overflow", "bad_input"),
             "drops tokens outside the band; the weight exp(ℓ_old − ℓ_rollout) has no clamp before exp",
             "--algo.advantage.is_correction_mode mask",
+            Term.ROLLOUT,
         ),
         Remedy(
             ("exp_overflow", "seq_ratio_overflow"),
             "leaves the weight against the rollout engine out",
             "--algo.advantage.is_correction_level off",
+            Term.ROLLOUT,
         ),
         Remedy(
             ("zero_div_zero", "std_single", "cancellation_spike"),
             "leaves the division by a group's deviation out",
             "--algo.advantage.no_std_norm",
+            Term.ADVANTAGES,
         ),
         Remedy(
             ("empty_mask_mean", "zero_div_zero", "zero_denominator"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from nanscope.errors import NanscopeError
@@ -58,13 +59,32 @@ class Loss:
         return tuple(option.name for option in fields(self.options) if option.name not in decided)  # type: ignore[arg-type]
 
 
+class Term(StrEnum):
+    """A part of a training step that a remedy acts on."""
+
+    KL = "the KL term"
+    RATIO = "the policy's ratio"
+    ROLLOUT = "the weight against the rollout engine"
+    ENTROPY = "the entropy"
+    ADVANTAGES = "the advantages"
+    HEAD = "the output head"
+    MODEL = "the model"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What helps against a cause, in the framework's own words. setting: name=value, None if it has no option for it."""
+    """What helps against a cause, in the framework's own words.
+
+    setting: name=value, None if it has no option for it. term: it helps only where the origin lies there, None for anywhere.
+    option: what a run's settings call it, if not by the last part of its name. unless: settings with which it does nothing.
+    """
 
     causes: tuple[str, ...]
     text: str
     setting: str | None = None
+    term: Term | None = None
+    option: str = ""
+    unless: tuple[tuple[str, Setting], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

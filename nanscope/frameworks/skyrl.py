@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import ROW_MEANS, ROW_SUMS, TOKEN_MEAN, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import ROW_MEANS, ROW_SUMS, TOKEN_MEAN, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.bounds import OPEN, SAFE, Bounds
 from nanscope.objective.reduction import Masking, Over, Reduction
 from nanscope.objective.settings import (
@@ -248,11 +248,14 @@ FRAMEWORK = Framework(
             _EXP,
             "regular and dual_clip clamp the log-ratio to ±20 before exp; clip_cov, kl_cov and importance_sampling do not",
             "trainer.algorithm.policy_loss_type=regular",
+            Term.RATIO,
         ),
         Remedy(
             (*_EXP, "nan_times_zero_mask"),
             "k3 clamps its log-ratio to ±20 before exp; k1, k2 and abs are open",
             "trainer.algorithm.kl_estimator_type=k3",
+            Term.KL,
+            unless=(("use_kl_loss", False),),
         ),
         Remedy(
             ("inf_times_zero_coef", "zero_div_zero", "std_single"),
@@ -263,16 +266,19 @@ FRAMEWORK = Framework(
             ("zero_div_zero", "cancellation_spike"),
             "leaves the division by a group's deviation out",
             "trainer.algorithm.grpo_norm_by_std=false",
+            Term.ADVANTAGES,
         ),
         Remedy(
             ("bad_input", "exp_overflow", "nan_times_zero_mask"),
             "masks tokens that trainer and rollout engine disagree on, NaN among them",
             "trainer.algorithm.off_policy_correction.token_mask_is_threshold_high=5.0",
+            Term.ROLLOUT,
         ),
         Remedy(
             ("std_single", "zero_div_zero", "empty_mask_mean"),
             "no second normalisation after that of the estimator",
             "trainer.algorithm.advantage_batch_normalize=false",
+            Term.ADVANTAGES,
         ),
     ),
     guards=("the FSDP strategy skips the optimizer step when grad_norm is not finite; a NaN loss with finite gradients passes",),

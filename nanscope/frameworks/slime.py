@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import CLAMPED, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.bounds import Bounds
 from nanscope.objective.settings import PER_SEQUENCE, Entropy, Estimator, Kl, LossSettings, Ratio
 from nanscope.objective.surrogates import Ppo
@@ -78,8 +78,10 @@ FRAMEWORK = Framework(
             (*_EXP, "bad_input"),
             "k3 shows an overflow in the loss; low_var_kl clamps after exp, which leaves a finite loss and a NaN gradient",
             "--kl-loss-type k3",
+            Term.KL,
+            unless=(("use_kl_loss", False), ("kl_loss_coef", 0.0)),
         ),
-        Remedy(_EXP, "leaves the KL term out of the loss", "--kl-loss-coef 0"),
+        Remedy(_EXP, "leaves the KL term out of the loss", "--kl-loss-coef 0", Term.KL),
         Remedy(_EXP, "no option clamps the log-ratio before exp; the line itself has to be patched"),
     ),
     guards=("check_for_nan_in_loss_and_grad skips the optimizer step when grad_norm is not finite",),

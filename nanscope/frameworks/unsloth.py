@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, roles
+from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, Term, roles
 from nanscope.frameworks.trl import CORRECTIONS, SEQUENCE, TYPES, Family
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Masking
@@ -74,12 +74,18 @@ FRAMEWORK = Framework(
     files=("unsloth_zoo/rl_replacements.py", "unsloth_compiled_cache/"),
     options=(_LOSS,),
     remedies=(
-        Remedy(_EXP, "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss", 'loss_type="cispo"'),
-        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"'),
+        Remedy(
+            _EXP,
+            "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
+            'loss_type="cispo"',
+            Term.RATIO,
+        ),
+        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO),
         Remedy(
             _EXP,
             "clamps the log-ratio to ±20 before exp; only where the rollout's log-probs stand in for the old ones",
             "rollout_logps_as_old=True",
+            Term.RATIO,
         ),
     ),
     guards=("log-probs of masked tokens are set to 0 before every exp: a masked overflow harms nothing",),

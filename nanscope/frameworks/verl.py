@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.rows import ROW_VALUES, Framework, Loss, LossSite, Remedy, Settings, clip, pick, roles
+from nanscope.frameworks.rows import ROW_VALUES, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import (
@@ -288,11 +288,14 @@ FRAMEWORK = Framework(
             _EXP,
             "vanilla clamps the log-ratio to ±20 before exp; clip_cov, kl_cov and geo_mean do not",
             "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
+            Term.RATIO,
         ),
         Remedy(
             (*_EXP, "nan_times_zero_mask", "inf_minus_inf"),
             "low_var_kl clamps its log-ratio to ±20 before exp; k2 and the types with a plus are open",
             "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+            Term.KL,
+            unless=(("use_kl_loss", False),),
         ),
         Remedy(
             ("nan_times_zero_mask", "inf_times_zero_mask", "bad_input"),
@@ -308,16 +311,19 @@ FRAMEWORK = Framework(
             ("plogp_zero", "inf_times_zero_coef", "nan_times_zero_mask"),
             "leaves the entropy out; at entropy_coeff=0 it is still formed, and 0 · NaN is NaN",
             "actor_rollout_ref.actor.calculate_entropy=False",
+            Term.ENTROPY,
         ),
         Remedy(
             ("bad_input", "exp_overflow"),
             "rejects tokens that trainer and rollout engine disagree on, before they are weighed",
             "algorithm.rollout_correction.rollout_rs=token_k1",
+            Term.ROLLOUT,
         ),
         Remedy(
             ("zero_div_zero", "inf_times_zero_coef", "cancellation_spike"),
             "leaves the division by a group's deviation out",
             "algorithm.norm_adv_by_std_in_grpo=False",
+            Term.ADVANTAGES,
         ),
     ),
     guards=("the FSDP engines skip the optimizer step when grad_norm is not finite; a NaN loss with finite gradients passes",),

@@ -21,9 +21,10 @@ from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
-from nanscope.verdict.fixes import fixes_of, remedies
+from nanscope.verdict.fixes import fixes_of
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.map import picture_of
+from nanscope.verdict.remedies import known, remedies
 from nanscope.verdict.rules import cause_of
 from nanscope.verdict.sentence import sentence
 from nanscope.version import __version__
@@ -121,7 +122,7 @@ def diagnose(
         fixes=fixes,
         rejected=rejected,
         framework=framework.name if framework else None,
-        remedies=remedies(framework, cause),
+        remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective)),
         notes=tuple(found),
         snapshot=path,
         rows=replayed.rows,

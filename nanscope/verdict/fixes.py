@@ -1,4 +1,4 @@
-"""Which of the edits that were tried are fixes, best first, and what helps in the framework's own words."""
+"""Which of the edits that were tried are fixes, best first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanscope.causes import ADVICE, CAUSES, OF_A_BATCH, Cause
-from nanscope.frameworks.rows import Framework
 from nanscope.program.ops import GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.verdict.incident import Fix
@@ -64,11 +63,3 @@ def _bucket(distortion: float | None) -> float:
 
 def _as_fix(row: Row, where: str | None) -> Fix:
     return Fix(row.id, row.label, where, True, row.works, row.loss, row.bad, row.total, row.distortion)
-
-
-def remedies(framework: Framework | None, cause: Cause) -> tuple[str, ...]:
-    """Return what helps in the framework's own words; where something does, also what it guards against already."""
-    if framework is None:
-        return ()
-    helps = tuple(f"{r.setting}: {r.text}" if r.setting else r.text for r in framework.remedies if str(cause) in r.causes)
-    return (*helps, *(f"has: {guard}" for guard in framework.guards)) if helps else ()
