@@ -18,6 +18,7 @@ import pytest
 import torch
 from expected import Expected
 from filelock import FileLock  # torch needs it, so it is there
+from honest import dishonest
 
 from nanscope.causes import Cause
 from nanscope.program.program import Program
@@ -71,11 +72,13 @@ BEST = {  # on how many of the scripts the answer is the best one, not only one 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the one run of a script gave: what was said, and its incidents as the rules see them, each with its best cause."""
+    """What the one run of a script gave: what was said, its incidents as the rules see them, each with its best cause, and what is said of
+    them and not true."""
 
     said: Expected | None
     sentence: str
     cases: tuple[tuple[str, Observation], ...]
+    dishonest: tuple[str, ...]
 
 
 def result_of(path: Path, folder: Path) -> Result:
@@ -85,7 +88,8 @@ def result_of(path: Path, folder: Path) -> Result:
     cases = [(new.load(path).EXPECTED.cause[0], examine(snapshot)[0]) for snapshot in snapshots[:1]]
     if len(snapshots) > 1 and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
         cases.append(("poisoned_weights", examine(snapshots[1], poisoned_at=snapshots[0].step)[0]))
-    return Result(new.said(verdict), verdict.sentence, tuple(cases))
+    wrong = tuple(f"step {incident.step}: {words}" for incident in verdict.incidents for words in dishonest(incident))
+    return Result(new.said(verdict), verdict.sentence, tuple(cases), wrong)
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +145,13 @@ def test_an_incident_is_explained(path: Path, result: Callable[[Path], Result]) 
         assert set(wrong) == {KNOWN[path.stem]}, f"no longer so, take it out of KNOWN: {found.sentence}"
     else:
         assert wrong == {}, found.sentence
+
+
+@pytest.mark.parametrize("path", INCIDENTS, ids=lambda path: path.stem)
+def test_nothing_is_claimed_that_was_not_seen(path: Path, result: Callable[[Path], Result]) -> None:
+    """No tick without a measure, no best fix that changes healthy tokens, and a step that was recorded here comes out again to the bit."""
+    found = result(path)
+    assert found.dishonest == ()
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from honest import dishonest
 from recorded import record
 from torch import Tensor, nn
 from torch.nn import functional
@@ -935,7 +936,7 @@ def check_watched(planted: Planted, out: Path, *, called: bool) -> list[str]:
         return [f"found {len(verdict.incidents)} incidents"]
     (incident,) = verdict.incidents
     origin = incident.origin
-    wrong = complaints(planted.expected, incident.phase, origin.op, origin.index, None, origin.masked)
+    wrong = complaints(planted.expected, incident.phase, origin.op, origin.index, None, origin.masked) + dishonest(incident)
     if incident.snapshot is None:
         return [*wrong, "nothing was saved"]
     saved = nanscope.load(incident.snapshot)

@@ -18,7 +18,7 @@ from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.snapshot.coverage import Gap
-from nanscope.snapshot.observation import Kind, Observation, Phase
+from nanscope.snapshot.observation import Kind, Observation, Phase, Row
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
 from nanscope.verdict.fixes import fixes_of
@@ -77,8 +77,14 @@ def examine(
         loss = snapshot.reached.loss
         phase = Phase.FORWARD if loss is not None and not math.isfinite(loss) else Phase.BACKWARD
         observed = replace(seen, phase=seen.phase or phase)
-        replayed = replace(replayed, rows=seen.tried or replayed.rows)
+        replayed = replace(replayed, rows=tuple(_again(row, replayed) for row in seen.tried) or replayed.rows)
     return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
+
+
+def _again(row: Row, replayed: Replay) -> Row:
+    """A row of the process; whether the recorded step comes out again is what the file shows."""
+    known = row.kind == "recorded" and replayed.reproduction.loss is not None
+    return replace(row, note=replayed.reproduction.words) if known else row
 
 
 def diagnose(
