@@ -13,12 +13,14 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
+from nanscope.report.clean import clean
+from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
@@ -47,23 +49,50 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
+    with legible() as given:
+        status = _status(given)
+        try:
+            settle()
+        except BrokenPipeError:
+            status = status if status == FOUND else CLOSED_PIPE
+        except OSError as error:
+            status = _unwritten(error)
+        silence()
+    sys.exit(status)
+
+
+def _status(given: Given) -> int:
+    """Run a verb, say in one line what kept it from its end, and return the exit status."""
     try:
-        app(prog_name="nanscope")
+        app(prog_name="nanscope", obj=given)
+    except SystemExit as left:
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # how click leaves a pipe that nobody reads
+            return CLOSED_PIPE
+        return left.code if isinstance(left.code, int) else FAILED if left.code else HEALTHY
     except NanscopeError as error:
-        _fail(str(error))
+        return _failed(str(error))
     except ModuleNotFoundError as error:
         if _is_ours(error):
             raise
-        _fail(_lacking("this", error))
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(FAILED)
+        return _failed(_lacking("this", error))
+    except OSError as error:
+        if error.filename is None:
+            return _unwritten(error)
+        return _failed(f"{error.filename}: {error.strerror or error}")
+    return HEALTHY
 
 
-def _fail(why: str) -> NoReturn:
+def _failed(why: str) -> int:
     """End with one line."""
-    print(f"nanscope: {why}", file=sys.stderr)
-    sys.exit(FAILED)
+    with suppress(OSError):
+        print(f"nanscope: {clean(why)}", file=sys.stderr)
+    return FAILED
+
+
+def _unwritten(error: OSError) -> int:
+    """End because of a stream: what was to be said is lost, but for the reason."""
+    silence()
+    return _failed(f"the output cannot be written ({error.strerror or error})")
 
 
 def _is_ours(error: ModuleNotFoundError) -> bool:
@@ -138,14 +167,15 @@ def run(
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
     from nanscope.watching import launch
 
-    outcome = launch.run(
-        target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite), save_steps=save_step or ()
-    )
+    with context.obj.back() if context.obj is not None else nullcontext():
+        outcome = launch.run(
+            target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite), save_steps=save_step or ()
+        )
     verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         traceback.print_exception(outcome.error)
     elif outcome.error is not None:
-        print(outcome.error, file=sys.stderr)
+        print(clean(outcome.error), file=sys.stderr)
     _finish(verdict, out, json_file)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
@@ -165,9 +195,9 @@ def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
         except ModuleNotFoundError as error:
             print(f"nanscope: {_lacking(path.name, error)}", file=sys.stderr)
         except OSError as error:
-            print(f"nanscope: {path} cannot be written ({error.strerror or error})", file=sys.stderr)
+            print(clean(f"nanscope: {path} cannot be written ({error.strerror or error})"), file=sys.stderr)
+    _write_json(json_file, verdict.to_json())  # before anything is said: a pipe may be closed
     print_verdict(verdict, written, file=sys.stderr)
-    _write_json(json_file, verdict.to_json())
 
 
 @app.command()
@@ -235,12 +265,12 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file:
         raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
     with progress(f"sweeping {file.name}", file=sys.stderr):
         found = sweep_clamp(load(file), *under)
-    objectives.print_sweep(found, file=sys.stdout)
     _write_json(json_file, found.to_json())
+    objectives.print_sweep(found, file=sys.stdout)
     if png is not None:
         with _writing(png):
             objectives.draw_sweep(found, png)
-        print(png)
+        print(clean(str(png)))
     _leave(True)
 
 
@@ -277,7 +307,7 @@ def report(
     verdict = _read(path)
     with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
-    print(output)
+    print(clean(str(output)))
     _leave_with(verdict)
 
 
@@ -353,7 +383,7 @@ def atlas(
     else:
         with _writing(output):
             shown.render_atlas(found, output, verification)
-        print(output)
+        print(clean(str(output)))
         if verification is not None:
             shown.print_verification(verification, file=sys.stdout)
     _leave(verification is not None and bool(verification.disagreements))

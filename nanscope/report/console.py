@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import IO, TypeVar
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 T = TypeVar("T")
@@ -40,9 +42,51 @@ def console_for(file: IO[str]) -> Console:
     return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
+READABLE = 16  # characters: a column that is to fold its text is given as many, if it has as many
+
+VALUES = 28  # the same of what is said beside a name
+
+
+class Columns(Table):
+    """A table that becomes a list where its columns would be too narrow to read: a block a row, "head: cell" a line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it as wide as there is room."""
+        if self._needs(console, options) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        names = [column.header if self.show_header else "" for column in self.columns]
+        for cells in zip(*(column._cells for column in self.columns), strict=True):
+            first, *rest = (_text(cell) for cell in cells)
+            if first.plain:
+                first.stylize(self.columns[0].style)
+                yield first
+            for name, cell in zip(names[1:], rest, strict=True):
+                if cell.plain:
+                    head = Text(f"{str(name).strip()}: ", QUIET) if name else Text()
+                    yield Padding(head.append_text(cell), (0, 0, 0, 2))
+
+    def _needs(self, console: Console, options: ConsoleOptions) -> int:
+        """How many characters its columns need to be read."""
+        free = options.update_width(10_000)
+        natural = [
+            max((Measurement.get(console, free, cell).maximum for cell in self._texts(column)), default=0) for column in self.columns
+        ]
+        least = VALUES if len(natural) == 2 and not self.show_header else READABLE
+        needed = [wide if column.no_wrap else min(wide, least) for column, wide in zip(self.columns, natural, strict=True)]
+        return sum(needed) + sum(self.padding[1::2]) * len(needed)
+
+    def _texts(self, column: Column) -> list[RenderableType]:
+        return [*([column.header] if self.show_header else []), *column._cells]
+
+
+def _text(cell: RenderableType) -> Text:
+    return cell.copy() if isinstance(cell, Text) else Text(str(cell))
+
+
 def table(*heads: str) -> Table:
     """Return a table without lines, its columns two spaces apart."""
-    found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(heads), header_style=QUIET)
+    found = Columns(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(heads), header_style=QUIET)
     for head in heads:
         found.add_column(head, overflow="fold")
     return found
@@ -50,7 +94,7 @@ def table(*heads: str) -> Table:
 
 def pairs(*, style: str = QUIET) -> Table:
     """Return a table of names, in one style, and of what there is to say of each."""
-    found = Table.grid(padding=(0, 2))
+    found = Columns(box=None, padding=(0, 2), collapse_padding=True, pad_edge=False, show_header=False, show_footer=False, show_edge=False)
     found.add_column(style=style, no_wrap=True)
     found.add_column(overflow="fold")
     return found
@@ -62,7 +106,8 @@ def progress(what: str, *, file: IO[str]) -> Iterator[None]:
     if not file.isatty():
         yield
         return
-    with console_for(file).status(what):
+    console = console_for(file)
+    with console.status(what, spinner="line" if console.options.ascii_only else "dots"):
         yield
 
 

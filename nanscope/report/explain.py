@@ -35,5 +35,5 @@ def print_explanation(cause: Cause, *, file: IO[str]) -> None:
     ):
         if lines:
             parts.append(Text(f"\n{title}", QUIET))
-            parts += [Padding(Text(line, no_wrap=not folds, overflow=None if folds else "ignore"), (0, indent)) for line in lines]
+            parts += [Padding(Text(line, overflow=None if folds else "fold"), (0, indent)) for line in lines]
     show(Group(*parts), file=file)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -69,7 +70,7 @@ def incident_shown(incident: Incident) -> RenderableType:
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
     parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes]
     if incident.snapshot:
-        parts += [Text(""), Text.assemble(("  next  ", QUIET), (f"nanscope replay {clean(incident.snapshot)}", ""))]
+        parts += [Text(""), Text.assemble(("  next  ", QUIET), (f"nanscope replay {shlex.quote(clean(incident.snapshot))}", ""))]
     if incident.cause is not Cause.UNKNOWN:
         parts.append(Text.assemble(("  why   ", QUIET), (f"nanscope explain {incident.cause}", "")))
     return Group(*parts)
@@ -137,10 +138,10 @@ def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     if not verdict.incidents:
         words = [Text(f"  This run stayed healthy: {verdict.steps} steps. Try another one: nanscope demo --seed 1")]
     else:
-        snapshot = clean(verdict.incidents[0].snapshot or out)
+        snapshot = shlex.quote(clean(verdict.incidents[0].snapshot or out))
         words = [
             Text("\n  The picture and the page are in the folder above. Try next:"),
-            Text(f"    nanscope replay {snapshot} --edit clamp:5", STRONG),
+            Text(f"    nanscope replay {snapshot} --sweep clamp", STRONG),
             Text("    nanscope run your_training_script.py", STRONG),
         ]
     show(Group(*words), file=file)

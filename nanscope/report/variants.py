@@ -58,7 +58,4 @@ def _loss(loss: KnownLoss, first: dict[object, str]) -> Padding:
         told.add_row("clamps" if index == 0 else "", words)
     for flaw in loss.flaws:
         told.add_row(Text("flaw", HARM), flaw)
-    body = Table.grid()
-    body.add_row(Text(loss.key, STRONG))
-    body.add_row(Padding(told, (0, 2)))
-    return Padding(body, (0, 0, 1, 0))
+    return Padding(Group(Text(loss.key, STRONG), Padding(told, (0, 2))), (0, 0, 1, 0))
