@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence
+from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence, unwrapped
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
@@ -54,7 +54,7 @@ def main() -> None:
         try:
             settle()
         except BrokenPipeError:
-            status = status if status == FOUND else CLOSED_PIPE
+            status = CLOSED_PIPE
         except OSError as error:
             status = _unwritten(error)
         silence()
@@ -66,7 +66,7 @@ def _status(given: Given) -> int:
     try:
         app(prog_name="nanscope", obj=given)
     except SystemExit as left:
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # how click leaves a pipe that nobody reads
+        if unwrapped():  # how click leaves a pipe that nobody reads
             return CLOSED_PIPE
         return left.code if isinstance(left.code, int) else FAILED if left.code else HEALTHY
     except NanscopeError as error:
@@ -75,6 +75,8 @@ def _status(given: Given) -> int:
         if _is_ours(error):
             raise
         return _failed(_lacking("this", error))
+    except BrokenPipeError:
+        return CLOSED_PIPE
     except OSError as error:
         if error.filename is None:
             return _unwritten(error)
@@ -204,10 +206,10 @@ def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
     edit: Annotated[
-        list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, …")
+        list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, ...")
     ] = None,
     under: Annotated[
-        list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, …")
+        list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, ...")
     ] = None,
     loss: Annotated[list[str] | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="Also under your own loss.")] = None,
     sweep: Annotated[str | None, typer.Option("--sweep", metavar="clamp", help="Try one clamp after another instead.")] = None,
@@ -276,7 +278,7 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file:
 
 @app.command()
 def variants(
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="verl, trl.gr, …; without one, everything.")] = "",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="verl, trl.gr, ...; without one, everything.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON, with all settings.")] = None,
 ) -> None:
     """List what a saved step can be replayed under: the losses of the frameworks, with settings and flaws, and the edits.
@@ -357,13 +359,13 @@ def explain(
 
 @app.command()
 def atlas(
-    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX", help="verl, trl.grpo, …; without one, everything.")] = None,
+    prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX", help="verl, trl.grpo, ...; without one, everything.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: atlas.html, .json or .txt.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with the functions of the installed frameworks.")] = False,
 ) -> None:
     """Show which fault reaches the loss or the gradient, for every loss of every framework.
 
-    Computed while you wait: −inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the status is 3 if an
+    Computed while you wait: -inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the status is 3 if an
     installed framework's own function answers otherwise.
 
     Example: nanscope atlas trl.grpo verl.vanilla
@@ -391,7 +393,7 @@ def atlas(
 
 @app.command()
 def audit(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Snapshots of one step: its ranks, or its micro-batches.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Snapshots of one step: its ranks, or its micro-batches.")],
     group_size: Annotated[int | None, typer.Option("--group-size", metavar="N", help="Completions of one prompt, if known.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
 ) -> None:

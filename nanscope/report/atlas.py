@@ -93,21 +93,40 @@ def _drawn(sheet: Sheet, block: FaultBlock) -> Iterator[RenderableType]:
     if not block.columns:
         yield heading.append(": all clean", "green")
         return
-    widths = _widths(block)
     yield heading
-    yield _heads(block.columns, widths)
-    for pattern in block.patterns:
-        if pattern.clean:
-            continue
-        yield _Names(pattern.names)
-        if pattern.plus == pattern.minus:
-            yield _line(_MARGIN, pattern.plus, widths)
-        else:
-            yield _line(_SIGNS[0], pattern.plus, widths)
-            yield _line(_SIGNS[1], pattern.minus, widths)
+    yield _Cells(block)
     for pattern in block.patterns:
         if pattern.clean:
             yield _Names(pattern.names, "clean: ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """What happens on each path, a column a fault: all beside each other, or, where they do not fit, one part of them after another."""
+
+    block: FaultBlock
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = _widths(self.block)
+        first = 0
+        while first < len(widths):
+            end = first + 1
+            while end < len(widths) and len(_MARGIN) + sum(widths[first : end + 1]) <= options.max_width + 1:  # a cell ends in a space
+                end += 1
+            yield from self._part(slice(first, end), widths[first:end])
+            first = end
+
+    def _part(self, part: slice, widths: Sequence[int]) -> Iterator[RenderableType]:
+        yield _heads(self.block.columns[part], widths)
+        for pattern in self.block.patterns:
+            if pattern.clean:
+                continue
+            yield _Names(pattern.names)
+            if pattern.plus == pattern.minus:
+                yield _line(_MARGIN, pattern.plus[part], widths)
+            else:
+                yield _line(_SIGNS[0], pattern.plus[part], widths)
+                yield _line(_SIGNS[1], pattern.minus[part], widths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Columns(Table):
         if self._needs(console, options) <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
+        if self.show_header and str(self.columns[0].header):
+            yield Text(str(self.columns[0].header), QUIET)
         names = [column.header if self.show_header else "" for column in self.columns]
         for cells in zip(*(column._cells for column in self.columns), strict=True):
             first, *rest = (_text(cell) for cell in cells)

@@ -119,6 +119,17 @@ def settle() -> None:
             stream.flush()
 
 
+def unwrapped() -> bool:
+    """Take off what click puts around streams that it could not write to. Returns whether it did."""
+    found = False
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream).__name__ == "PacifyFlushWrapper":
+            setattr(sys, name, stream.wrapped)
+            found = True
+    return found
+
+
 def silence() -> None:
     """Throw away what a stream could not write, so that the interpreter does not try again at its end."""
     for stream in (sys.stdout, sys.stderr):
