@@ -130,8 +130,11 @@ def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
     """Return the program with `inserts` between the origin's value (and its siblings') and everything that reads it."""
     calls = list(patch.program.calls)
     output, fresh = patch.program.output, patch.program.new_id()
+    came = patch.origin.value_id  # what came in may have been put together by calls, out of data
     places = (
-        [(index, calls[index].outs[0]) for index in patch.siblings()] if patch.origin.call is not None else [(-1, patch.origin.value_id)]
+        [(index, calls[index].outs[0]) for index in patch.siblings()]
+        if patch.origin.call is not None
+        else [(patch.program.producers.get(came, -1), came)]
     )
     for index, value in reversed(places):
         if value is None:

@@ -70,7 +70,7 @@ class Given:
     def back(self) -> Iterator[None]:
         """Give them back as they were, within `legible`: to code that is not ours."""
         ours = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = self.streams  # type: ignore[assignment]  # None where they were closed: Python does the same
+        sys.stdout, sys.stderr = self.streams  # None where they were closed: Python does the same
         try:
             with _treating(self.streams[0], self.errors[0]), _treating(self.streams[1], self.errors[1]):
                 yield
