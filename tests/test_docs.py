@@ -69,7 +69,7 @@ def findings(tree: ast.AST) -> Iterator[str]:
 SECTIONS = {  # of messages.md: (where such slugs are collected, how)
     "Errors": (("",), errors),
     "Warnings": (("",), warnings),
-    "Notes": (("verdict/diagnose.py", "watching"), notes),
+    "Notes": (("verdict/diagnose.py", "capture/rerun.py", "watching"), notes),
     "Findings of an audit": (("audit",), findings),
 }
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture.copies import Copies
+from nanscope.capture.seal import Seal, sealed
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite
@@ -57,14 +59,17 @@ def seen(node: Any, leaf: int, returned: tuple[Tensor | None, ...], received: tu
 def run_again(found: Backward, budget: int) -> tuple[Program, dict[int, Tensor]] | None:
     """Return the program of the first non-finite gradient that a backward makes, and its leaves; None if a second run makes none.
 
-    Raises whatever the function raises.
+    It runs on copies. Raises LookupError if there are none, and whatever the function raises.
     """
+    copies = Copies(budget)
+    saved, received, attributes = copies.of((found.saved, found.received, vars(found.node)))
     tape = Tape(budget)
-    for tensor in found.received:
+    for tensor in received:
         if tensor is not None:
             tape.tag("grad", tensor)
-    with torch.no_grad(), TapeMode(tape):
-        results = found.node._forward_cls.backward(_Context(found), *found.received)
+    function = found.node._forward_cls
+    with torch.no_grad(), sealed(Seal(copies.own()), [function, *copies.code]), TapeMode(tape):
+        results = function.backward(_Context(found.node, saved, attributes), *received)
     for result in results if isinstance(results, tuple) else (results,):
         if isinstance(result, Tensor) and not bool(is_finite(result)) and (value := tape.find(result)) is not None:
             program, tensors = tape.program(value)
@@ -75,9 +80,10 @@ def run_again(found: Backward, budget: int) -> tuple[Program, dict[int, Tensor]]
 class _Context:
     """What a backward takes for its context: the saved tensors, which torch has let go of by now, and the attributes that forward set."""
 
-    def __init__(self, found: Backward) -> None:
-        self.saved_tensors = found.saved
-        self._node = found.node
+    def __init__(self, node: Any, saved: tuple[Tensor | None, ...], attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+        self.saved_tensors = saved
+        self._node = node
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.autograd.function import BackwardCFunction
 
-from nanscope.capture.modules import Address
+from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.ops import FLOW, HISTORY_ENDS
 
@@ -174,14 +174,6 @@ def memory_of(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor is a part of."""
     pointer = tensor.data_ptr()
     return pointer - int(tensor.storage_offset()) * tensor.element_size() if pointer else 0
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; a tensor of inference mode does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def next_version(tensor: Tensor) -> int:

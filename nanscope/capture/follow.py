@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.capture.modules import Address, tensors_in
+from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
@@ -118,7 +119,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        written, untouched = _written(func, args, kwargs)
+        written, untouched = writes_of(func, args, kwargs)
         read = [tensor for tensor in tensors_in([args, kwargs]) if tensor.layout is torch.strided and id(tensor) not in untouched]
         foreign = [tensor for tensor in read if _address(tensor) not in self._writer]
         before = [kinds_of(tensor) for tensor in foreign]
@@ -259,22 +260,6 @@ def _address(tensor: Tensor) -> Address:
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     except RuntimeError:
         return (0, tuple(tensor.shape), (), tensor.dtype)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
-    """The arguments that a call writes to, and which of them it does not read before (by id)."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return [], set()
-    found: list[Tensor] = []
-    untouched: set[int] = set()
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            own = list(tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)]))
-            found += own
-            if argument.is_out or schema.name.removeprefix("aten::").rstrip("_") in OVERWRITES:
-                untouched |= {id(tensor) for tensor in own}
-    return found, untouched
 
 
 def _caller() -> tuple[CodeType | None, int]:

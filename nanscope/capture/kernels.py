@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture.seal import Seal, sealed
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.frameworks.live import Glimpse, objective_of, plain
 from nanscope.frameworks.losses import framework_settings
@@ -43,7 +44,7 @@ def reopen(glimpses: Sequence[Glimpse], taken: Mapping[str, Tensor], budget: int
         log_probs = selected_log_probs(kernel, taken, plain(seen.held.get(kernel.temperature)))
     log_probs.requires_grad_()
     tape.module_outputs = lambda tensor: "model" if tensor is log_probs else None
-    with torch.enable_grad(), TapeMode(tape):
+    with torch.enable_grad(), sealed(Seal([log_probs]), [seen.held.get(kernel.formula)]), TapeMode(tape):
         loss = (_by_formula if kernel.formula in seen.held else _by_objective)(kernel, seen, log_probs, taken, tape)
     value = tape.find(loss)
     if value is None:

@@ -34,13 +34,15 @@ class ModuleCall:
     """An outermost module call with gradients enabled, and what is needed to run it again.
 
     args, kwargs: None where they were too large to hold. outputs: addresses of its output tensors, in order; the tensors themselves are
-    not held. rng: states of the CPU generator and of the CUDA generators in use when it began. autocast: device type → dtype, where on.
+    not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU generator and of the CUDA generators
+    in use when it began. autocast: device type → dtype, where on.
     """
 
     module: nn.Module
     args: tuple[Any, ...] | None
     kwargs: dict[str, Any]
     outputs: list[Address]
+    versions: list[int]
     rng: tuple[Tensor, ...]
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -65,6 +67,19 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, member.name, None), depth + 1)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; a tensor of inference mode does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def versions_in(tree: Any) -> list[int]:
+    """Return how often the tensors inside arguments were written to."""
+    return [version_of(tensor) for tensor in tensors_in(tree)]
+
+
 def rng_state() -> tuple[Tensor, ...]:
     """Return the states of the generators that a forward pass may draw from."""
     states = [torch.get_rng_state()]
@@ -84,7 +99,7 @@ class ModuleWatch:
     def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.busy = False  # during a backward pass or a second look
+        self.busy = False  # during a backward pass
         self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
@@ -162,7 +177,8 @@ class ModuleWatch:
         outputs = [address(tensor) for tensor in tensors_in(output) if tensor.layout is torch.strided]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in([args, kwargs]))
         small = size <= KEPT_BYTES
-        self.calls.append(ModuleCall(module, args if small else None, kwargs if small else {}, outputs, *self._began))
+        versions = versions_in([args, kwargs]) if small else []
+        self.calls.append(ModuleCall(module, args if small else None, kwargs if small else {}, outputs, versions, *self._began))
         del self.calls[:-KEPT_CALLS]
         name = type(module).__name__
         self._outputs = {place: name for call in self.calls for place in call.outputs}

@@ -1,131 +1,213 @@
-"""Only on a hit: the second look into the model, and what of it goes into a file.
+"""Only on a hit: the second look into the model.
 
-The tape sleeps while a module with weights runs. If the harm came out of one, that module is run again on the inputs it had, with
-the generators as they were and the tape awake, and the two programs are joined into one. What the second look does not reproduce was
-transient.
+The tape sleeps while a module with weights runs. If the harm came out of one, a copy of that module is run on copies of the inputs it
+had, with the generators as they were and the tape awake, and the two programs are joined into one. What the second look does not
+reproduce was transient.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanscope.capture.copies import Copies, NotIsolated, cloned, lent
 from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
-from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in
+from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
+from nanscope.capture.seal import Seal, Written, sealed, storage_of
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.program.calls import Arg, Computes, substitute
+from nanscope.program.calls import Arg, Leaf, substitute
 from nanscope.program.numbers import same_bits
 from nanscope.program.program import Program, join
 
+Eye = TypeVar("Eye", Tape, Follower)
 
-def second_look(
-    program: Program | None, tensors: Mapping[int, Tensor], calls: list[ModuleCall], budget: int, watch: ModuleWatch
-) -> tuple[Program, dict[int, Tensor]] | None:
-    """Return the program from the model's inputs and parameters to the loss, and its leaves; None if nothing can be run again.
 
-    Raises RuntimeError if the module itself fails.
+@dataclass(frozen=True, slots=True)
+class Again(Generic[Eye]):
+    """A call of a module made again.
+
+    eye: what has followed it. module: the copy that ran. outputs: in order. seeds: copies of what was asked for. stale: why it cannot be
+    the call that was recorded, "" if nothing speaks against it.
     """
-    if program is None or not any(call.args is not None for call in calls):
-        return None
-    parts: list[Program] = []
-    leaves: dict[int, Tensor] = dict(tensors)
-    wanted = {address(tensor): value for value, tensor in tensors.items() if tensor.is_floating_point()}
-    offset = program.new_id()
-    for call in reversed(calls):  # the last call first: what it reads may be what an earlier one made
-        if call.args is None or not any(place in wanted for place in call.outputs):
-            continue
-        tape = Tape(budget)
-        tape.is_parameter = watch.parameter_name
-        outputs = _run_again(call, TapeMode(tape), tape, watch)
-        mapping: dict[int, int] = {}
-        for place, tensor in zip(call.outputs, outputs, strict=False):
-            target, value = wanted.get(place), tape.find(tensor)
-            if target is None or value is None or not same_bits(tensor, leaves[target]):
-                continue  # not read by the loss, or transient: it does not come out again
-            try:
-                part, own = tape.program(value)
-            except LookupError:
+
+    eye: Eye
+    module: nn.Module
+    copies: Copies
+    outputs: list[Tensor]
+    seeds: Mapping[Address, Tensor]
+    stale: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reruns:
+    """The calls of a model in one step, to be made again. budget: bytes of tensors that are copied, and recorded.
+
+    notes: slug and text of what did not come out as it was.
+    """
+
+    calls: list[ModuleCall]
+    watch: ModuleWatch
+    budget: int
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def second_look(self, program: Program | None, tensors: Mapping[int, Tensor]) -> tuple[Program, dict[int, Tensor]] | None:
+        """Return the program from the model's inputs and parameters to the loss, and its leaves; None if nothing can be run again.
+
+        Raises LookupError if a module cannot be run again, and what the module itself raises.
+        """
+        if program is None or not any(call.args is not None for call in self.calls):
+            return None
+        parts: list[Program] = []
+        leaves: dict[int, Tensor] = dict(tensors)
+        wanted = {address(tensor): value for value, tensor in tensors.items() if tensor.is_floating_point()}
+        offset = program.new_id()
+        for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
+            if call.args is None or not any(place in wanted for place in call.outputs):
                 continue
-            for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
-                mapping.setdefault(old, offset + old)
-            for leaf in part.leaves:
-                known = wanted.get(address(own[leaf.id]))
-                if known is not None and leaf.origin != "parameter":
-                    mapping[leaf.id] = known
-                leaves[mapping[leaf.id]] = own[leaf.id]
-                if leaf.origin not in ("parameter", "data"):
-                    wanted.setdefault(address(own[leaf.id]), mapping[leaf.id])
-            mapping[part.output] = target
-            parts.insert(0, _renumber(part, mapping))
-        offset += tape.length
-    if not parts:
+            with self._again(call, self._tape) as again:
+                tape = again.eye
+            mapping: dict[int, int] = {}
+            for place, tensor in zip(call.outputs, again.outputs, strict=False):
+                target, value = wanted.get(place), tape.find(tensor)
+                if target is None or value is None or not self._comes_out(call, again, tensor, leaves[target]):
+                    continue  # not read by the loss, or transient: it does not come out again
+                try:
+                    part, own = tape.program(value)
+                except LookupError:
+                    continue
+                for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
+                    mapping.setdefault(old, offset + old)
+                for leaf in part.leaves:
+                    origin = address(again.copies.original(own[leaf.id]))
+                    known = wanted.get(origin)
+                    if known is not None and leaf.origin != "parameter":
+                        mapping[leaf.id] = known
+                    leaves[mapping[leaf.id]] = own[leaf.id]
+                    if leaf.origin not in ("parameter", "data"):
+                        wanted.setdefault(origin, mapping[leaf.id])
+                mapping[part.output] = target
+                leaves_of = tuple(_as_made(leaf, again.copies.original(own[leaf.id])) for leaf in part.leaves)
+                parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
+            offset += tape.length
+        if not parts:
+            return None
+        whole = join([*parts, program]).slice()
+        return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
+
+    def output(self, place: Address) -> Tensor | None:
+        """Return an output of the model once more, by the address that it had; None if no remembered call made it."""
+        for call in reversed(self.calls):
+            if call.args is not None and place in call.outputs:
+                with self._again(call, Follower) as again:
+                    _must_be_the_same(again)
+                return dict(zip(call.outputs, again.outputs, strict=False)).get(place)
         return None
-    whole = join([*parts, program]).slice()
-    return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
 
+    def follow(self, tensors: Mapping[int, Tensor]) -> Made | None:
+        """Run the modules once more whose outputs are bad, and return the call in there that made it; None if it does not come out again.
 
-SMALL_GROUP = 64 << 20  # bytes of the weights of a group that are copied to make their update once more
-
-
-def update_again(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool
-) -> tuple[Program, dict[int, Tensor]] | None:
-    """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
-
-    The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
-    the best that is still known of what was there before. first: it was the optimizer's first step, before which there was no state. The
-    whole group is copied if it is small: an optimizer may stack its weights.
-    """
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    members = group["params"] if sum(p.numel() * p.element_size() for p in group["params"]) <= SMALL_GROUP else [parameter]
-    twins = {id(member): _twin(member) for member in members}
-    twin = twins[id(parameter)]
-    plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
-    copied = object.__new__(type(optimizer))
-    copied.__dict__.update(optimizer.__dict__)
-    copied.param_groups = [{**group, **plain, "params": list(twins.values())}]
-    copied.state = defaultdict(dict, {} if first else {twins[id(member)]: _copied(optimizer.state.get(member, {})) for member in members})
-    tape = Tape(budget)
-    tape.is_parameter = lambda tensor: name if tensor is twin else None
-    for key, value in (("gradient", twin.grad), *copied.state[twin].items()):
-        if isinstance(value, Tensor):
-            tape.tag(key, value)
-    step = type(optimizer).step
-    with torch.random.fork_rng(devices=[]), TapeMode(tape):
-        getattr(step, "__wrapped__", step)(copied)  # without the hooks that people have put on the real one
-    value = tape.find(twin)
-    if value is None:
+        tensors: leaves of the recorded program, by id.
+        """
+        bad = {address(tensor): tensor for tensor in tensors.values() if kinds_of(tensor)}
+        for call in reversed(self.calls):
+            if call.args is None or not any(place in bad for place in call.outputs):
+                continue
+            with self._again(call, Follower) as again:
+                _must_be_the_same(again)
+            for place, tensor in zip(call.outputs, again.outputs, strict=False):
+                if place not in bad:
+                    continue
+                self._comes_out(call, again, tensor, bad[place])
+                made = again.eye.made(tensor) if kinds_of(tensor) else None
+                if made is not None:
+                    return replace(made, result=again.copies.original(made.result))
         return None
-    program, tensors = tape.program(value)
-    return replace(program, computes=Computes.UPDATE), tensors
+
+    def follow_back(self, tensors: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> tuple[MadeBackward, str] | None:
+        """Differentiate the modules once more and return the autograd node that made a bad gradient, and the part of the model it is in.
+
+        tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
+        """
+        for call in reversed(self.calls):
+            seeds = {address(tensor): grads[value] for value, tensor in tensors.items() if value in grads}
+            if call.args is None or not any(place in seeds for place in call.outputs):
+                continue
+            with self._again(call, Follower, seeds) as again:
+                _must_be_the_same(again)
+                both = zip(call.outputs, again.outputs, strict=False)
+                pairs = [(tensor, again.seeds[place]) for place, tensor in both if place in seeds and tensor.requires_grad]
+                wanted = [parameter for parameter in again.module.parameters() if parameter.requires_grad]
+                made = None
+                if pairs and wanted:
+                    made = made_backward([tensor for tensor, _ in pairs], [seed for _, seed in pairs], wanted)
+            if made is not None:
+                return made, part_of(made.number, again.eye.spans)
+        return None
+
+    def _tape(self) -> Tape:
+        return Tape(self.budget)
+
+    def _comes_out(self, call: ModuleCall, again: Again[Eye], tensor: Tensor, recorded: Tensor) -> bool:
+        """Is an output that was made again the one of the step, bit by bit? If not, it is noted."""
+        if same_bits(tensor, recorded):
+            return True
+        left = list(dict.fromkeys(again.copies.dropped))
+        why = again.stale or (f"hooks are not run again ({', '.join(left[:3])})" if left else "it depends on what has moved on since")
+        self.note("runs_differently", f"{type(call.module).__name__}, run again on a copy, gives other numbers than in this step: {why}")
+        return False
+
+    def _parameter_name(self, copies: Copies, tensor: Tensor) -> str | None:
+        return self.watch.parameter_name(copies.original(tensor))
+
+    def note(self, slug: str, text: str) -> None:
+        """Note something, once."""
+        if (slug, text) not in self.notes:
+            self.notes.append((slug, text))
+
+    @contextlib.contextmanager
+    def _again(self, call: ModuleCall, eye: Callable[[], Eye], seeds: Mapping[Address, Tensor] | None = None) -> Iterator[Again[Eye]]:
+        """Make a call again on copies, and let the block differentiate it: all that is disturbed by it is put back afterwards.
+
+        A module that writes to a parameter of its own is given a copy of that, too, instead of the memory of the original.
+        """
+        module = _without_others(call.module)
+        copied: set[int] = set()  # storages of parameters
+        while True:
+            copies = Copies(self.budget, lambda parameter: cloned(parameter) if storage_of(parameter) in copied else lent(parameter))
+            twin, args, kwargs, own_seeds = copies.of((module, call.args or (), call.kwargs, dict(seeds or {})))
+            seen = eye()
+            if isinstance(seen, Tape):
+                seen.is_parameter = functools.partial(self._parameter_name, copies)
+            seal = Seal(copies.own())
+            with sealed(seal, copies.code):
+                try:
+                    outputs = _called(call, twin, args, kwargs, seen)
+                except Written as error:
+                    if error.storage in copied or not any(storage_of(p) == error.storage for p in module.parameters()):
+                        raise
+                    copied.add(error.storage)
+                    continue
+                given = {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+                stale = "what it was given has been written to since" if versions_in([call.args, call.kwargs]) != call.versions else ""
+                stale = stale or ("it writes to what it is given" if given & seal.written else "")
+                yield Again(seen, twin, copies, outputs, own_seeds, stale)
+                return
 
 
-def _twin(parameter: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(_finite(parameter), requires_grad=False)
-    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
-    return twin
+def _must_be_the_same(again: Again[Eye]) -> None:
+    if again.stale:
+        raise NotIsolated(again.stale)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _finite(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()}
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    content = tensor.detach().clone()
-    return content.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if content.is_floating_point() else content
-
-
-def _without_others(module: nn.Module) -> nn.Module | None:
-    """The module as it can be run by this process alone, None if every run of it needs the other ranks, too.
+def _without_others(module: nn.Module) -> nn.Module:
+    """The module as it can be run by this process alone. Raises NotIsolated if every run of it needs the other ranks, too.
 
     One rank runs a module again because of what only it has seen: a collective in there would wait for ever.
     """
@@ -133,56 +215,39 @@ def _without_others(module: nn.Module) -> nn.Module | None:
         module = module.module
     kinds = {type(part).__name__ for part in module.modules()}
     sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
-    return None if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds) else module
+    if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds):
+        raise NotIsolated("it is spread over several ranks, and one of them alone cannot run it")
+    return module
 
 
-def _run_again(call: ModuleCall, mode: TorchDispatchMode, follower: Tape | Follower, watch: ModuleWatch) -> list[Tensor]:
-    module = _without_others(call.module)
-    if module is None:
-        raise LookupError(f"{type(call.module).__name__} is spread over several ranks and cannot be run again by one of them")
-    devices = list(range(torch.cuda.device_count())) if len(call.rng) > 1 else []
-    watch.busy = True
+def _called(
+    call: ModuleCall, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], eye: Tape | Follower
+) -> list[Tensor]:
+    """Call a copy of a module as it was called, and return its outputs."""
+    torch.set_rng_state(call.rng[0])
+    if len(call.rng) > 1:
+        torch.cuda.set_rng_state(call.rng[1])
     paths = {part: f"{path} ({type(part).__name__})" if path else type(part).__name__ for path, part in module.named_modules()}
-    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as stack:
-        torch.set_rng_state(call.rng[0])
-        if len(call.rng) > 1:
-            torch.cuda.set_rng_state(call.rng[1])
+    with contextlib.ExitStack() as stack:
         for device, dtype in call.autocast.items():
             stack.enter_context(torch.autocast(device, dtype=dtype))
-        stack.enter_context(_buffers_kept(module))
-        stack.enter_context(_following(follower, paths))
+        stack.enter_context(_following(eye, paths))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(mode)
-        try:
-            output = module(*(call.args or ()), **call.kwargs)
-        finally:
-            watch.busy = False
+        stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
+        output = module(*args, **kwargs)
     return [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
 
 
 @contextlib.contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Running statistics and the like must not move because we looked."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, content in saved:
-                if not same_bits(buffer, content):
-                    buffer.copy_(content)
-
-
-@contextlib.contextmanager
-def _following(follower: Tape | Follower, paths: Mapping[torch.nn.Module, str]) -> Iterator[None]:
+def _following(follower: Tape | Follower, paths: Mapping[nn.Module, str]) -> Iterator[None]:
     """Tell who follows which part of the model each call is made in."""
     before: list[tuple[str, int]] = []
 
-    def enter(module: torch.nn.Module, args: object) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         before.append((follower.current_module, torch._C._autograd._get_sequence_nr()))
         follower.current_module = paths.get(module, follower.current_module)
 
-    def leave(module: torch.nn.Module, args: object, output: object) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         outer, begin = before.pop() if before else ("", 0)
         if isinstance(follower, Follower):
             follower.spans.append((begin, torch._C._autograd._get_sequence_nr(), follower.current_module))
@@ -196,59 +261,10 @@ def _following(follower: Tape | Follower, paths: Mapping[torch.nn.Module, str]) 
             handle.remove()
 
 
-def output_again(place: Address, calls: list[ModuleCall], watch: ModuleWatch) -> Tensor | None:
-    """Return an output of the model once more, by the address that it had; None if no remembered call made it."""
-    for call in reversed(calls):
-        if call.args is not None and place in call.outputs:
-            tape = Tape(1)
-            outputs = _run_again(call, TapeMode(tape), tape, watch)
-            return dict(zip(call.outputs, outputs, strict=False)).get(place)
-    return None
-
-
-def follow(tensors: Mapping[int, Tensor], calls: list[ModuleCall], watch: ModuleWatch) -> Made | None:
-    """Run the modules once more whose outputs are bad, and return the call in there that made it; None if it does not come out again.
-
-    tensors: leaves of the recorded program, by id.
-    """
-    bad = {address(tensor) for tensor in tensors.values() if kinds_of(tensor)}
-    for call in reversed(calls):
-        if call.args is None or not any(place in bad for place in call.outputs):
-            continue
-        follower = Follower()
-        outputs = _run_again(call, follower, follower, watch)
-        for place, tensor in zip(call.outputs, outputs, strict=False):
-            made = follower.made(tensor) if place in bad and kinds_of(tensor) else None
-            if made is not None:
-                return made
-    return None
-
-
-def follow_back(
-    tensors: Mapping[int, Tensor], grads: Mapping[int, Tensor], calls: list[ModuleCall], watch: ModuleWatch
-) -> tuple[MadeBackward, str] | None:
-    """Differentiate the modules once more and return the autograd node that made a bad gradient, and the part of the model it is in.
-
-    tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
-    """
-    for call in reversed(calls):
-        seeds = {address(tensor): grads[value] for value, tensor in tensors.items() if value in grads}
-        if call.args is None or not any(place in seeds for place in call.outputs):
-            continue
-        follower = Follower()
-        outputs = _run_again(call, follower, follower, watch)
-        pairs = [(t, seeds[place]) for place, t in zip(call.outputs, outputs, strict=False) if place in seeds and t.requires_grad]
-        wanted = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
-        if not pairs or not wanted:
-            continue
-        watch.busy = True
-        try:
-            made = made_backward([tensor for tensor, _ in pairs], [seed for _, seed in pairs], wanted)
-        finally:
-            watch.busy = False
-        if made is not None:
-            return made, part_of(made.number, follower.spans)
-    return None
+def _as_made(leaf: Leaf, original: Tensor) -> Leaf:
+    """A copy has no history: what made its original did."""
+    node = original.grad_fn
+    return leaf if leaf.origin != "opaque" or node is None else replace(leaf, made_by=type(node).__name__.removesuffix("Backward"))
 
 
 def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:

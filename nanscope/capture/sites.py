@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Account, Holding
-from nanscope.capture.entries import Taken, version_of
-from nanscope.capture.modules import address
+from nanscope.capture.entries import Taken
+from nanscope.capture.modules import address, version_of
 from nanscope.capture.source import is_open
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite

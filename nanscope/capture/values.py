@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Account
-from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version, version_of
+from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version
+from nanscope.capture.modules import version_of
 
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 

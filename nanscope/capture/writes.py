@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_intact, next_version, version_of
+from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_intact, next_version
 from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, meet, memory_order, overlaps
 from nanscope.capture.log import REMEMBERED, Log
+from nanscope.capture.modules import version_of
 from nanscope.capture.values import Values
 from nanscope.program.calls import Arg, Ref
 from nanscope.program.ops import FLOW, Flow

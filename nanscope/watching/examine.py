@@ -127,11 +127,12 @@ class Examiner:
             if overflowed is not None:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
         changed = gradient_look(self.tape, bad.grad)
+        notes = look.notes  # of the last try
         made_here = changed is not None and changed.location is not None and changed.location.origin.born
         if not made_here and has_peers():
             name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
             return Hit(last, reached, look=NOTHING, seen=arrived(name, bad.grad))
-        return Hit(last, reached, look=changed or NOTHING)
+        return Hit(last, reached, look=replace(changed or NOTHING, notes=notes))
 
     def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:
         """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
@@ -168,7 +169,8 @@ class Examiner:
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p.detach())))
         name = named.get(id(parameter))
         look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
-        if look is None:
+        blank = replace(blank, notes=(*blank.notes, *look.notes))
+        if look.trace is None and look.seen is None:
             return replace(blank, observation=update_seen(optimizer, named))
         if look.seen is not None:
             return replace(blank, observation=look.seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -11,10 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture import custom, kernels, rerun
+from nanscope.capture import custom, kernels
+from nanscope.capture.copies import NotIsolated
 from nanscope.capture.custom import Backward
 from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.rerun import Reruns
 from nanscope.capture.tape import Tape
+from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError
 from nanscope.locate.location import came_in, is_masked, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
@@ -57,23 +61,19 @@ LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the mode
 NOTHING = Look(None, None)
 
 
-def second_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+def second_look(recording: Recording, reruns: Reruns) -> Look | None:
     """Run the model's forward once more under a tape and walk through it; None if that is not possible."""
-    try:
-        looked = rerun.second_look(recording.program, recording.tensors, recording.calls, budget, watch)
-        if looked is None:
-            return None
-        trace = Trace.of(*looked)
-        return Look(trace, locate(trace), second=True)
-    except (ProgramError, LookupError, RuntimeError) as error:
-        log.warning("nanscope [second-look-failed]: %s", error)
+    looked = reruns.second_look(recording.program, recording.tensors)
+    if looked is None:
         return None
+    trace = Trace.of(*looked)
+    return Look(trace, locate(trace), second=True)
 
 
-def kernel_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
+def kernel_look(recording: Recording, reruns: Reruns) -> Look | None:
     """Look into a kernel that computed the loss, by running its formula on what it was given; None if there was none."""
     try:
-        opened = kernels.reopen(recording.glimpses, _given(recording, watch), budget)
+        opened = kernels.reopen(recording.glimpses, _given(recording, reruns), reruns.budget)
         if opened is None:
             return None
         trace = Trace.of(*opened)
@@ -89,16 +89,16 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
     taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     if found is None or not kernels.swallowed(found[0], taken):
         return None
-    return kernel_look(recording, budget, watch)
+    return kernel_look(recording, Reruns(recording.calls, watch, budget))
 
 
-def _given(recording: Recording, watch: ModuleWatch) -> dict[str, Tensor]:
+def _given(recording: Recording, reruns: Reruns) -> dict[str, Tensor]:
     """Return the arguments of a kernel. What was not held, or what its backward has overwritten, is made again by the model."""
     given = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     found = kernels.kernel_of(recording.glimpses)
     if found is not None and found[0].hidden in recording.taken and (not found[0].weight or found[0].hidden not in given):
         given.pop(found[0].hidden, None)
-        again = rerun.output_again(recording.taken[found[0].hidden].address, recording.calls, watch)
+        again = reruns.output(recording.taken[found[0].hidden].address)
         given |= {} if again is None else {found[0].hidden: again}
     return given
 
@@ -125,42 +125,64 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
 
     backward: the loss is finite, a gradient is not.
     """
-    opened = kernel_look(recording, budget, watch)
+    reruns = Reruns(recording.calls, watch, budget)
+    look = _deeper(recording, reruns, backward)
+    if not reruns.notes:
+        return look
+    return replace(look or NOTHING, notes=(*(look or NOTHING).notes, *reruns.notes))
+
+
+def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None:
+    opened = kernel_look(recording, reruns)
     if opened is not None and opened.location is not None and is_settled(opened.location):
         return opened
-    own = function_look(recording, budget) if backward else None
+    own = function_look(recording, reruns) if backward else None
     if own is not None:
         return own
-    look = second_look(recording, budget, watch) or opened
+    look = _run_again(reruns.notes, lambda: second_look(recording, reruns)) or opened
     if look is not None and look.location is not None and is_settled(look.location):
         return look
     if recording.program is None:
         return look
+    follow = _followed_back if backward else _followed
+    return _run_again(reruns.notes, lambda: follow(recording, reruns)) or look
+
+
+def _run_again(notes: list[tuple[str, str]], look: Callable[[], Look | None], what: str = "the model") -> Look | None:
+    """Look at what runs the trainer's code again; None, and a note, where that is not possible."""
     try:
-        return (_followed_back(recording, watch) if backward else _followed(recording, watch)) or look
-    except Exception as error:  # noqa: BLE001 - the model is anybody's code, and may not like to be run again
+        return look()
+    except Exception as error:  # noqa: BLE001 - it is anybody's code, and may not like to be run again
         log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
-        return look
+        why = str(error) if isinstance(error, NotIsolated) else f"{type(error).__name__}: {error}"
+        note = ("not_run_again", f"{what} could not be run again on a copy: {why}; what is told is what the step itself has shown")
+        if note not in notes:
+            notes.append(note)
+        return None
 
 
-def function_look(recording: Recording, budget: int) -> Look | None:
+def function_look(recording: Recording, reruns: Reruns) -> Look | None:
     """Run the backward of a custom autograd function once more that made NaN out of finite gradients; None if none did."""
     for found in recording.backwards:
         if not found.spoilt():
             continue
         if not bool(is_finite(recording.tensors[found.leaf])):
             return _of_forward(recording, found)
-        try:
-            again = custom.run_again(found, budget)
-            look = _walked(*again) if again is not None else None
-            if look is not None and look.location is not None and look.location.origin.born:
-                return replace(look, seen=_counted(recording, found.leaf, look.location))
-        except Exception as error:  # noqa: BLE001 - the function is anybody's code
-            log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
-        gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
         name = found.node._forward_cls.__name__
+        look = _run_again(reruns.notes, functools.partial(_function_again, recording, found, reruns.budget), f"the backward of {name}")
+        if look is not None:
+            return look
+        gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
         return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
     return None
+
+
+def _function_again(recording: Recording, found: Backward, budget: int) -> Look | None:
+    again = custom.run_again(found, budget)
+    look = _walked(*again) if again is not None else None
+    if look is None or look.location is None or not look.location.origin.born:
+        return None
+    return replace(look, seen=_counted(recording, found.leaf, look.location))
 
 
 def _of_forward(recording: Recording, found: Backward) -> Look:
@@ -190,8 +212,8 @@ def is_settled(location: Location) -> bool:
     return location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque", "cut")
 
 
-def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
-    made = rerun.follow(recording.edge(), recording.calls, watch)
+def _followed(recording: Recording, reruns: Reruns) -> Look | None:
+    made = reruns.follow(recording.edge())
     if made is None:
         return None
     if made.program is not None:
@@ -201,7 +223,7 @@ def _followed(recording: Recording, watch: ModuleWatch) -> Look | None:
                 return look
     phase, op, name = Phase.FORWARD, made.op, None
     if made.foreign:
-        name = watch.parameter_name(made.result)
+        name = reruns.watch.parameter_name(made.result)
         phase, op = (Phase.INPUT, "input") if name is None else (Phase.WEIGHTS, "parameter")
     return _seen(observe_made(op, made.result, made.flat, made.site, made.module, phase, name))
 
@@ -210,35 +232,38 @@ def _seen(observed: Observation) -> Look:
     return replace(NOTHING, second=True, seen=observed)
 
 
-def _followed_back(recording: Recording, watch: ModuleWatch) -> Look | None:
+def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     assert recording.program is not None
     grads: Mapping[int, Tensor] = recording.grads
     if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
         grads = recording.program.execute(recording.tensors, ends=True).grads
-    found = rerun.follow_back(recording.edge(), grads, recording.calls, watch)
+    found = reruns.follow_back(recording.edge(), grads)
     if found is None:
         return None
     made, module = found
     return _seen(observe_made(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
 
 
-def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look | None:
-    """Make the update of one parameter once more and walk through it; None if it cannot be made again. first: the optimizer's first step.
+def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look:
+    """Make the update of one parameter once more and walk through it; what cannot be made again shows nothing. first: the optimizer's
+    first step.
 
     An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
     """
-    try:
-        again = rerun.update_again(optimizer, parameter, name, budget, first)
-        if again is None:
+    notes: list[tuple[str, str]] = []
+
+    def again() -> Look | None:
+        made = update_again(optimizer, parameter, name, budget, first)
+        if made is None:
             return None
-        look = _walked(*again)
-        if look is None and first_nonfinite(again[0].execute(again[1], ends=True).values[again[0].output]) is None:
+        look = _walked(*made)
+        if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
             flat = first_nonfinite(parameter.detach()) or 0
             return _seen(observe_made("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
         return look
-    except Exception as error:  # noqa: BLE001 - an optimizer is anybody's code
-        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
-        return None
+
+    look = _run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
+    return replace(look, notes=(*look.notes, *notes))
 
 
 def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
@@ -265,7 +290,9 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     if first.location is not None and is_settled(first.location):
         return first
     deeper = again()
-    return deeper if deeper is not None and (deeper.location is not None or deeper.seen is not None) else first
+    if deeper is None or deeper.location is not None or deeper.seen is not None:
+        return deeper or first
+    return replace(first, notes=deeper.notes)
 
 
 def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Observation:

@@ -1,0 +1,167 @@
+"""What code leads to beyond the objects that it is given: globals, class attributes, variables of enclosing functions.
+
+A copy of a module shares its code with the original, and `CALLS += 1` counts for both. So before code runs once more, what its functions
+name is noted: bindings, plain containers, attributes of objects, generators. Afterwards what has changed is put back. Only what is named
+is looked at, from function to function and a few containers deep; what code reaches in other ways (a file, a socket, an extension in C)
+it reaches twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+DEPTH = 3  # containers within containers that are looked into
+LARGEST = 10_000  # items of one container; what is larger is left alone
+
+CONTAINERS: tuple[Any, ...] = (list, dict, set, deque)
+
+_MISSING = object()
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "nanscope", "triton"})
+_ENTRIES = {"forward", "__call__", "step", "backward"}  # what of a class is called from outside
+
+
+class Reach:
+    """What some code leads to, as it is now. code: functions and classes."""
+
+    def __init__(self, code: Iterable[object]) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, object] = {}  # by id, which stays its own as long as it is held
+        self._names = set(_ENTRIES)
+        self._spaces: dict[int, tuple[Any, set[str]]] = {}  # classes and dicts of attributes, with the names that were looked up in them
+        for thing in code:
+            self._visit(thing, 0)
+        known = (0, 0)
+        while known != (len(self._names), len(self._spaces)):
+            known = (len(self._names), len(self._spaces))
+            for space, done in list(self._spaces.values()):
+                names = (self._names & vars_of(space).keys()) - done
+                done |= names
+                self._look_up(space, names)
+
+    def put_back(self) -> None:
+        """Undo what has changed since."""
+        for undo in self._undo:
+            undo()
+
+    def _visit(self, thing: Any, depth: int) -> None:
+        if id(thing) in self._seen or depth > DEPTH:
+            return
+        self._seen[id(thing)] = thing
+        if isinstance(thing, type):
+            for base in thing.__mro__:
+                if not is_foreign(base.__module__):
+                    self._spaces.setdefault(id(base), (base, set()))
+        elif isinstance(thing, types.FunctionType):
+            self._function(thing)
+        elif isinstance(thing, types.MethodType):
+            self._visit(thing.__func__, depth)
+            self._visit(thing.__self__, depth)
+        elif isinstance(thing, types.ModuleType):
+            if not is_foreign(thing.__name__):
+                self._spaces.setdefault(id(vars(thing)), (vars(thing), set()))
+        elif isinstance(thing, (*CONTAINERS, tuple)):
+            self._container(thing, depth)
+        elif not self._generator(thing) and not is_foreign(type(thing).__module__):
+            self._visit(type(thing), depth)
+            attributes = getattr(thing, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._spaces.setdefault(id(attributes), (attributes, set()))
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._visit(getattr(function, "__wrapped__", None), 0)
+        if is_foreign(function.__module__ or ""):
+            return
+        names = set(_names_in(function.__code__))
+        self._names |= names
+        self._look_up(function.__globals__, names & function.__globals__.keys())
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                content = cell.cell_contents
+                self._undo.append(functools.partial(_refill_cell, cell, content))
+                self._visit(content, 1)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(value, 1)
+        self._spaces.setdefault(id(vars(function)), (vars(function), set()))
+
+    def _look_up(self, space: Any, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            value = vars_of(space)[name]
+            self._undo.append(functools.partial(_rebind, space, name, value))
+            value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value  # of a static method, a property
+            self._visit(value, 1)
+
+    def _generator(self, thing: Any) -> bool:
+        for kind, read, write in _generators():
+            if isinstance(thing, kind):
+                self._undo.append(functools.partial(write, thing, read(thing)))
+                return True
+        return False
+
+    def _container(self, thing: Any, depth: int) -> None:
+        if len(thing) <= LARGEST:
+            before = list(thing.items() if isinstance(thing, dict) else thing)
+            if not isinstance(thing, tuple):
+                self._undo.append(functools.partial(_refill, thing, before))
+            for item in before:
+                self._visit(item[1] if isinstance(thing, dict) else item, depth + 1)
+
+
+def is_foreign(module: str) -> bool:
+    """Is a Python module one of the language's, of torch or of ours, whose code keeps nothing of the trainer's?"""
+    return module.partition(".")[0] in _FOREIGN
+
+
+def vars_of(space: Any) -> Any:
+    """Return what a class or a dict of attributes holds, by name."""
+    return space if isinstance(space, dict) else vars(space)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _generators() -> Iterator[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]]:
+    yield random.Random, lambda one: one.getstate(), lambda one, state: one.setstate(state)
+    yield torch.Generator, lambda one: one.get_state(), lambda one, state: one.set_state(state)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield numpy.random.RandomState, lambda one: one.get_state(), lambda one, state: one.set_state(state)
+        yield numpy.random.Generator, lambda one: one.bit_generator.state, lambda one, state: setattr(one.bit_generator, "state", state)
+
+
+def _rebind(space: Any, name: str, value: object) -> None:
+    if vars_of(space).get(name, _MISSING) is value:
+        return
+    if isinstance(space, dict):
+        space[name] = value
+    else:
+        type.__setattr__(space, name, value)
+
+
+def _refill_cell(cell: types.CellType, value: object) -> None:
+    with contextlib.suppress(ValueError):
+        if cell.cell_contents is value:
+            return
+    cell.cell_contents = value
+
+
+def _refill(thing: Any, before: list[Any]) -> None:
+    now = list(thing.items() if isinstance(thing, dict) else thing)
+    pairs = zip(now, before, strict=False)
+    same = all(a[0] is b[0] and a[1] is b[1] for a, b in pairs) if isinstance(thing, dict) else all(a is b for a, b in pairs)
+    if not same or len(now) != len(before):
+        kind = next(kind for kind in CONTAINERS if isinstance(thing, kind))
+        kind.clear(thing)
+        (kind.extend if kind in (list, deque) else kind.update)(thing, before)  # of a Counter the own update adds

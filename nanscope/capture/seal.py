@@ -1,0 +1,149 @@
+"""Somebody's code runs once more, sealed: what it draws, counts and writes outside of the copies it is given does not come out.
+
+A write to memory that was there before is refused before it is made, and so is a collective, which would wait for ranks that do not look.
+Generators, hooks of others and compilers are as they were when the run is over, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanscope.capture.copies import NotIsolated
+from nanscope.capture.modules import tensors_in
+from nanscope.capture.reach import Reach
+from nanscope.program.ops import OVERWRITES
+
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")  # namespaces of their operators
+
+
+class Written(NotIsolated):
+    """The code writes to a tensor that is not its own."""
+
+    def __init__(self, tensor: Tensor, op: str) -> None:
+        super().__init__(f"it writes to memory that it did not make ({op})")
+        self.storage = storage_of(tensor)
+
+
+class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets calls read anything, and write only to what was made in here or is named. own: copies that may be written to."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, own: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()  # storages
+        self._own = {storage_of(tensor) for tensor in own}
+        self._drawn: dict[int, tuple[torch.Generator, Tensor]] = {}  # generators of others, as they were
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in COLLECTIVES:
+            raise NotIsolated("it takes part in a collective, and the other ranks do not look")
+        targets = writes_of(func, args, kwargs)[0]
+        for tensor in targets:
+            place = storage_of(tensor)
+            if place and place not in self._own:
+                raise Written(tensor, str(func))
+            self.written.add(place)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self._drawn.setdefault(id(value), (value, value.get_state()))
+        before = {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+        result = func(*args, **kwargs)
+        self._own |= {storage_of(tensor) for tensor in (*tensors_in([result]), *targets)} - before  # a view's memory is not new
+        return result
+
+    def put_back(self) -> None:
+        """Set the generators that were drawn from to where they were."""
+        for generator, state in self._drawn.values():
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def sealed(seal: Seal, code: Iterable[object] = ()) -> Iterator[None]:
+    """Let somebody's code run in here. code: functions and classes that may run."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(Reach(code).put_back)
+        stack.enter_context(_generators_kept())
+        stack.callback(seal.put_back)
+        stack.enter_context(_hooks_asleep())
+        if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written: nothing is compiled anew, and calls are seen
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(seal)
+        try:
+            yield
+        except SystemExit as error:
+            raise RuntimeError("it would end the process") from error
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """What is drawn in here was never drawn: from torch's, Python's and numpy's global generators."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    numpy = sys.modules.get("numpy")
+    python, array = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(array)
+
+
+@contextlib.contextmanager
+def _hooks_asleep() -> Iterator[None]:
+    """Global module hooks, ours and those of others, do not fire in this thread."""
+    thread = threading.get_ident()
+    kept = [(table, dict(table)) for table in (hooks._global_forward_pre_hooks, hooks._global_forward_hooks,
+            hooks._global_backward_pre_hooks, hooks._global_backward_hooks)]  # fmt: skip
+    for table, content in kept:
+        table.update({key: functools.partial(_elsewhere, thread, hook) for key, hook in content.items()})
+    try:
+        yield
+    finally:
+        for table, content in kept:
+            table.update({key: hook for key, hook in content.items() if key in table})
+
+
+def _elsewhere(thread: int, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return None if threading.get_ident() == thread else hook(*args, **kwargs)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of, 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def writes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
+    """Return the arguments that a call writes to, and which of them it does not read before (by id)."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return [], set()
+    found: list[Tensor] = []
+    untouched: set[int] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            own = list(tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)]))
+            found += own
+            if argument.is_out or schema.name.removeprefix("aten::").rstrip("_") in OVERWRITES:
+                untouched |= {id(tensor) for tensor in own}
+    return found, untouched

@@ -1,0 +1,68 @@
+"""Only on a hit: the update that an optimizer made to a weight, made once more on copies of everything it reads and writes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanscope.capture.copies import Copies, cloned
+from nanscope.capture.seal import Seal, sealed
+from nanscope.capture.tape import Tape, TapeMode
+from nanscope.program.calls import Computes
+from nanscope.program.program import Program
+
+SMALL_GROUP = 64 << 20  # bytes of the weights of a group that are copied to make their update once more
+
+LEFT_OUT = ("param_groups", "state", "step", "zero_grad")  # attributes: what is copied by parts, and what schedulers put over the methods
+
+
+def update_again(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool
+) -> tuple[Program, dict[int, Tensor]] | None:
+    """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
+
+    The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
+    the best that is still known of what was there before. first: it was the optimizer's first step, before which there was no state. The
+    whole group is copied if it is small: an optimizer may stack its weights. Raises LookupError if the optimizer cannot be copied.
+    """
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    members = group["params"] if sum(p.numel() * p.element_size() for p in group["params"]) <= SMALL_GROUP else [parameter]
+    plain: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+    copied: Any = object.__new__(type(optimizer))
+    copies = Copies(budget, _twin, _finite)
+    copies.stand_in(optimizer, copied)
+    rest = {key: value for key, value in vars(optimizer).items() if key not in LEFT_OUT and not key.endswith("_hooks")}
+    states = [] if first else [(member, optimizer.state.get(member, {})) for member in members]
+    rest, own_group, own_states = copies.of((rest, {**group, **plain, "params": members}, states))
+    copied.__dict__.update(rest, param_groups=[own_group], state=defaultdict(dict, own_states))
+    copied.__dict__.update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
+    twin = own_group["params"][next(place for place, member in enumerate(members) if member is parameter)]
+    tape = Tape(budget)
+    tape.is_parameter = lambda tensor: name if tensor is twin else None
+    for key, value in (("gradient", twin.grad), *copied.state[twin].items()):
+        if isinstance(value, Tensor):
+            tape.tag(key, value)
+    step = type(optimizer).step
+    grads = [copy.grad for _, copy in copies.pairs() if copy.grad is not None]
+    with sealed(Seal([*copies.own(), *grads]), [type(optimizer), *copies.code]), TapeMode(tape):
+        getattr(step, "__wrapped__", step)(copied)  # without the hooks that people have put on the real one
+    value = tape.find(twin)
+    if value is None:
+        return None
+    program, tensors = tape.program(value)
+    return replace(program, computes=Computes.UPDATE), tensors
+
+
+def _twin(parameter: nn.Parameter) -> Tensor:
+    twin = nn.Parameter(_finite(parameter), requires_grad=False)
+    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+    return twin
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    content = cloned(tensor.detach())
+    return content.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if content.is_floating_point() else content

@@ -1,0 +1,156 @@
+"""Copies share parameters' memory and nothing else; what cannot be copied is said."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanscope.capture import copies as module_under_test
+from nanscope.capture.copies import Copies, NotIsolated, belongs, lent
+
+
+def copied(thing: Any, budget: int = 1 << 20) -> Any:
+    return Copies(budget, lent).of(thing)
+
+
+class Tangled(nn.Module):
+    """Holds everything that models hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.arange(4.0))
+        self.rng, self.lock, self.me, self.calls = torch.Generator().manual_seed(3), threading.Lock(), weakref.ref(self), [0]
+        self.last = self.first(torch.ones(2))  # with a history
+        self.method = self.count
+        own = self
+
+        def forward(x: Tensor) -> Tensor:
+            own.calls[0] += 1
+            return own.first(x)
+
+        self.forward = forward
+
+    def count(self) -> None:
+        self.calls.append(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("not for files")
+
+
+def test_a_copy_holds_together_by_itself() -> None:
+    """Ties, closures, methods, weak references and generators of a copy lead to the copy; its weights are lent, its buffers are not."""
+    model = Tangled()
+    model.first.weight.grad = torch.ones(2, 2)
+    model.first.weight.register_hook(lambda grad: pytest.fail("the original was differentiated"))
+    version = model.first.weight._version
+    twin = copied(model)
+    assert twin.first.weight is twin.second.weight and twin.first.weight is not model.first.weight
+    assert twin.first.weight.data_ptr() == model.first.weight.data_ptr() and twin.table.data_ptr() != model.table.data_ptr()
+    assert twin.first.weight.grad is None and twin.me() is twin and twin.last.requires_grad
+    twin(torch.ones(2)).sum().backward()
+    twin.method()
+    torch.rand((), generator=twin.rng)
+    assert (model.calls, twin.calls) == ([0], [1, 1])
+    assert torch.equal(model.rng.get_state(), torch.Generator().manual_seed(3).get_state())
+    assert model.first.weight._version == version and torch.equal(model.first.weight.grad, torch.ones(2, 2))
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Twice])
+@pytest.mark.parametrize("wrap", [torch.no_grad(), torch.compile(backend="eager"), torch.enable_grad()])
+def test_a_forward_that_was_wrapped_is_that_of_the_copy(kind: type[nn.Module], wrap: Callable[[Any], Any]) -> None:
+    """What wraps a bound method, torch's compiler or a decorator, holds the original: its copy does not."""
+    model = kind(2, 2)
+    model.forward = wrap(model.forward)
+    twin = copied(model)
+    with torch.no_grad():
+        twin.weight = nn.Parameter(torch.zeros(2, 2))
+        twin.bias = nn.Parameter(torch.ones(2))
+        assert torch.equal(twin(torch.ones(2)), torch.ones(2) * (2 if kind is Twice else 1))
+
+
+def test_a_compiled_module_is_copied_as_it_was_written() -> None:
+    """Nothing is compiled for the copy."""
+    model = nn.Linear(2, 2)
+    twin = copied(torch.compile(model, backend="eager"))
+    assert type(twin) is nn.Linear and twin.weight.data_ptr() == model.weight.data_ptr()
+
+
+def test_attributes_of_a_tensor_are_copied() -> None:
+    """What a framework keeps on a parameter, a gradient in float32, is not the original's."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.main_grad = torch.zeros(2)
+    twin = copied([weight])[0]
+    twin.main_grad += 1
+    assert torch.equal(weight.main_grad, torch.zeros(2)) and twin.data_ptr() == weight.data_ptr()
+
+
+class Own(nn.Linear):
+    def scale(self, module: nn.Module, args: Any) -> Any:
+        return (args[0] * 2,)
+
+
+OWN = Own(2, 2)
+HOOKS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "torch's own": (next(iter(nn.utils.weight_norm(nn.Linear(2, 2))._forward_pre_hooks.values())), True),
+    "a module's": (OWN.scale, True),
+    "only its arguments": (lambda module, args, output: output.requires_grad_(), True),
+    "a print": (lambda module, args, output: print(output), False),
+    "a global": (lambda module, args, output: HOOKS.clear(), False),
+    "a closure": ((lambda seen: lambda *args: seen.append(1))([]), False),
+    "somebody's method": ([].append, False),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_those_who_watch_stay_behind(name: str) -> None:
+    """A hook that is part of what a module computes is run again, one that may tell somebody is not."""
+    hook, stays = HOOKS[name]
+    assert belongs(hook) is stays
+
+
+def test_hooks_left_behind_are_named() -> None:
+    """So that a verdict can say why numbers differ."""
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(HOOKS["a closure"][0])
+    copies = Copies(1 << 20, lent)
+    assert not copies.of(model)._forward_hooks and "<lambda>" in copies.dropped[0] and model._forward_hooks
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a stream": (lambda: (n for n in range(3)), "generator"),
+    "too large": (lambda: torch.zeros(1 << 20), "more than 1 MB"),
+    "too much else": (lambda: "x" * (65 << 20), "beside its tensors"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "more than the memory"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_copied_is_said(name: str) -> None:
+    """No half of a copy is used: the message says what stands in the way."""
+    make, words = IMPOSSIBLE[name]
+    with pytest.raises(NotIsolated, match=words):
+        copied({"here": make()})
+
+
+def test_copying_leaves_pickle_as_it_is() -> None:
+    """Nothing is registered with Python for everybody."""
+    import copyreg
+
+    before = dict(copyreg.dispatch_table)
+    with contextlib.suppress(NotIsolated):
+        copied(Tangled())
+    assert copyreg.dispatch_table == before and module_under_test.Copies is Copies

@@ -1,0 +1,121 @@
+"""The second look into a model: a copy runs, and what keeps it from being the step again is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import nanscope
+from nanscope.verdict.incident import Incident
+
+
+class Overflows(nn.Module):
+    """exp of its input, with a weight so that it is a model. again: what it does first when it is run again."""
+
+    def __init__(self, again: Callable[[], object] = int) -> None:
+        super().__init__()
+        self.linear, self.again = nn.Linear(3, 3), again
+        self.register_buffer("table", torch.zeros(1 << 14))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _get_current_dispatch_mode() is not None:  # the tape sleeps in a model: somebody looks
+            self.again()
+        return torch.exp(self.linear(x.clone()) + torch.tensor([1e3, 0.0, 1.0])) + self.table[0]
+
+
+def train(model: nn.Module, out: Path, after_forward: Callable[[Tensor], object] = id, **settings: Any) -> Incident:
+    """One bad step."""
+    x = torch.ones(2, 3)
+    with nanscope.watch(model, out=out, **settings) as scope:
+        loss = model(x).sum()
+        after_forward(x)
+        loss.backward()
+    return scope.verdict.incidents[0]
+
+
+def slugs(incident: Incident) -> dict[str, str]:
+    return {note.slug: note.text for note in incident.notes}
+
+
+def test_a_model_is_looked_into_without_a_word(tmp_path: Path) -> None:
+    """The origin is the call inside the model, and there is nothing to excuse."""
+    incident = train(Overflows(), tmp_path)
+    assert incident.origin.op == "exp" and not slugs(incident)
+
+
+def test_a_hook_that_changes_the_output_is_named(tmp_path: Path) -> None:
+    """Hooks are not run again: the numbers differ, the origin is found all the same, and the note says which hook it was."""
+    model = Overflows()
+    seen: list[int] = []
+
+    def rescale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(1)
+        return output * 1.5
+
+    model.linear.register_forward_hook(rescale)
+    incident = train(model, tmp_path)
+    assert incident.origin.op == "exp" and seen == [1]
+    assert "rescale" in slugs(incident)["runs_differently"]
+
+
+def test_what_was_given_and_has_changed_since_is_not_the_step(tmp_path: Path) -> None:
+    """A buffer of the loop that is filled anew before backward: no origin is told from another batch."""
+    incident = train(Overflows(), tmp_path, lambda x: x.fill_(2.0))
+    assert incident.origin.op != "exp" and "written to since" in slugs(incident)["not_run_again"]
+
+
+def test_a_model_beyond_the_budget_is_not_copied(tmp_path: Path) -> None:
+    """Buffers are copied within the budget; what is larger is not run again, and the incident says so."""
+    incident = train(Overflows(), tmp_path, budget=1 << 12)
+    assert incident.origin.op != "exp" and "more than" in slugs(incident)["not_run_again"]
+
+
+def raises(error: type[BaseException]) -> Callable[[], object]:
+    def again() -> object:
+        random.random()
+        torch.rand(3)
+        raise error("in here")
+
+    return again
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, NotImplementedError, RecursionError])
+def test_a_copy_that_fails_is_a_note(tmp_path: Path, error: type[BaseException]) -> None:
+    """Whatever the model raises when it runs again, the step is told without it."""
+    model = Overflows(raises(error))
+    states = random.getstate(), torch.get_rng_state().tolist()
+    incident = train(model, tmp_path)
+    assert incident.origin.op != "exp" and "could not be run again" in slugs(incident)["not_run_again"]
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states
+
+
+def test_an_interrupt_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a look ends the run as it would have, with generators and buffers where they were."""
+    model = Overflows(raises(KeyboardInterrupt))
+    state, drawn = random.getstate(), torch.get_rng_state()
+    versions = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path)
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn)
+    assert [tensor._version for tensor in (*model.parameters(), *model.buffers())] == versions
+
+
+def test_a_weight_that_forward_writes_to_is_copied_after_all(tmp_path: Path) -> None:
+    """It is lent at first; the write is refused, and the copy gets a weight of its own."""
+
+    class Clamps(Overflows):
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = Clamps()
+    version = model.linear.weight._version
+    incident = train(model, tmp_path)
+    assert incident.origin.op == "exp" and not slugs(incident) and model.linear.weight._version == version

@@ -1,0 +1,84 @@
+"""An optimizer's update is made once more on copies of all that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanscope
+from nanscope.capture.update import update_again
+
+
+class Masters(torch.optim.SGD):
+    """Steps weights of its own, counts, and divides by a scale of its own."""
+
+    def __init__(self, params: Any, **extra: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.masters = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.count, self.me, self.scale = 0, self, torch.ones(())
+        self.__dict__.update(extra)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            master -= p.grad / self.scale
+            p.copy_(master)
+
+
+def stepped(**extra: Any) -> tuple[Masters, nn.Parameter]:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Masters([weight], **extra)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    return optimizer, weight
+
+
+def test_nothing_of_the_optimizer_moves() -> None:
+    """Masters, counters and weights are copies, also where the optimizer holds itself; hooks on it do not run."""
+    optimizer, weight = stepped()
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook was run again"))
+    version = weight._version
+    made = update_again(optimizer, weight, "w", 1 << 20, first=True)
+    assert made is not None and made[0].calls
+    assert optimizer.count == 1 and torch.equal(optimizer.masters[0], torch.zeros(3)) and weight._version == version
+
+
+WHY: dict[str, tuple[Callable[[], Any], str]] = {
+    "a stream": (lambda: {"source": (n for n in range(3))}, "cannot be copied"),
+    "too much": (lambda: {"history": torch.zeros(1 << 21)}, "more than"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_an_update_that_cannot_be_made_again_is_said(tmp_path: Path, name: str) -> None:
+    """The weight that went bad is named, with a note."""
+    make, words = WHY[name]
+    model = nn.Linear(2, 2)
+    optimizer = Masters(model.parameters(), **make())
+    with nanscope.watch(model, out=tmp_path, budget=1 << 20) as scope:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.scale = torch.zeros(())
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.phase == "optimizer" and optimizer.count == 1
+    assert [words in note.text for note in incident.notes if note.slug == "not_run_again"] == [True]
+
+
+def test_masters_are_stepped_once(tmp_path: Path) -> None:
+    """The update that divided by 0 is found, and the copies that it was found with are gone."""
+    model = nn.Linear(2, 2)
+    optimizer = Masters(model.parameters())
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.scale = torch.zeros(())
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, optimizer.count) == ("optimizer", "div", 1)
+    assert all(math.isinf(float(master.flatten()[0])) for master in optimizer.masters)
