@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,8 @@ try:
 except ModuleNotFoundError:
     sys.exit("nanscope: the command line needs typer and rich: pip install typer rich")
 
+
+RUNS = Path("nanscope-runs")
 
 HEALTHY, FAILED, USAGE, FOUND, UNSEEN = 0, 1, 2, 3, 4
 
@@ -150,12 +152,13 @@ def _options(
 def run(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
-    out: Annotated[Path, typer.Option("--out", help="Run directory: history, snapshots, reports.")] = Path("nanscope-runs"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets a directory in it.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
     save_step: Annotated[
         list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is, to audit or replay it.")
     ] = None,
+    max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = 1 << 30,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training script and watch it.
@@ -171,35 +174,54 @@ def run(
 
     with context.obj.back() if context.obj is not None else nullcontext():
         outcome = launch.run(
-            target, context.args, module=module, out=out, on_nonfinite=cast("OnNonFinite", on_nonfinite), save_steps=save_step or ()
+            target,
+            context.args,
+            module=module,
+            out=out,
+            on_nonfinite=cast("OnNonFinite", on_nonfinite),
+            save_steps=save_step or (),
+            max_bytes=max_bytes,
         )
     verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         traceback.print_exception(outcome.error)
     elif outcome.error is not None:
         print(clean(outcome.error), file=sys.stderr)
-    _finish(verdict, out, json_file)
+    _finish(verdict, outcome.scope.out, json_file)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
     _leave_with(verdict)
 
 
 def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
-    """Show a verdict, and leave the page and the picture beside the snapshots; what cannot be drawn does not keep it back."""
+    """Show a verdict, then write it, then leave the page and the picture beside the snapshots: what fails keeps nothing else back."""
     from nanscope.report.render import render
-    from nanscope.report.terminal import print_verdict
+    from nanscope.report.terminal import print_verdict, print_written
 
-    written = []
+    print_verdict(verdict, file=sys.stderr)
+    if json_file is not None:
+        _attempt(json_file, lambda path: _write_json(path, verdict.to_json()))
     for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
-        try:
-            render(verdict, path)
-            written.append(str(path))
-        except ModuleNotFoundError as error:
-            print(f"nanscope: {_lacking(path.name, error)}", file=sys.stderr)
-        except OSError as error:
-            print(clean(f"nanscope: {path} cannot be written ({error.strerror or error})"), file=sys.stderr)
-    _write_json(json_file, verdict.to_json())  # before anything is said: a pipe may be closed
-    print_verdict(verdict, written, file=sys.stderr)
+        if _attempt(path, lambda path: render(verdict, path)):
+            print_written(str(path), file=sys.stderr)
+
+
+def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
+    """Write a file, or say in one line why it is not there."""
+    try:
+        write(path)
+    except ModuleNotFoundError as error:
+        why = _lacking(path.name, error)
+    except NanscopeError as error:
+        why = str(error)
+    except OSError as error:
+        why = f"{path} cannot be written ({error.strerror or error})"
+    except Exception as error:  # noqa: BLE001 - the verdict was told; what cannot be drawn is one line after it
+        why = f"{path} could not be drawn ({type(error).__name__}: {error})"
+    else:
+        return True
+    print(clean(f"nanscope: {why}"), file=sys.stderr)
+    return False
 
 
 @app.command()
@@ -295,10 +317,10 @@ def variants(
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, or one snapshot.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or one snapshot.")] = RUNS,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
 ) -> None:
-    """Draw the report of a run; the suffix of the output chooses its form.
+    """Draw the report of a run, also of one that was killed; the suffix of the output chooses its form.
 
     Example: nanscope report nanscope-runs -o report.html
     """
@@ -317,25 +339,38 @@ def _read(path: Path) -> Verdict:
     """Return the verdict on a run directory or a snapshot."""
     from nanscope.report.console import track
     from nanscope.snapshot.file import load
-    from nanscope.snapshot.history import read
+    from nanscope.snapshot.runs import find_run
     from nanscope.verdict.diagnose import verdict
+    from nanscope.verdict.run import verdict_of
 
     if path.is_file():
         return verdict([load(path)], [str(path)])
-    if not path.is_dir():
-        raise NanscopeError(f"there is no run directory or snapshot {str(path)!r}", slug="no-run")
-    files = sorted(path.glob("step-*.rank*.safetensors"))
-    histories = sorted(path.glob("history.rank*.jsonl"))
-    if not files and not histories and not (path / "run.json").exists():
-        raise NanscopeError(f"{path} is not a run directory: no run.json, history or snapshot in it", slug="no-run")
-    entries = [entry for history in histories for entry in read(history)]
-    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
-    return verdict(
-        snapshots,
-        [str(file) for file in files],
-        steps=len({entry.step for entry in entries}),
-        bad_steps=sum(entry.nonfinite for entry in entries),
-    )
+    run_dir, runs = find_run(path)
+    if runs:
+        print(f"nanscope: {run_dir.name}, the latest of {len(runs)} in {path}", file=sys.stderr)
+    return verdict_of(run_dir, lambda files: track(files, "reading", file=sys.stderr))
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = RUNS,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the list as JSON.")] = None,
+) -> None:
+    """List the runs of a folder: when, what, how they ended, and the command that goes on from there.
+
+    Example: nanscope runs nanscope-runs
+    """
+    from dataclasses import asdict
+
+    from nanscope.report.runs import print_runs
+    from nanscope.snapshot.record import listed
+    from nanscope.snapshot.runs import is_run, runs_in
+
+    if not folder.is_dir():
+        raise NanscopeError(f"there is no folder of runs {str(folder)!r}", slug="no-run")
+    found = [listed(run_dir) for run_dir in runs_in(folder) or ([folder] if is_run(folder) else [])]
+    _write_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
+    print_runs(found, str(folder), file=sys.stdout)
 
 
 @app.command()
@@ -445,7 +480,7 @@ def inspect(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where to put the snapshot and the reports.")] = Path("nanscope-demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets a directory in it.")] = Path("nanscope-demo"),
     seed: Annotated[int | None, typer.Option("--seed", help="Another run.")] = None,
 ) -> None:
     """Watch a tiny policy learn with GRPO until it dies of NaN by itself.
@@ -460,14 +495,14 @@ def demo(
     from nanscope.watching.scope import watch
 
     settings = training.DemoSettings() if seed is None else training.DemoSettings(seed=seed)
-    with watch(out=out) as scope, steps_bar("training a tiny policy with GRPO", settings.steps, file=sys.stderr) as advance:
+    with watch(out=out, name="demo") as scope, steps_bar("training a tiny policy with GRPO", settings.steps, file=sys.stderr) as advance:
         for record in training.train(settings):
             advance(f"reward {record.mean_reward:.2f}  loss {record.loss:+.4f}")
             if scope.snapshots:
                 break
     verdict = scope.verdict
-    _finish(verdict, out, None)
-    print_demo_end(verdict, out, file=sys.stderr)
+    _finish(verdict, scope.out, None)
+    print_demo_end(verdict, scope.out, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ def count(many: int, noun: str) -> str:
     return f"{many} {noun}" if many == 1 else f"{many} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
+def is_round(many: int) -> bool:
+    """Is it 1, 10, 100, …? What is counted is told at these."""
+    return str(many).rstrip("0") == "1"
+
+
 def listed(words: Sequence[str]) -> str:
     """Return "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

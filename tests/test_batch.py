@@ -327,7 +327,7 @@ def test_an_example_gives_its_batch(script: str, step: int, names: dict[str, str
         pytest.importorskip("trl")
     command = [sys.executable, str(HERE.parent / "examples" / script), "--fault", "--out", str(tmp_path)]
     subprocess.run(command, capture_output=True, timeout=300, cwd=tmp_path, check=False)
-    batch = recorded_batch(load(tmp_path / f"step-{step:06d}.rank0.safetensors"))
+    batch = recorded_batch(load(tmp_path / "latest" / f"step-{step:06d}.rank0.safetensors"))
     assert {field: dict(batch.sources)[field] for field in names} == names
     assert batch.inputs.old_log_probs is not None
     stale = (batch.inputs.log_probs - batch.inputs.old_log_probs > 88).nonzero()

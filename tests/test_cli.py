@@ -79,7 +79,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snapshot_of(run_dir: Path) -> Path:
-    return next((run_dir / "run").glob("*.safetensors"))
+    return next((run_dir / "run" / "latest").glob("*.safetensors"))
 
 
 def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
@@ -123,7 +123,7 @@ def test_a_failing_script_exits_3_and_leaves_everything(run_dir: Path) -> None:
     origin = incident["origin"]
     assert (origin["op"], origin["variable"], origin["index"], origin["masked"], origin["line"]) == ("exp", "ratio", [0, 1], True, 8)
     assert incident["fixes"][0]["id"] == "mask_before_op" and incident["fixes"][0]["works"] is True
-    names = {path.name for path in (run_dir / "run").iterdir()}
+    names = {path.name for path in (run_dir / "run" / "latest").iterdir()}
     assert names >= {"run.json", "report.html", "report.png", "step-000001.rank0.safetensors"}
 
 

@@ -30,9 +30,9 @@ def test_the_demo_learns_fails_by_itself_and_is_explained(
     said = capsys.readouterr().err
     for words in ("torch.exp(ref_log_ratio) overflowed", "completion_mask = 0", "✓ best", "nanscope replay", "nanscope run"):
         assert words in said, words
-    names = {path.name for path in (tmp_path / "demo").iterdir()}
+    names = {path.name for path in (tmp_path / "demo" / "latest").iterdir()}
     assert names >= {"report.html", "report.png", "history.rank0.jsonl", "run.json"}
-    (snapshot,) = (tmp_path / "demo").glob("*.safetensors")
+    (snapshot,) = (tmp_path / "demo" / "latest").glob("*.safetensors")
 
     assert math.isnan(records[-1].loss)
     assert all(math.isfinite(record.loss) for record in records[:-1])

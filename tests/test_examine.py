@@ -48,7 +48,7 @@ def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monke
         torch.exp(x).sum().backward()
         monkeypatch.undo()
     (incident,) = scope.verdict.incidents
-    assert incident.loss == math.inf and list(tmp_path.glob("*.safetensors"))
+    assert incident.loss == math.inf and list(scope.out.glob("*.safetensors"))
 
 
 def examined(function: Callable[[], Tensor], *modules: nn.Module) -> tuple[Examiner, Recording]:

@@ -28,7 +28,7 @@ def test_an_example_is_healthy_without_its_fault(
     monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "run")])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert "no non-finite" in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("*.safetensors"))
+    assert not list((tmp_path / "run").glob("*/*.safetensors"))
 
 
 @pytest.mark.parametrize(("name", "variable"), [("plain_loop.py", "ratio"), ("trl_grpo.py", "coef_1")])
@@ -40,4 +40,4 @@ def test_an_example_fails_with_its_fault_and_is_explained(tmp_path: Path, name: 
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{variable} = torch.exp(" in done.stdout
     assert "that the loss does not count" in done.stdout
-    assert list((tmp_path / "run").glob("*.safetensors"))
+    assert list((tmp_path / "run").glob("*/*.safetensors"))

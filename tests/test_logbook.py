@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,49 @@ import nanscope
 from nanscope.program.program import Program
 from nanscope.snapshot.file import save
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.record import RunRecord, records
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching import logbook
 from nanscope.watching.logbook import NOTES, Logbook, of_other_ranks
 from nanscope.watching.look import arrived
+from nanscope.watching.place import Place
 
 
-def test_an_unwritable_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run directory that cannot be made costs the files, not the run, nor the verdict."""
-    blocked = tmp_path / "file"
+def test_an_unwritable_folder_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The run is written to a temporary folder, which is said once."""
+    blocked, elsewhere = tmp_path / "file", tmp_path / "elsewhere"
     blocked.write_text("in the way")
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(out=blocked / "run") as scope:
         grpo_steps(policy(), 3, stale_at(0, 3))
-    assert scope.verdict.incidents[0].origin.variable == "ratio"
-    assert scope.verdict.incidents[0].snapshot is None
-    assert "could not be saved" in caplog.text
+    (incident,) = scope.verdict.incidents
+    assert incident.snapshot is not None and Path(incident.snapshot).is_relative_to(elsewhere) and Path(incident.snapshot).is_file()
+    said = [record.message for record in caplog.records if "out-unwritable" in record.message]
+    assert len(said) == 1 and str(blocked) in said[0] and str(scope.out) in said[0]
+
+
+def test_where_nothing_can_be_written_memory_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even a temporary folder: the verdict is whole, says that nothing is on disk, and there is one warning of it."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setattr(tempfile, "tempdir", str(blocked))
+    with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(out=blocked / "run", on_nonfinite="skip") as scope:
+        grpo_steps(policy(), 6, lambda step, batch: stale_at(0, 3, step)(step, batch) if step in (2, 3, 4) else None)
+    assert [incident.step for incident in scope.verdict.incidents] == [3, 4, 5]
+    assert [note.text for note in scope.verdict.notes if note.slug == "not_on_disk"] == [
+        "steps 3, 4 and 5 could not be kept on disk: there is no folder to write to"
+    ]
+    assert sum("unwrit" in record.message for record in caplog.records) == 1
 
 
 def test_later_bad_steps_are_counted_not_saved(tmp_path: Path) -> None:
     """Once the weights are NaN every step is bad: a few files, then a count."""
     with nanscope.watch(out=tmp_path, limit=2) as scope:
         grpo_steps(policy(), 8, stale_at(0, 3))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert len(list(scope.out.glob("*.safetensors"))) == 2
     assert scope.verdict.bad_steps == 6
     assert [incident.step for incident in scope.verdict.incidents] == [3, 4]
 
@@ -46,9 +68,9 @@ def test_every_bad_micro_batch_has_a_file_of_its_own(tmp_path: Path) -> None:
     """Two bad backward passes of one step are two files, two incidents and one bad step."""
     with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
         accumulated(2, {(2, 1), (2, 2)})
-    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    names = sorted(path.name for path in scope.out.glob("*.safetensors"))
     assert names == ["step-000002.rank0.part2.safetensors", "step-000002.rank0.safetensors"]
-    assert [nanscope.load(tmp_path / name).part for name in names] == [2, 1]
+    assert [nanscope.load(scope.out / name).part for name in names] == [2, 1]
     assert [incident.origin.index for incident in scope.verdict.incidents] == [(1, 1), (1, 2)]
     assert scope.verdict.bad_steps == 1
 
@@ -57,7 +79,7 @@ def test_of_one_step_not_every_micro_batch_is_saved(tmp_path: Path) -> None:
     """A run of long accumulation does not spend its files on one step."""
     with nanscope.watch(out=tmp_path, on_nonfinite="skip", limit=1) as scope:
         accumulated(3, {(2, 1), (2, 2), (3, 1)})
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert [path.name for path in scope.out.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
     assert scope.verdict.bad_steps == 2
 
 
@@ -70,8 +92,13 @@ def bad(step: int, part: int = 1, **changes: Any) -> Snapshot:
 @pytest.fixture
 def book(tmp_path: Path) -> Logbook:
     """A logbook that has begun."""
-    found = Logbook(tmp_path, 0, limit=2)
-    found.open({"targets": ["Trainer"]})
+    return begun(tmp_path)
+
+
+def begun(folder: Path, **options: Any) -> Logbook:
+    """A logbook of a run in this directory."""
+    found = Logbook(folder, limit=2, **options)
+    found.open(Place(folder, "the-run", 0), RunRecord(script="train", targets=("Trainer",)))
     return found
 
 
@@ -93,16 +120,17 @@ def test_there_is_room_for_so_many_steps_and_so_many_passes_of_each(book: Logboo
 
 
 def test_the_folder_says_what_ran(book: Logbook) -> None:
-    """run.json is there from the beginning; the lines of an earlier run in the same folder are gone."""
+    """run.json is there from the beginning, with the id that every line of the history has; it is whole again at the end."""
     about = json.loads((book.folder / "run.json").read_text(encoding="utf-8"))
+    assert (about["status"], about["run"], about["ended"]) == ("running", "the-run", "")
     assert about["targets"] == ["Trainer"] and about["nanscope"] == nanscope.__version__ and "torch" in about["environment"]["versions"]
     for step in (1, 2):
         book.enter(Entry(step, 0, 0.0))
     book.close()
-    assert len((book.folder / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()) == 2 and book.steps == 2
-    again = Logbook(book.folder, 0, limit=2)
-    again.open({})
-    assert not (book.folder / "history.rank0.jsonl").exists()
+    lines = [json.loads(line) for line in (book.folder / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["step"], line["run"]) for line in lines] == [(1, "the-run"), (2, "the-run")] and book.steps == 2
+    (record,) = records(book.folder)
+    assert (record.status, record.steps, bool(record.ended)) == ("healthy", 2, True)
 
 
 def test_a_blank_snapshot_knows_the_run_so_far(book: Logbook) -> None:
@@ -126,7 +154,7 @@ def test_what_a_step_reached_is_added_to_its_file(book: Logbook) -> None:
     assert repr(nanscope.load(book.folder / "step-000003.rank0.safetensors").reached) == repr(expected)
     book.mark(4, stepped="skipped")
     assert book.snapshots[0].reached.stepped == "taken"
-    Logbook(book.folder, 0, 2).mark(3, stepped="skipped")  # nothing was saved: nothing to mark, and no error
+    Logbook(book.folder, 2).mark(3, stepped="skipped")  # nothing was saved: nothing to mark, and no error
 
 
 def test_a_mark_that_changes_nothing_writes_nothing(book: Logbook) -> None:
@@ -202,15 +230,21 @@ def test_a_verdict_has_the_counts_of_the_run(book: Logbook) -> None:
 
 
 def test_what_cannot_be_written_is_kept_in_memory(book: Logbook, caplog: pytest.LogCaptureFixture) -> None:
-    """A snapshot has no path then, and a step that was asked for is an error of whoever asked."""
-    book.folder = book.folder / "run.json" / "below"
+    """A disk that becomes full: one warning, and the verdict says what is not on it. When there is room again it is written."""
+    home = book.folder.rename(book.folder.with_name("away"))
+    book.folder.write_text("in the way")
     with caplog.at_level(logging.WARNING, "nanscope"):
         book.keep(bad(3))
-    assert book.paths == [None] and len(book.snapshots) == 1 and "snapshot-unwritten" in caplog.text
-    assert book.verdict().incidents[0].snapshot is None
-    with pytest.raises(OSError):
         book.keep_asked(bad(4, asked=True))
-    assert book.saved == []
+        book.enter(Entry(4, 0, 0.0))
+    assert book.paths == [None] and len(book.snapshots) == 1 and book.saved == []
+    assert sum("[unwritten]" in record.message for record in caplog.records) == 1
+    found = book.verdict()
+    assert found.incidents[0].snapshot is None and [note.slug for note in found.notes] == ["not_on_disk"]
+    book.folder.unlink()
+    home.rename(book.folder)
+    book.close()
+    assert book.paths == [book.folder / "step-000003.rank0.safetensors"] and not book.verdict().notes
 
 
 def test_other_ranks_are_asked_for_the_steps_at_which_something_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

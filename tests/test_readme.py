@@ -82,7 +82,7 @@ COMMANDS = [
 @cache
 def called(command: str) -> Result:
     """Run a command line of nanscope in the current directory."""
-    words = shlex.split(command.replace("FILE", f"nanscope-runs/{SNAPSHOT}"))
+    words = shlex.split(command.replace("FILE", f"nanscope-runs/latest/{SNAPSHOT}"))
     assert words[0] == "nanscope"
     return CliRunner().invoke(app, words[1:])
 
@@ -95,9 +95,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         patch.delenv("COLUMNS", raising=False)
         assert called("nanscope demo").exit_code == 0
-    (demo,) = (folder / "nanscope-demo").glob("step-*.safetensors")
-    shutil.copytree(folder / "nanscope-demo", folder / "nanscope-runs")
-    shutil.copy(demo, folder / "nanscope-runs" / SNAPSHOT)
+    (demo,) = (folder / "nanscope-demo" / "latest").glob("step-*.safetensors")
+    shutil.copytree(folder / "nanscope-demo", folder / "nanscope-runs", symlinks=True)
+    shutil.copy(demo, folder / "nanscope-runs" / "latest" / SNAPSHOT)
     shutil.copy(demo, folder / SNAPSHOT)
     (folder / "train.py").write_text(TRAIN)
     (folder / "mymodule.py").write_text(MY_MODULE)
@@ -108,7 +108,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The prepared folder, fresh, as the current directory."""
     folder = tmp_path / "work"
-    shutil.copytree(prepared, folder)
+    shutil.copytree(prepared, folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("COLUMNS", raising=False)
     return folder

@@ -100,8 +100,8 @@ def test_a_healthy_run_writes_history_and_nothing_else(tmp_path: Path) -> None:
         optimizer.step()
     assert loss.item() == 0.0
     assert scope.verdict.healthy and not scope.verdict.notes
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["history.rank0.jsonl", "run.json"]
-    (entry,) = [json.loads(line) for line in (tmp_path / "history.rank0.jsonl").read_text().splitlines()]
+    assert sorted(p.name for p in scope.out.iterdir()) == ["history.rank0.jsonl", "run.json"]
+    (entry,) = [json.loads(line) for line in (scope.out / "history.rank0.jsonl").read_text().splitlines()]
     assert entry["loss"] == 0.0 and entry["grad_norm"] > 0
 
 
@@ -376,8 +376,8 @@ def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path)
     x = torch.tensor([1.0, 99.0], requires_grad=True)
     with nanscope.watch(out=tmp_path) as scope:
         (torch.exp(x) * torch.tensor([1.0, 0.0])).sum().backward()
-        before = [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
+        before = [path.read_bytes() for path in scope.out.glob("*.safetensors")]
         sentence = scope.verdict.sentence
-        assert [path.read_bytes() for path in tmp_path.glob("*.safetensors")] == before
+        assert [path.read_bytes() for path in scope.out.glob("*.safetensors")] == before
         (x * 2).sum().backward()
     assert len(scope.snapshots) == 1 and scope.verdict.sentence == sentence

@@ -149,7 +149,7 @@ def test_each_step_is_one_line_of_history(tmp_path: Path) -> None:
     """Its number, the sum of its micro-batches, the norm of its gradient, and whether it was bad."""
     with nanscope.watch(out=tmp_path) as scope:
         train(scope, [1.0, [2.0, 3.0], 4.0, math.nan])
-    entries = [json.loads(line) for line in (tmp_path / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = [json.loads(line) for line in (scope.out / "history.rank0.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
     assert [entry["loss"] for entry in entries] == [1.0, 5.0, 4.0, "nan"]
     assert [entry["grad_norm"] for entry in entries] == [1.0, 5.0, 4.0, "nan"]
@@ -203,7 +203,7 @@ def test_a_step_that_is_asked_for_and_bad_is_an_incident(tmp_path: Path) -> None
     """It is saved as what it is, once."""
     with nanscope.watch(out=tmp_path, save_steps=(2,)) as scope:
         train(scope, [1.0, math.nan])
-    assert scope.saved == [] and [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert scope.saved == [] and [path.name for path in scope.out.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
 
 
 def test_every_backward_pass_of_a_step_that_is_asked_for_is_saved(tmp_path: Path) -> None:

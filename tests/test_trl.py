@@ -117,8 +117,8 @@ def test_a_healthy_run_is_left_alone(tmp_path: Path, settings: dict[str, Any]) -
     trainer = make_trainer(tmp_path, **settings)
     scope = train(tmp_path, trainer)
     assert scope.verdict.healthy and not scope.verdict.notes
-    assert not list((tmp_path / "run").glob("*.safetensors"))
-    assert len((tmp_path / "run" / "history.rank0.jsonl").read_text().splitlines()) == trainer.state.global_step == scope.steps
+    assert not list(scope.out.glob("*.safetensors"))
+    assert len((scope.out / "history.rank0.jsonl").read_text().splitlines()) == trainer.state.global_step == scope.steps
     assert all(entry.grad_norm and entry.headroom and entry.headroom > 80 for entry in scope.history.entries)
 
 

@@ -62,3 +62,15 @@ def calm(verdict: Verdict, limit: int = 600) -> str:
     for note in verdict.notes:
         sentence = sentence.removesuffix(f"; {note.text}")
     return clean(sentence, limit)
+
+
+def consequences_of(verdict: Verdict) -> tuple[str, ...]:
+    """Return a line for each bad step that spoilt later ones: "steps 51–60: consequences of step 50"."""
+    lines = []
+    for found in verdict.aftermath:
+        span = f"step {found.first}" if found.first == found.last else f"steps {found.first}–{found.last}"
+        gappy = f"{found.count} of " if found.count < found.last - found.first + 1 else ""
+        words = "a consequence" if found.count == 1 else "consequences"
+        saved = next((i.snapshot for i in verdict.incidents if i.consequence_of == found.of and i.snapshot), None)
+        lines.append(f"{gappy}{span}: {words} of step {found.of}" + (f" ({clean(saved)})" if saved else ""))
+    return tuple(lines)

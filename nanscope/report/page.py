@@ -11,7 +11,7 @@ from pathlib import PurePath
 from nanscope.report.chain import ChainItem, chain_of
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.draw import Chart, Map, chart_of, map_of
-from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
+from nanscope.report.headline import Fact, calm, consequences_of, facts_of, lead_and_rest
 from nanscope.report.history import panels_of
 from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
@@ -92,8 +92,8 @@ class Page:
 
 def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]) -> Page:
     """Return a verdict as page data: clean strings, cut to `limits`."""
-    shown = verdict.incidents[: limits.incidents]
-    listed = verdict.incidents[: limits.incidents + limits.listed]
+    shown = verdict.causes[: limits.incidents]
+    listed = verdict.causes[: limits.incidents + limits.listed]
     told = {(note.slug, note.text) for incident in shown for note in incident.notes}
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
     bad = max(verdict.bad_steps, len({incident.step for incident in verdict.incidents}))
@@ -117,8 +117,8 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         heads=HEADS,
         sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
-        more=f"… {len(verdict.incidents) - len(listed)} more" if len(verdict.incidents) > len(listed) else "",
-        notes=_notes(notes, limits),
+        more=f"… {len(verdict.causes) - len(listed)} more" if len(verdict.causes) > len(listed) else "",
+        notes=(*(("consequences", words) for words in consequences_of(verdict)[: limits.items]), *_notes(notes, limits)),
         unseen=clean(gap_words(verdict.gaps), limits.long) if verdict.incidents else "",
     )
 

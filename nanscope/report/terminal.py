@@ -18,6 +18,7 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
+from nanscope.report.headline import consequences_of
 from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of
 from nanscope.snapshot.coverage import gap_words
@@ -33,9 +34,18 @@ def render_text(verdict: Verdict) -> str:
     return plain(_verdict(verdict))
 
 
-def print_verdict(verdict: Verdict, written: Sequence[str], *, file: IO[str]) -> None:
+def print_verdict(verdict: Verdict, written: Sequence[str] = (), *, file: IO[str]) -> None:
     """Print the report of a run, and which files were written."""
-    show(Group(_verdict(verdict), *(Text(f"  wrote {path}", QUIET) for path in written)), file=file)
+    show(Group(_verdict(verdict), *map(_wrote, written)), file=file)
+
+
+def print_written(path: str, *, file: IO[str]) -> None:
+    """Print that another file was written."""
+    show(_wrote(path), file=file)
+
+
+def _wrote(path: str) -> Text:
+    return Text(f"  wrote {path}", QUIET)
 
 
 def _verdict(verdict: Verdict) -> RenderableType:
@@ -44,9 +54,11 @@ def _verdict(verdict: Verdict) -> RenderableType:
         parts += [Text(f"  note: {clean(note.text)}", QUIET) for note in verdict.notes if note.slug != "nonfinite_absorbed"]
         return Group(*parts)
     parts = []
-    for incident in verdict.incidents:
+    for incident in verdict.causes:
         parts += [Text(""), incident_shown(incident)]
-    more = verdict.bad_steps - len({incident.step for incident in verdict.incidents})
+    followed = consequences_of(verdict)
+    parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
+    more = verdict.bad_steps - len({incident.step for incident in verdict.causes}) - sum(found.count for found in verdict.aftermath)
     counts = f"{count(verdict.steps, 'step')} watched"
     counts += f", {count(more, 'more bad step')} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""

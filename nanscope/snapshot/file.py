@@ -21,6 +21,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     opaque        operators that could not be recorded; their results are leaves
     part          which backward pass of the step, from 1    asked      saved on request, nothing was wrong
     checksum      of the whole file, against damage on its way (see `checksum`; since schema 3)
+    run           id of the run, as in its run.json      consequence_of   the earlier step that had spoilt the weights
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -44,7 +45,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError, SnapshotError
-from nanscope.plain import checked, show
+from nanscope.plain import checked, read, show
 from nanscope.program.program import Program
 from nanscope.snapshot.checksum import UNSEALED, seal
 from nanscope.snapshot.files import whole
@@ -176,6 +177,8 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "notes": [list(note) for note in snapshot.notes],
         "part": snapshot.part,
         "asked": snapshot.asked,
+        "run": snapshot.run,
+        "consequence_of": snapshot.consequence_of,
     }
     found: dict[str, Any] = show(described)
     return found
@@ -242,6 +245,8 @@ def load(path: Path | str) -> Snapshot:
             notes=tuple((str(slug), str(text)) for slug, text in about.get("notes", [])),
             part=int(about.get("part", 1)),
             asked=bool(about.get("asked", False)),
+            run=str(about.get("run") or ""),
+            consequence_of=read(int | None, about.get("consequence_of")),
         )
     except SnapshotError:
         raise

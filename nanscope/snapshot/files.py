@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from nanscope.snapshot.processes import lives, mark
+
+PREFIX, SUFFIX = ".nanscope-", ".tmp"
+
+FORGOTTEN = 86400.0  # seconds after which a temporary file of a process that cannot be asked after belongs to nobody
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -21,7 +28,7 @@ def whole(path: Path) -> Iterator[Path]:
 
     Raises OSError if it cannot be written; what was there before is then still there.
     """
-    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f"{PREFIX}{mark()}-", suffix=SUFFIX, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -35,3 +42,19 @@ def whole(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that killed processes of ours left in a folder: those that surely have no owner, and no other file."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                alive = lives(path.name.removeprefix(PREFIX).rpartition("-")[0])
+                if alive is False or (alive is None and _now(folder) - path.stat().st_mtime > FORGOTTEN):
+                    path.unlink()
+
+
+def _now(folder: Path) -> float:
+    """What the clock of a folder's disk shows: that of another machine may be another one."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
 from nanscope.plain import frame as frame_of
+from nanscope.snapshot.runs import latest
 
 TAIL = 200  # steps kept in memory and copied into a snapshot
 
@@ -55,10 +56,10 @@ class Entry:
 
 
 class History:
-    """The entries of one rank, in order; also written to a file if one is given."""
+    """The entries of one rank, in order; also written to a file if one is given, each line with the id of its run."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None = None, run: str = "") -> None:
+        self.path, self.run = path, run
         self.entries: list[Entry] = []
         self.count = 0
         self._file: TextIO | None = None
@@ -72,7 +73,7 @@ class History:
             return
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(entry.to_json()) + "\n")
+        self._file.write(json.dumps({**entry.to_json(), **({"run": self.run} if self.run else {})}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -84,8 +85,12 @@ class History:
 
 def read(path: Path) -> list[Entry]:
     """Return the entries of a history file; a last line that a killed process left half-written is skipped."""
+    return _entries(path.read_bytes())
+
+
+def _entries(lines: bytes) -> list[Entry]:
     entries = []
-    for line in path.read_bytes().splitlines():
+    for line in lines.splitlines():
         try:
             entries.append(Entry.from_json(json.loads(line)))
         except (ValueError, TypeError, AttributeError, RecursionError):
@@ -93,12 +98,35 @@ def read(path: Path) -> list[Entry]:
     return entries
 
 
+TAIL_BYTES = 1 << 16  # in which the last line of a history surely stands
+
+
+def last_entry(path: Path) -> Entry | None:
+    """Return the last entry of a history file without reading the rest of it, None if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return next(iter(reversed(_entries(file.read()))), None)
+    except OSError:
+        return None
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has, 0 if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError:
+        return 0
+
+
 def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
     """Return the history of a run as a pandas frame: one row per step and rank, indexed by step, a column for each field of `Entry`.
 
+    run_dir: of one run, or a folder of runs: of those the latest.
     Raises NanscopeError with the slug "no-run" if there is no history in the folder.
     """
-    files = sorted(Path(run_dir).glob("history.rank*.jsonl"))
+    files = sorted((latest(Path(run_dir)) or Path(run_dir)).glob("history.rank*.jsonl"))
     if not files:
         raise NanscopeError(
             f"there is no history.rank*.jsonl in {str(run_dir)!r}: a run directory is what a watched run wrote", slug="no-run"

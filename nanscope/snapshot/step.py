@@ -37,7 +37,9 @@ class Snapshot:
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
     observation: what was seen in the process and cannot be recomputed from the file. objective: the framework's loss as `framework_loss`
     knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
-    part: which backward pass of the step, from 1. asked: saved on request; nothing was wrong.
+    part: which backward pass of the step, from 1. asked: saved on request; nothing was wrong. run: id of the run.
+    consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
+    found: where the process located it, for the line on the log; in no file, since a reader finds it again.
     """
 
     step: int
@@ -56,6 +58,9 @@ class Snapshot:
     notes: tuple[tuple[str, str], ...] = ()
     part: int = 1
     asked: bool = False
+    run: str = ""
+    consequence_of: int | None = None
+    found: Observation = UNSEEN
 
     @property
     def file_name(self) -> str:

@@ -19,6 +19,7 @@ from nanscope.locate.observe import observe
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Kind, Observation, Phase, Row
+from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
 from nanscope.verdict.fixes import fixes_of
@@ -40,10 +41,12 @@ def verdict(
     bad_steps: int = 0,
     backwards: int = 0,
     gaps: Sequence[Gap] = (),
+    aftermath: Sequence[Aftermath] = (),
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
+    aftermath: which steps are consequences.
     """
     incidents: list[Incident] = []
     poisoned: int | None = None
@@ -57,7 +60,17 @@ def verdict(
             poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
     bad_steps = max(bad_steps, len({incident.step for incident in incidents}))
-    return Verdict(tuple(incidents), tuple(dict.fromkeys(everything)), steps, skipped, bad_steps, __version__, backwards, tuple(gaps))
+    return Verdict(
+        tuple(incidents),
+        tuple(dict.fromkeys(everything)),
+        steps,
+        skipped,
+        bad_steps,
+        __version__,
+        backwards,
+        tuple(gaps),
+        tuple(aftermath),
+    )
 
 
 def examine(
@@ -141,6 +154,7 @@ def diagnose(
         picture=None if seen.outside else picture_of(snapshot.program, replayed),
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
+        consequence_of=snapshot.consequence_of,
     )
 
 

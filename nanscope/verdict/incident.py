@@ -12,6 +12,7 @@ from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Origin, Row
+from nanscope.snapshot.record import Aftermath
 from nanscope.text import count, is_spared
 
 
@@ -89,6 +90,7 @@ class Incident:
     picture: Picture | None = None
     objective: dict[str, Any] = field(default_factory=dict)
     loss_words: str = ""  # the objective in one line
+    consequence_of: int | None = None  # the earlier step that had spoilt the weights
 
     @property
     def reproduces(self) -> bool | None:
@@ -117,7 +119,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not."""
+    """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
+    aftermath: the consequences of incidents, saved or not.
+    """
 
     incidents: tuple[Incident, ...]
     notes: tuple[Note, ...] = ()
@@ -127,11 +131,17 @@ class Verdict:
     version: str = field(default="")
     backwards: int = 0
     gaps: tuple[Gap, ...] = ()
+    aftermath: tuple[Aftermath, ...] = ()
 
     @property
     def healthy(self) -> bool:
         """The run was watched, all of it, and nothing harmful was seen."""
         return self.status is Status.HEALTHY
+
+    @property
+    def causes(self) -> tuple[Incident, ...]:
+        """The incidents without those that only follow from an earlier one; all of them where that one is not there."""
+        return tuple(incident for incident in self.incidents if incident.consequence_of is None) or self.incidents
 
     @property
     def status(self) -> Status:
@@ -166,6 +176,7 @@ class Verdict:
             "bad_steps": self.bad_steps,
             "skipped": self.skipped,
             "incidents": [_incident_json(incident) for incident in self.incidents],
+            "consequences": [asdict(found) for found in self.aftermath],
             "notes": [_note_json(note) for note in self.notes],
             "gaps": [asdict(gap) for gap in self.gaps],
         }
@@ -213,6 +224,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "snapshot": i.snapshot,
         "reproduces": i.reproduces,
         "reproduction": i.reproduction.to_json(),
+        "consequence_of": i.consequence_of,
         "settings": i.settings,
         "objective": i.objective,
         "environment": i.environment,

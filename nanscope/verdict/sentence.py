@@ -18,10 +18,15 @@ from nanscope.text import number, show_index
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     """Return what is to be said of a bad step."""
-    tell = _arrived if seen.kind is Kind.ARRIVED else _BY_PHASE.get(seen.phase, _made_here)
     why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
-    return ". ".join(part for part in (tell(seen), _capital(why), _capital(end)) if part) + "."
+    return ". ".join(part for part in (what(seen), _capital(why), _capital(end)) if part) + "."
+
+
+def what(seen: Observation) -> str:
+    """Return what happened, without why and how far it got."""
+    tell = _arrived if seen.kind is Kind.ARRIVED else _BY_PHASE.get(seen.phase, _made_here)
+    return tell(seen)
 
 
 def absorbed(location: Location, step: int) -> str:

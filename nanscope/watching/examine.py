@@ -23,6 +23,7 @@ from nanscope.capture.tape import Tape
 from nanscope.frameworks.live import objective_of
 from nanscope.frameworks.table import recognise
 from nanscope.locate.location import spotted
+from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
@@ -146,7 +147,7 @@ class Examiner:
 
     def snapshot(self, hit: Hit, blank: Snapshot) -> Snapshot:
         """Return a hit as a snapshot; one that cannot be explained is still one."""
-        snapshot = replace(blank, observation=hit.seen)
+        snapshot = replace(blank, observation=hit.seen, found=hit.seen)
         try:
             look = hit.look
             if look is None:
@@ -171,11 +172,13 @@ class Examiner:
         look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
         blank = replace(blank, notes=(*blank.notes, *look.notes))
         if look.trace is None and look.seen is None:
-            return replace(blank, observation=update_seen(optimizer, named))
+            unseen = update_seen(optimizer, named)
+            return replace(blank, observation=unseen, found=unseen)
         if look.seen is not None:
-            return replace(blank, observation=look.seen)
+            return replace(blank, observation=look.seen, found=look.seen)
         seen = Observation(optimizer=type(optimizer).__name__, weight=name or "a weight")
-        return to_save(replace(blank, program=look.program, tensors=look.tensors, observation=seen), look, self.save_tokens)
+        found = _found(look, seen)
+        return to_save(replace(blank, program=look.program, tensors=look.tensors, observation=seen, found=found), look, self.save_tokens)
 
     def described(self, snapshot: Snapshot, recording: Recording, look: Look, loss_bad: bool) -> Snapshot:
         """Put into a snapshot what a look at the step has shown, and what is known around it."""
@@ -196,6 +199,7 @@ class Examiner:
             objective=objective,
             opaque=tuple(sorted({leaf.made_by for leaf in look.program.leaves if leaf.origin == "opaque"})),
             notes=tuple(notes),
+            found=_found(look, snapshot.observation),
             observation=snapshot.observation if look.seen is None else look.seen.joined(snapshot.observation),
         )
         return to_save(described, look, self.save_tokens)
@@ -217,3 +221,10 @@ class Examiner:
         grads = look.trace.run.grads
         raw = [grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads]
         return not any(bool(torch.isnan(grad).any()) for grad in raw)
+
+
+def _found(look: Look, seen: Observation) -> Observation:
+    """What a look located, in words and numbers. seen: what else is known."""
+    if look.seen is None and look.location is not None and look.trace is not None:
+        return observe(look.location, look.trace).joined(seen)
+    return seen if look.seen is None else look.seen.joined(seen)

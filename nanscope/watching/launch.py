@@ -6,6 +6,7 @@ The script is not touched. What it raises is passed on after the report; what it
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 import types
@@ -16,7 +17,9 @@ from pathlib import Path
 
 from nanscope.errors import NanscopeError
 from nanscope.verdict.incident import NonFiniteError
-from nanscope.watching.scope import Scope, watch
+from nanscope.watching.disk import MAX_BYTES
+from nanscope.watching.place import OURS, name_of, settle
+from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
 
 
@@ -29,21 +32,37 @@ class Ended:
     error: BaseException | None
 
 
-def run(target: str, args: Sequence[str], *, module: bool, out: Path, on_nonfinite: OnNonFinite, save_steps: Sequence[int] = ()) -> Ended:
+def run(
+    target: str,
+    args: Sequence[str],
+    *,
+    module: bool,
+    out: Path,
+    on_nonfinite: OnNonFinite,
+    save_steps: Sequence[int] = (),
+    max_bytes: int = MAX_BYTES,
+) -> Ended:
     """Run `target`, a script's path or, with module=True, a module's name, and watch it.
 
-    Raises NanscopeError if there is no such script or module.
+    Raises NanscopeError if there is no such script or module, or if nothing can be written to `out`.
     """
     if not module and not Path(target).is_file():
         raise NanscopeError(f"there is no script {target!r}", slug="no-script")
-    scope = watch(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps)
     exit_code = 0
     error: BaseException | None = None
     with _as_main(target, args, module):
         if module and not _module_exists(target):
             raise NanscopeError(f"there is no module {target!r}", slug="no-module")
+        name = name_of([target], ()) if not module else target
         try:
-            with scope:
+            place = settle(out, name)
+        except OSError as problem:
+            raise NanscopeError(
+                f"{out} cannot be written ({problem.strerror or problem}): choose another --out", slug="not-writable"
+            ) from None
+        scope = Scope(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, name=name, place=place)
+        try:
+            with scope, _known_to_children(place.run):
                 if module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
                 else:
@@ -74,6 +93,18 @@ def _run_script(path: str) -> None:
     except (SyntaxError, ValueError) as error:
         raise NanscopeError(f"{path} is not a Python script: {error}", slug="not-python") from None
     exec(code, main.__dict__)
+
+
+@contextmanager
+def _known_to_children(run: str) -> Iterator[None]:
+    """What the script starts, and watches by itself, is told apart from what another one does at the same time."""
+    before = os.environ.get(OURS)
+    os.environ.setdefault(OURS, run)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(OURS, None)
 
 
 @contextmanager

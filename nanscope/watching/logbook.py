@@ -1,6 +1,6 @@
 """The logbook: what is kept of one run, in memory and in its folder, and what other ranks wrote there.
 
-run.json                                 what ran, written when it begins
+run.json                                 what ran, and how it went so far; `run.rank3.json` of a further rank
 history.rank0.jsonl                      one line a step
 step-000412.rank0.safetensors            a bad step; `.part2` and so on for further bad micro-batches of it
 batch-000001.rank0.safetensors           a step that was asked for
@@ -9,11 +9,9 @@ batch-000001.rank0.safetensors           a step that was asked for
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,23 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.program.program import Program
-from nanscope.snapshot.coverage import Gap, with_gap
-from nanscope.snapshot.file import load, save
+from nanscope.snapshot.coverage import Gap, Status, with_gap
+from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import Kind
+from nanscope.snapshot.processes import mark
+from nanscope.snapshot.record import Remark, RunRecord, now
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
+from nanscope.watching.disk import MAX_BYTES, Disk
+from nanscope.watching.place import Place
+from nanscope.watching.poisoning import Poisoning
+from nanscope.watching.recording import Recording
 from nanscope.watching.surroundings import environment, has_peers
-
-log = logging.getLogger("nanscope")
+from nanscope.watching.telling import Teller
 
 NOTES = 32  # notes kept per run
 PATIENCE = 3.0  # seconds that a finished rank waits for the file of the one that made a NaN
@@ -41,12 +45,21 @@ PATIENCE = 3.0  # seconds that a finished rank waits for the file of the one tha
 class Logbook:
     """What is known of one run. paths: of the snapshots, None for one that could not be written. saved: files of steps that were asked for.
 
-    folder: the run directory. limit: bad steps saved per run, and bad backward passes per step; later ones are counted.
+    folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run, and bad backward passes
+    per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept, after it was written.
     """
 
-    def __init__(self, folder: Path, rank: int, limit: int) -> None:
-        self.folder, self.rank, self.limit = folder, rank, limit
+    def __init__(
+        self, folder: Path, limit: int, max_bytes: int = MAX_BYTES, on_incident: Callable[[Snapshot, str | None], None] | None = None
+    ) -> None:
+        self.folder, self.limit, self.rank = folder, limit, 0
+        self.poisoning = Poisoning()
         self.history = History()
+        self.held_peak: int | None = None
+        self._max_bytes, self._on_incident = max_bytes, on_incident
+        self._disk = Disk(None, max_bytes)
+        self._teller = Teller()
+        self._record = RunRecord()
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
@@ -56,29 +69,38 @@ class Logbook:
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
 
-    def open(self, about: dict[str, Any]) -> None:
-        """Begin the folder. Raises OSError if it cannot be written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        started = {"nanscope": __version__, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "environment": environment(None, None)}
-        (self.folder / "run.json").write_text(json.dumps({**started, **about}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        path = self.folder / f"history.rank{self.rank}.jsonl"
-        path.unlink(missing_ok=True)
-        self.history.path = path
+    def open(self, place: Place | None, about: RunRecord) -> None:
+        """Begin the run. place: where it writes, None if nothing can be written anywhere."""
+        self._record = replace(about, started=now(), process=mark(), nanscope=__version__, environment=environment(None, None))
+        if place is not None:
+            self.folder, self.rank = place.path, place.rank
+            self.history = History(place.path / f"history.rank{place.rank}.jsonl", place.run)
+            self._record = replace(self._record, run=place.run, rank=place.rank)
+            self._disk = Disk(place.path, self._max_bytes)
+            self._teller = Teller(place.path, place.rank if place.shared else None)
+        self._put()
 
     def enter(self, entry: Entry) -> None:
         """Write the line of a step."""
         self.steps += 1
-        self.history.append(entry)
+        try:
+            self.history.append(entry)
+        except OSError as error:
+            self._disk.failed("the history could not be written", error)
 
     def note(self, slug: str, text: str, step: int) -> None:
         """Keep a note, once."""
         if self.takes_notes() and not any(note.slug == slug and note.text == text for note in self.notes):
             self.notes.append(Note(slug, text, step))
+            self._put()
 
     def gap(self, slug: str, text: str, step: int | None = None) -> None:
         """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
+        known = len(self.gaps)
         self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
         self._verdict = None
+        if len(self.gaps) > known:
+            self._put()
 
     def takes_notes(self) -> bool:
         """Is there room for another note?"""
@@ -97,22 +119,48 @@ class Logbook:
             history=tuple(self.history.entries),
             environment=environment(loss, None),
             part=part,
+            run=self._record.run,
         )
 
     def wants(self, step: int) -> bool:
-        """Should another bad backward pass of this step be saved?"""
-        saved = [snapshot.step for snapshot in self.snapshots]
+        """Is there room for another bad backward pass of this step? Consequences take none of it."""
+        saved = [snapshot.step for snapshot in self.snapshots if snapshot.consequence_of is None]
         return len({*saved, step}) <= self.limit and saved.count(step) < self.limit
 
+    def count(self, step: int, recording: Recording | None, another: bool) -> bool:
+        """Count a bad backward pass, and return whether it is to be looked at and kept. another: the step was not known to be bad."""
+        self.bad_steps += another
+        room = self.wants(step)
+        of = self.poisoning.explains(step, recording, room)
+        if of is None and room:
+            return True
+        if another and of is not None:
+            self.poisoning.add(step, of)
+        elif another:
+            self._teller.unsaved()
+        if another and is_round(self.bad_steps):
+            self._put()
+        return False
+
     def keep(self, snapshot: Snapshot) -> None:
-        """Keep a bad step, and write it."""
-        self.snapshots.append(snapshot)
+        """Keep a bad step: write it, say so, and call whoever wants to know."""
+        of = self.poisoning.of(snapshot.step, snapshot.found)
+        if of is not None:
+            self.poisoning.add(snapshot.step, of)
+        self.snapshots.append(replace(snapshot, consequence_of=of))
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
+        kept, path = self.snapshots[-1], self.paths[-1]
+        self._teller.found(kept, path)
+        self._put()
+        if self._on_incident is not None and of is None:
+            self._on_incident(kept, str(path) if path is not None else None)
 
     def keep_asked(self, snapshot: Snapshot) -> None:
-        """Write a step that nothing is wrong with. Raises OSError if it cannot be written."""
-        self.saved.append(save(snapshot, self.folder))
+        """Write a step that nothing is wrong with."""
+        path = self._disk.save(snapshot)
+        if path is not None:
+            self.saved.append(path)
 
     def mark(self, step: int, **changes: Any) -> None:
         """Add to what the incident of the running step reached, in memory and in its file."""
@@ -132,11 +180,20 @@ class Logbook:
                     notes.append(("logged_loss", f"the trainer logged {shown[0]} for this step; the true loss was {loss}"))
                     self._change(index, replace(snapshot, notes=tuple(notes)))
 
-    def close(self) -> None:
-        """End the run."""
+    def close(self, raised: str = "") -> None:
+        """End the run. raised: class of the exception that ended it."""
         self._had_peers = has_peers()
-        self._finished = True
-        self.history.close()
+        self._finished, self._verdict = True, None
+        for index, path in enumerate(self.paths):
+            if path is None:
+                self._write(index)  # there may be room again
+        self._teller.end()
+        try:
+            self.history.close()
+        except OSError as error:
+            self._disk.failed("the history could not be written", error)
+        self._record = replace(self._record, ended=now(), status=str(self._status()), raised=raised)
+        self._put()
 
     def verdict(self) -> Verdict:
         """Return what was found so far, complete once the book is closed."""
@@ -146,12 +203,13 @@ class Logbook:
             found = verdict(
                 [*self.snapshots, *others.values()],
                 [*(str(path) if path else None for path in self.paths), *others],
-                notes=self.notes,
+                notes=[*self.notes, *self._not_on_disk()],
                 steps=self.steps,
                 skipped=self.skipped,
                 bad_steps=self.bad_steps,
                 backwards=self.backwards,
                 gaps=self.gaps,
+                aftermath=self.poisoning.aftermath,
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
@@ -163,10 +221,37 @@ class Logbook:
             self._write(index)
 
     def _write(self, index: int) -> None:
-        try:
-            self.paths[index] = save(self.snapshots[index], self.folder)
-        except OSError as error:
-            log.warning("nanscope [snapshot-unwritten]: step %d could not be saved: %s", self.snapshots[index].step, error)
+        self.paths[index] = self._disk.save(self.snapshots[index])
+        self.paths = [path if path is not None and self._disk.holds(path) else None for path in self.paths]
+
+    def _put(self) -> None:
+        """Write what is known of the run so far."""
+        self._record = replace(
+            self._record,
+            steps=self.steps,
+            skipped=self.skipped,
+            bad_steps=self.bad_steps,
+            backwards=self.backwards,
+            gaps=tuple(self.gaps),
+            notes=tuple(Remark(note.slug, note.text, note.step) for note in (*self.notes, *self._not_on_disk())),
+            aftermath=tuple(self.poisoning.aftermath),
+            held_peak=self.held_peak,
+        )
+        self._disk.write(self._record)
+
+    def _status(self) -> Status:
+        """What the verdict will call itself, without a diagnosis."""
+        if self.snapshots or self.bad_steps:
+            suspect = self.snapshots and all(snapshot.observation.suspect for snapshot in self.snapshots)
+            return Status.SUSPECT if suspect else Status.NONFINITE
+        return Verdict((), steps=self.steps, backwards=self.backwards, gaps=tuple(self.gaps)).status
+
+    def _not_on_disk(self) -> list[Note]:
+        missing = sorted({snapshot.step for snapshot, path in zip(self.snapshots, self.paths, strict=True) if path is None})
+        if not missing:
+            return []
+        steps = f"step{'' if len(missing) == 1 else 's'} {listed([str(step) for step in missing])}"
+        return [Note("not_on_disk", f"{steps} could not be kept on disk: {self._disk.problem or 'there is no folder to write to'}")]
 
 
 def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict[str, Snapshot]:

@@ -10,7 +10,8 @@ The gates tell a `Step`, the step asks `examine`, what that returns is kept by t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,11 +25,15 @@ from nanscope.capture.tape import BUDGET, Tape, TapeMode
 from nanscope.errors import NanscopeError
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
+from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.step import Snapshot
-from nanscope.verdict.incident import Note, Verdict
+from nanscope.verdict.diagnose import diagnose
+from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.watching.disk import MAX_BYTES
 from nanscope.watching.examine import Examiner
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import repeated_tokens
+from nanscope.watching.place import Place, name_of, settle_somewhere
 from nanscope.watching.step import OnNonFinite, Step
 from nanscope.watching.surroundings import find_trainer
 
@@ -48,14 +53,22 @@ class Scope:
         save_tokens: bool = False,
         limit: int = LIMIT,
         save_steps: Iterable[int] = (),
+        max_bytes: int = MAX_BYTES,
+        name: str | None = None,
+        on_incident: Callable[[Incident], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         if on_nonfinite not in ("record", "skip", "stop"):
             raise NanscopeError(f'on_nonfinite must be "record", "skip" or "stop", not {on_nonfinite!r}', slug="bad-argument")
         if budget <= 0:
             raise NanscopeError(f"budget is a number of bytes above 0, not {budget!r}", slug="bad-argument")
+        if max_bytes <= 0:
+            raise NanscopeError(f"max_bytes is a number of bytes above 0, not {max_bytes!r}", slug="bad-argument")
         self.on_nonfinite = on_nonfinite
-        self._targets = targets
-        self._logbook = Logbook(Path(out), int(os.environ.get("RANK", "0") or 0), limit)
+        self._targets, self._place = targets, place
+        self._name = name_of([name] if name else sys.argv, targets)
+        self._on_incident = on_incident
+        self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None)
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         self._tape = Tape(budget, wide=budget // 32)
         self._mode = TapeMode(self._tape)
@@ -88,17 +101,23 @@ class Scope:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._gates.remove()
         self._failsafe("finish", self._step.finish)
-        self._failsafe("finish", self._close)
+        self._failsafe("finish", self._close, "" if kind is None else kind.__name__)
         self._failsafe("finish", self._step.forget)
         self._failsafe("finish", self._tape.forget, True)
 
     def _open(self) -> None:
-        self._logbook.open({"on_nonfinite": self.on_nonfinite, "targets": [type(target).__qualname__ for target in self._targets]})
+        place = self._place or settle_somewhere(self._logbook.folder, self._name)
+        targets = tuple(type(target).__qualname__ for target in self._targets)
+        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets))
 
-    def _close(self) -> None:
+    def _announce(self, snapshot: Snapshot, path: str | None) -> None:
+        if self._on_incident is not None:
+            self._failsafe("on-incident", lambda call: call(diagnose(snapshot, path)), self._on_incident)
+
+    def _close(self, raised: str) -> None:
         logged = getattr(getattr(find_trainer(self._targets), "state", None), "log_history", None)
         self._logbook.compare(logged if isinstance(logged, list) else [])
-        self._logbook.close()
+        self._logbook.close(raised)
 
     def tag(self, **tensors: Tensor) -> None:
         """Name tensors where the code's own names do not tell: `scope.tag(log_probs=lp, mask=m)`.
@@ -127,7 +146,7 @@ class Scope:
 
     @property
     def out(self) -> Path:
-        """The run directory."""
+        """The directory of this run, once it has begun; the folder of runs before."""
         return self._logbook.folder
 
     @property
@@ -179,20 +198,39 @@ def watch(
     save_tokens: bool = False,
     limit: int = LIMIT,
     save_steps: Iterable[int] = (),
+    max_bytes: int = MAX_BYTES,
+    name: str | None = None,
+    on_incident: Callable[[Incident], None] | None = None,
 ) -> Scope:
     """Return a scope that watches a training run.
 
     targets:      a TRL or transformers trainer, an nn.Module, an optimizer, or nothing at all: everything in the block is seen anyway.
-    out:          the run directory: run.json, history.rank0.jsonl, and a snapshot of each bad step.
+    out:          the folder of runs. Each run has a directory of its own in it, `scope.out`, with run.json, history.rank0.jsonl, and a
+                  snapshot of each bad step; all ranks of a job share one. What cannot be written there goes to a temporary folder.
     on_nonfinite: "record" changes nothing; "skip" keeps a step with bad gradients from the weights; "stop" raises NonFiniteError, after
                   the snapshot is on disk.
     budget:       bytes of tensors that may be held by reference until a step is over.
     save_tokens:  put integer tensors that look like token ids into snapshots.
-    limit:        bad steps saved per run; later ones are counted.
+    limit:        bad steps saved per run; later ones are counted. Steps that are bad because an earlier one spoilt the weights take no
+                  place: of these the first is saved.
     save_steps:   numbers of steps to save although nothing is wrong with them, one file a backward pass, to be audited or replayed.
+    max_bytes:    of all snapshots of this process. Consequences make room for causes, and the first cause is written however large it is.
+    name:         what the run is called; without it, as the script, or the trainer.
+    on_incident:  called with the `Incident` of each bad step that has a cause of its own, after its file was written.
     Raises NanscopeError for an argument that is not one of these.
     """
-    return Scope(targets, out=out, on_nonfinite=on_nonfinite, budget=budget, save_tokens=save_tokens, limit=limit, save_steps=save_steps)
+    return Scope(
+        targets,
+        out=out,
+        on_nonfinite=on_nonfinite,
+        budget=budget,
+        save_tokens=save_tokens,
+        limit=limit,
+        save_steps=save_steps,
+        max_bytes=max_bytes,
+        name=name,
+        on_incident=on_incident,
+    )
 
 
 def _modules_of(target: Any) -> Iterator[nn.Module]:

@@ -157,6 +157,7 @@ class Step:
         self._held.clear()
         weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         bad = count_bad(weights)
+        self._logbook.poisoning.weights(self.number, bad)
         if held:
             self._logbook.mark(self.number, stepped="skipped", weights=len(weights), bad_weights=bad)
         elif self._bad:
@@ -273,9 +274,8 @@ class Step:
 
     def _save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
         """Count a bad step, and have it described and kept if there is room for it."""
-        self._logbook.bad_steps += not self._bad
-        self._bad = True
-        if self._logbook.wants(self.number):
+        another, self._bad = not self._bad, True
+        if self._logbook.count(self.number, recording, another):
             self._logbook.keep(describe(self._blank(recording, reached)))
 
     def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:

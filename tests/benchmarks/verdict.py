@@ -81,7 +81,7 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
         began = time.perf_counter()
         verdict = scope.verdict
         diagnosed = time.perf_counter() - began
-        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in scope.out.glob("*.safetensors"))
     origin = verdict.incidents[0].origin
     if (origin.op, origin.index) != ("exp", (rows // 2, tokens - 1)):
         raise SystemExit(f"the origin came out wrong: {origin.op} {origin.index}")

@@ -1,0 +1,189 @@
+"""What a run says of itself, as each of its processes wrote it: `run.json`, and `run.rank3.json` of a further rank.
+
+Written when the run begins, whenever something is found, and when it ends; a process that was killed leaves "running" behind.
+SCHEMA history: absent — before there was one directory a run. 1 — `run`, `rank`, `status`, counts, gaps, notes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanscope.errors import NanscopeError
+from nanscope.plain import checked, show
+from nanscope.snapshot.coverage import Gap, Status
+from nanscope.snapshot.files import write_whole
+from nanscope.snapshot.history import count_lines, last_entry
+from nanscope.snapshot.processes import lives
+
+SCHEMA = 1
+LARGEST = 16 << 20  # bytes; what is longer was not written by us
+
+RUNNING, KILLED = "running", "killed"
+WORST = (Status.NONFINITE, Status.SUSPECT, Status.UNWATCHED, Status.PARTLY, Status.HEALTHY)
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What was noticed and is no incident. slug: its kind."""
+
+    slug: str = ""
+    text: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Aftermath:
+    """Steps that were bad because an earlier one had spoilt the weights. of: that one. first, last: of them, `count` in all."""
+
+    of: int = 0
+    first: int = 0
+    last: int = 0
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One process of a run, as it says of itself.
+
+    run: id of the run, the same in all of its files. script: what was run. started, ended: local time with its distance from UTC.
+    process: see `processes`. status: "running", or what the verdict was. raised: class of the exception that ended the block.
+    steps, skipped, bad_steps, backwards: counts. gaps: what was not watched. notes: as in the verdict. aftermath: consequences of bad
+    steps.
+    held_peak: most bytes that were held at a time. on_nonfinite, targets: as it was asked for. nanscope: the release.
+    """
+
+    run: str = ""
+    rank: int = 0
+    script: str = ""
+    started: str = ""
+    ended: str = ""
+    process: str = ""
+    status: str = RUNNING
+    raised: str = ""
+    steps: int = 0
+    skipped: int = 0
+    bad_steps: int = 0
+    backwards: int = 0
+    gaps: tuple[Gap, ...] = ()
+    notes: tuple[Remark, ...] = ()
+    aftermath: tuple[Aftermath, ...] = ()
+    held_peak: int | None = None
+    on_nonfinite: str = "record"
+    targets: tuple[str, ...] = ()
+    nanscope: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def file_name(self) -> str:
+        """run.json, or run.rank3.json."""
+        return f"run.rank{self.rank}.json" if self.rank else "run.json"
+
+    @property
+    def alive(self) -> bool | None:
+        """Does its process still run? False once it has ended, None where nobody here can tell."""
+        return lives(self.process) if self.status == RUNNING else False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON data."""
+        data: dict[str, Any] = show({"schema": SCHEMA, **asdict(self)})
+        return data
+
+    @staticmethod
+    def from_json(data: object) -> RunRecord:
+        """Read what `to_json` wrote, in any release. Raises TypeError or ValueError for anything else."""
+        if not isinstance(data, dict):
+            raise TypeError(f"it is {type(data).__name__}")
+        if type(schema := data.get("schema", 0)) is not int or not 0 <= schema <= SCHEMA:
+            raise ValueError("its schema is none that this nanscope reads")
+        found = {key: value for key, value in data.items() if key != "environment"}
+        if not schema:
+            found |= {"status": "", "process": ""}
+        environment = data.get("environment", {})
+        return RunRecord(**checked(RunRecord, found), environment=environment if isinstance(environment, dict) else {})
+
+    def write(self, folder: Path) -> None:
+        """Write the record, whole. Raises OSError."""
+        write_whole(folder / self.file_name, (json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n").encode())
+
+
+def now() -> str:
+    """Return the local time as records write it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def records(run_dir: Path) -> list[RunRecord]:
+    """Return what the processes of a run wrote of it, by rank; nothing for a folder without a record.
+
+    Raises NanscopeError with the slug "run-damaged" for one that cannot be read.
+    """
+    found = []
+    for path in sorted(run_dir.glob("run*.json")):
+        if path.name == "run.json" or path.name.startswith("run.rank"):
+            try:
+                if path.stat().st_size > LARGEST:
+                    raise ValueError("it is too large")
+                found.append(RunRecord.from_json(json.loads(path.read_bytes())))
+            except OSError as error:
+                raise NanscopeError(f"{path} cannot be read ({error.strerror or error})", slug="run-damaged") from None
+            except (ValueError, TypeError, RecursionError) as error:
+                what = "not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)[:200]
+                message = f"{path} is damaged ({what}); the snapshots beside it can be reported one by one"
+                raise NanscopeError(message, slug="run-damaged") from None
+    return sorted(found, key=lambda record: record.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One run, as `nanscope runs` lists it.
+
+    path: its directory. status: as in its record; "running", "killed", or "unknown" where nobody here can tell; "damaged". last: time of
+    its last step, in seconds since 1970. ranks: processes that wrote. size: bytes on disk. snapshots: of bad steps.
+    """
+
+    path: str
+    script: str
+    started: str
+    status: str
+    steps: int
+    bad_steps: int
+    ranks: int
+    size: int
+    snapshots: int
+    last: float | None
+
+
+def listed(run_dir: Path) -> Listed:
+    """Return what there is to say of a run in one line, without reading its snapshots."""
+    try:
+        found, damaged = records(run_dir), False
+    except NanscopeError:
+        found, damaged = [], True
+    histories = sorted(run_dir.glob("history.rank*.jsonl"))
+    last = [entry.time for path in histories if (entry := last_entry(path)) is not None]
+    first = found[0] if found else RunRecord(status="")
+    return Listed(
+        path=str(run_dir),
+        script=first.script,
+        started=first.started,
+        status="damaged" if damaged else state(found),
+        steps=max([record.steps for record in found] + [count_lines(path) for path in histories], default=0),
+        bad_steps=max([record.bad_steps for record in found], default=0),
+        ranks=max(len(histories), len(found)),
+        size=sum(path.stat().st_size for path in run_dir.iterdir() if path.is_file()),
+        snapshots=sum(1 for _ in run_dir.glob("step-*.rank*.safetensors")),
+        last=max(last, default=None),
+    )
+
+
+def state(found: Sequence[RunRecord]) -> str:
+    """Return how a run ended, the worst of its processes first; "running", "killed" or "unknown" if one has not."""
+    open_ = [record.alive for record in found if record.status == RUNNING]
+    if open_:
+        return KILLED if False in open_ else RUNNING if True in open_ else "unknown"
+    said = [record.status for record in found if record.status]
+    return next((status for status in WORST if status in said), said[0] if said else "unknown")

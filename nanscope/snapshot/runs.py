@@ -1,0 +1,77 @@
+"""A folder of runs: one directory for each, and which of them began last.
+
+nanscope-runs/
+  2026-11-21T20-15-03-train/     one run: run.json, history.rank0.jsonl, step-000412.rank0.safetensors, report.html
+  latest                         a link to the run that began last, or a line of text with its name
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nanscope.errors import NanscopeError
+from nanscope.snapshot.files import PREFIX, SUFFIX, write_whole
+from nanscope.snapshot.processes import mark
+
+LATEST = "latest"
+
+
+def is_run(folder: Path) -> bool:
+    """Did a watched run write into this folder?"""
+    return any(any(folder.glob(name)) for name in ("run.json", "run.rank*.json", "history.rank*.jsonl", "step-*.rank*.safetensors"))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run directories of a folder of runs, the earliest first; nothing if it is none."""
+    try:
+        found = [path for path in folder.iterdir() if path.name != LATEST and path.is_dir() and is_run(path)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the run that began last in a folder of runs, None if there is none."""
+    runs = runs_in(folder)
+    pointer = folder / LATEST
+    try:  # a link, or a line of text where there are no links; only its name counts: it may come from a stranger
+        name = pointer.readlink().name if pointer.is_symlink() else _first_line(pointer)
+    except (OSError, ValueError):
+        name = ""
+    return next((run for run in runs if run.name == name), runs[-1] if runs else None)
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return Path(file.readline(1000).strip()).name
+
+
+def point(folder: Path, run_dir: Path) -> None:
+    """Make `latest` say which run began last. Raises OSError."""
+    temporary = folder / f"{PREFIX}{mark()}-{LATEST}{SUFFIX}"
+    try:
+        temporary.symlink_to(run_dir.name, target_is_directory=True)
+    except (OSError, NotImplementedError):
+        write_whole(folder / LATEST, f"{run_dir.name}\n".encode())
+        return
+    try:
+        temporary.replace(folder / LATEST)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def find_run(path: Path) -> tuple[Path, list[Path]]:
+    """Return the run directory that a path means, and, where it is a folder of runs, all of them: the latest is meant.
+
+    Raises NanscopeError with the slug "no-run" if it is neither.
+    """
+    if not path.is_dir():
+        raise NanscopeError(f"there is no run directory or snapshot {str(path)!r}", slug="no-run")
+    newest = latest(path)
+    if newest is not None:
+        return newest, runs_in(path)
+    if not is_run(path):
+        raise NanscopeError(f"{path} is not a run directory: no run.json, history or snapshot in it, nor below it", slug="no-run")
+    return path, []

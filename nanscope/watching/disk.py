@@ -1,0 +1,82 @@
+"""What a run writes into its directory: each file whole, a limit on all of them, and one warning when no more can be written.
+
+What cannot be written stays in memory, and is written when the run ends if there is room again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from nanscope.program.numbers import tensor_bytes
+from nanscope.snapshot.file import save
+from nanscope.snapshot.record import RunRecord
+from nanscope.snapshot.step import Snapshot
+
+log = logging.getLogger("nanscope")
+
+MAX_BYTES = 1 << 30
+
+
+class Disk:
+    """The directory of a run, as one of its processes writes to it. folder: None if nothing can be written anywhere.
+
+    max_bytes: of all snapshots. Consequences make room for causes, the oldest first; a cause that was written stays, and the first is
+    written however large it is. problem: why something could not be written, "" as long as all was.
+    """
+
+    def __init__(self, folder: Path | None, max_bytes: int) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+        self.problem = ""
+        self._sizes: dict[Path, int] = {}
+        self._consequences: list[Path] = []
+
+    def write(self, record: RunRecord) -> None:
+        """Write what the run says of itself."""
+        if self.folder is not None:
+            try:
+                record.write(self.folder)
+            except OSError as error:
+                self.failed(f"{record.file_name} could not be written", error)
+
+    def save(self, snapshot: Snapshot) -> Path | None:
+        """Write a snapshot, in place of an earlier state of it; None if it could not be written, or if there is no room for it."""
+        if self.folder is None:
+            return None
+        path = self.folder / snapshot.file_name
+        need = tensor_bytes(snapshot.tensors) + tensor_bytes(snapshot.grads)
+        if path not in self._sizes and not self._make_room(need, snapshot):
+            return None
+        try:
+            save(snapshot, self.folder)
+            self._sizes[path] = path.stat().st_size
+        except OSError as error:
+            self.failed(f"step {snapshot.step} could not be saved", error)
+            return path if path in self._sizes else None
+        if snapshot.consequence_of is not None and path not in self._consequences:
+            self._consequences.append(path)
+        return path
+
+    def holds(self, path: Path) -> bool:
+        """Is a snapshot that was written still there? A consequence may have made room."""
+        return path in self._sizes
+
+    def failed(self, what: str, error: OSError) -> None:
+        """Say, once, that something could not be written."""
+        if not self.problem:
+            self.problem = f"{what}: {error.strerror or error}"
+            log.warning("nanscope [unwritten]: %s; training goes on, what is found is kept in memory", self.problem)
+
+    def _make_room(self, need: int, snapshot: Snapshot) -> bool:
+        while self._sizes and sum(self._sizes.values()) + need > self._max_bytes:
+            if not self._consequences or snapshot.consequence_of is not None:
+                if not self.problem:
+                    self.problem = f"step {snapshot.step} takes {need:,} bytes, and max_bytes leaves no room for it"
+                    log.warning("nanscope [unwritten]: %s; it is kept in memory", self.problem)
+                return False
+            oldest = self._consequences.pop(0)
+            with contextlib.suppress(OSError):
+                oldest.unlink(missing_ok=True)
+            del self._sizes[oldest]
+        return True

@@ -1,0 +1,251 @@
+"""Where a run writes: a directory of its own in the folder of runs, the same one for all ranks of a job.
+
+    nanscope-runs/2026-11-21T20-15-03-train/      local time, then the script's name, or the trainer's
+
+The ranks of a job find each other through a claim: a small file in the folder, made by whoever comes first, under a name that all of
+them work out from what their launcher gave them. No collective, and no clock but that of the disk. A claim that an earlier job left
+under the same name is told by the rank that it already has, by its launcher, which is gone, and by its age.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanscope.plain import checked
+from nanscope.snapshot.files import PREFIX, SUFFIX, sweep
+from nanscope.snapshot.processes import age, lives, mark
+from nanscope.snapshot.runs import point, runs_in
+
+log = logging.getLogger("nanscope")
+
+OURS = "NANSCOPE_RUN"  # processes that share it are one run; `nanscope run` sets it for what its script starts
+
+# What the ranks of one job have in common, and no two jobs at a time.
+SHARED = (
+    OURS,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+)  # fmt: skip
+TELLING = frozenset(SHARED) - {"WORLD_SIZE"}
+
+CLAIMS = ".claims"
+LATE = 600.0  # seconds by which a rank may begin after the one that made the claim
+APART = 60.0  # seconds by which launchers of one job, on several machines, may begin one after another
+OLD = 7 * 86400.0  # seconds after which a claim is thrown away
+
+SWEPT = 20  # runs, the last ones, in which what killed processes left half-written is looked for
+
+NAMELESS = {"", "-", "-c", "-m", "ipykernel_launcher", "colab_kernel_launcher"}  # not what anybody would call their script
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The directory of a run. run: its id. rank: of this process in it. shared: further ranks write there, too."""
+
+    path: Path
+    run: str
+    rank: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What stands in a claim. directory, run: of the run. launcher: mark of the process that started the one that claimed it."""
+
+    directory: str = ""
+    run: str = ""
+    launcher: str = ""
+
+
+def settle(folder: Path, name: str) -> Place:
+    """Return the directory of this process's run in a folder of runs, made for it or by another rank of its job.
+
+    Raises OSError if nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for earlier in runs_in(folder)[-SWEPT:]:
+        sweep(earlier)
+    sweep(folder)
+    rank, world = rank_and_world()
+    key = shared_key(os.environ, world)
+    if key is not None:
+        return replace(_join(folder, name, rank, key), shared=world > 1)
+    place = _new(folder, name, rank)
+    with contextlib.suppress(OSError):
+        point(folder, place.path)
+    return place
+
+
+def settle_somewhere(folder: Path, name: str) -> Place | None:
+    """As `settle`; where nothing can be written in the folder of temporary files, and said; None if not there either."""
+    try:
+        return settle(folder, name)
+    except OSError as error:
+        why = f"{folder} cannot be written ({error.strerror or error})"
+    try:
+        place = settle(Path(tempfile.mkdtemp(prefix="nanscope-runs-")), name)
+    except OSError:
+        log.warning("nanscope [out-unwritable]: %s, and no temporary folder either: what is found is kept in memory only", why)
+        return None
+    log.warning("nanscope [out-unwritable]: %s: this run is written to %s", why, place.path)
+    return place
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return which of how many processes this one is, as its launcher or torch.distributed says."""
+    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if "RANK" not in os.environ and torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return rank, world
+
+
+def _number(name: str, otherwise: int) -> int:
+    found = os.environ.get(name, "")
+    return int(found) if found.isdecimal() else otherwise
+
+
+def shared_key(environ: Mapping[str, str], world: int) -> str | None:
+    """Return a name that all ranks of this job work out alike, None for a process that trains alone."""
+    if world < 2 and OURS not in environ:
+        return None
+    parts = [f"{name}={environ[name]}" for name in SHARED if environ.get(name)]
+    if not TELLING & {part.partition("=")[0] for part in parts}:
+        parts.append(f"{mark(os.getppid())} {world}")  # started by one process of this machine, which told them nothing
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def name_of(argv: Sequence[str], targets: Sequence[Any]) -> str:
+    """Return what a run is called: as its script, or as its trainer where there is none."""
+    script = Path(argv[0] if argv else "")
+    stem = script.parent.name if script.stem == "__main__" else script.stem
+    if stem in NAMELESS:
+        stem = next((type(target).__name__ for target in targets if hasattr(target, "args") and hasattr(target, "state")), "run")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("._-")[:40] or "run"
+
+
+def _new(folder: Path, name: str, rank: int) -> Place:
+    """Make a directory that nobody else has."""
+    began, number = time.strftime("%Y-%m-%dT%H-%M-%S"), 1
+    while True:
+        path = folder / f"{began}-{name}{f'-{number}' if number > 1 else ''}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        place = Place(path, f"{path.name}-{secrets.token_hex(4)}", rank)
+        if not _take(place):
+            raise FileExistsError(f"{path} was taken")
+        return place
+
+
+def _take(place: Place) -> bool:
+    """Take a rank of a run, False if another process has it."""
+    try:
+        with (place.path / f"history.rank{place.rank}.jsonl").open("x"):
+            return True
+    except FileExistsError:
+        return False
+
+
+def _join(folder: Path, name: str, rank: int, key: str) -> Place:
+    """Come to the run that another rank has claimed, or claim one.
+
+    Claims of a key are numbered. A process takes the first that is of its job and has not its rank yet: a rank that opens one scope after
+    another goes from claim to claim, and one that is late finds the same ones.
+    """
+    claims = folder / CLAIMS
+    claims.mkdir(exist_ok=True)
+    while True:
+        now = _now(claims)
+        for path in sorted(claims.glob(f"{key}.*"), key=lambda path: int(path.suffix[1:])):
+            claim = _read(path)
+            if claim is not None and _is_of_this_job(claim, now - path.stat().st_mtime):
+                place = Place(folder / claim.directory, claim.run, rank)
+                if place.path.is_dir() and _take(place):
+                    return place
+        number = 1 + max((int(path.suffix[1:]) for path in claims.glob(f"{key}.*")), default=0)
+        place = _new(folder, name, rank)
+        if _claim(claims / f"{key}.{number}", Claim(place.path.name, place.run, mark(os.getppid()))):
+            with contextlib.suppress(OSError):
+                point(folder, place.path)
+                _throw_away(claims, now)
+            return place
+        (place.path / f"history.rank{rank}.jsonl").unlink()  # another rank was faster
+        place.path.rmdir()
+
+
+def _is_of_this_job(claim: Claim, waited: float) -> bool:
+    """Was a claim made by a rank of this job? waited: seconds since it was made."""
+    own, launcher = age(os.getpid()), age(os.getppid())
+    if own is not None and waited > own + LATE:
+        return False
+    if claim.launcher == mark(os.getppid()):
+        return True
+    alive = lives(claim.launcher)
+    if alive is None:  # on another machine: its launcher began when ours did
+        return launcher is None or waited <= launcher + APART
+    return alive
+
+
+def _claim(path: Path, claim: Claim) -> bool:
+    """Make a claim, whole and at once, False if there is one."""
+    handle, name = tempfile.mkstemp(prefix=f"{PREFIX}{mark()}-", suffix=SUFFIX, dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(asdict(claim), file)
+    temporary = Path(name)
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        return False
+    except OSError:  # a disk without hard links
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(temporary.read_text(encoding="utf-8"))
+        except FileExistsError:
+            return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _read(path: Path) -> Claim | None:
+    try:
+        claim = Claim(**checked(Claim, json.loads(path.read_bytes())))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return claim if claim.directory == Path(claim.directory).name else None
+
+
+def _now(folder: Path) -> float:
+    """What the clock of the disk shows."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+
+
+def _throw_away(claims: Path, now: float) -> None:
+    for path in claims.iterdir():
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > OLD:
+                path.unlink()

@@ -1,0 +1,72 @@
+"""What is said on the log while a run goes on: one line for each origin, when it is found.
+
+nanscope [bad-step]: step 412: ratio = torch.exp(log_ratio) overflowed to +inf at [2, 27] of [4, 64], loss.py:206: exp(89.05) = +inf,
+float32 ends at exp(88.72); next: nanscope replay nanscope-runs/2026-11-21T20-15-03-train/step-000412.rank0.safetensors
+
+Later steps with the same origin are counted: at the 1st, 10th, 100th, … more, and when the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from nanscope.snapshot.step import Snapshot
+from nanscope.text import is_round
+from nanscope.verdict.sentence import what
+
+log = logging.getLogger("nanscope")
+
+LINE = "nanscope [bad-step]: %s"
+
+NOT_SEEN = "the loss, a gradient or a weight is not finite"
+
+UNSAVED = "other"  # steps that were counted and not looked at
+
+
+class Teller:
+    """Says what is found, once. rank: said with it where there are several; directory: of the run, where the rest is found."""
+
+    def __init__(self, directory: Path | None = None, rank: int | None = None) -> None:
+        self.directory, self.rank = directory, rank
+        self._more: dict[object, tuple[str, int, int]] = {}  # origin → what it is called, how many more, how many of them were told
+
+    def found(self, snapshot: Snapshot, path: Path | None) -> None:
+        """A bad step was looked at, and written if it could be."""
+        seen = snapshot.found
+        site = (seen.origin.file, seen.origin.line, seen.origin.variable, seen.kind)
+        if site in self._more:
+            self._count(site)
+            return
+        place = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else f"step {snapshot.step}"
+        self._more[site] = (f"like that at {place}", 0, 0)
+        step = f"step {snapshot.step}" if self.rank is None else f"step {snapshot.step} on rank {self.rank}"
+        if snapshot.consequence_of is not None:
+            what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
+            log.warning(LINE, f"{step}: {what_next}")
+            return
+        next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
+        log.warning(LINE, f"{step}: {what(seen) if seen.phase is not None else NOT_SEEN}; {next_}")
+
+    def unsaved(self) -> None:
+        """A bad step was counted, and neither looked at nor written."""
+        self._more.setdefault(UNSAVED, ("not saved", 0, 0))
+        self._count(UNSAVED)
+
+    def end(self) -> None:
+        """Say what was counted since it was last told."""
+        for origin in self._more:
+            self._tell(origin)
+
+    def _count(self, origin: object) -> None:
+        words, count, told = self._more[origin]
+        self._more[origin] = (words, count + 1, told)
+        if is_round(count + 1):
+            self._tell(origin)
+
+    def _tell(self, origin: object) -> None:
+        words, count, told = self._more[origin]
+        if count > told:
+            self._more[origin] = (words, count, count)
+            where = f"; nanscope report {self.directory}" if self.directory is not None else ""
+            log.warning(LINE, f"+{count} more bad step{'' if count == 1 else 's'} {words}{where}")
