@@ -17,9 +17,15 @@ from nanscope.snapshot.processes import mark
 LATEST = "latest"
 
 
+_OURS = re.compile(r"run(\.rank\d+)?\.json|history\.rank\d+\.jsonl|step-\d+\.rank\d+.*\.safetensors")
+
+
 def is_run(folder: Path) -> bool:
     """Did a watched run write into this folder?"""
-    return any(any(folder.glob(name)) for name in ("run.json", "run.rank*.json", "history.rank*.jsonl", "step-*.rank*.safetensors"))
+    try:
+        return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
+    except OSError:
+        return False
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -33,13 +39,14 @@ def runs_in(folder: Path) -> list[Path]:
 
 def latest(folder: Path) -> Path | None:
     """Return the run that began last in a folder of runs, None if there is none."""
-    runs = runs_in(folder)
     pointer = folder / LATEST
     try:  # a link, or a line of text where there are no links; only its name counts: it may come from a stranger
         name = pointer.readlink().name if pointer.is_symlink() else _first_line(pointer)
     except (OSError, ValueError):
         name = ""
-    return next((run for run in runs if run.name == name), runs[-1] if runs else None)
+    if name not in ("", "..") and is_run(folder / name):
+        return folder / name
+    return next(reversed(runs_in(folder)), None)
 
 
 def _first_line(path: Path) -> str:

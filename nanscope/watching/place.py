@@ -28,7 +28,7 @@ import torch
 from nanscope.plain import checked
 from nanscope.snapshot.files import PREFIX, SUFFIX, sweep
 from nanscope.snapshot.processes import age, lives, mark
-from nanscope.snapshot.runs import point, runs_in
+from nanscope.snapshot.runs import point
 
 log = logging.getLogger("nanscope")
 
@@ -84,9 +84,8 @@ def settle(folder: Path, name: str) -> Place:
     Raises OSError if nothing can be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for earlier in runs_in(folder)[-SWEPT:]:
+    for earlier in (*sorted(path for path in folder.iterdir() if path.is_dir())[-SWEPT:], folder):
         sweep(earlier)
-    sweep(folder)
     rank, world = rank_and_world()
     key = shared_key(os.environ, world)
     if key is not None:
@@ -179,13 +178,14 @@ def _join(folder: Path, name: str, rank: int, key: str) -> Place:
     claims.mkdir(exist_ok=True)
     while True:
         now = _now(claims)
-        for path in sorted(claims.glob(f"{key}.*"), key=lambda path: int(path.suffix[1:])):
-            claim = _read(path)
-            if claim is not None and _is_of_this_job(claim, now - path.stat().st_mtime):
+        known = {int(path.suffix[1:]): path for path in claims.glob(f"{key}.*") if path.suffix[1:].isdecimal()}
+        for _, path in sorted(known.items()):
+            claim, made = _read(path)
+            if claim.directory and _is_of_this_job(claim, now - made):
                 place = Place(folder / claim.directory, claim.run, rank)
                 if place.path.is_dir() and _take(place):
                     return place
-        number = 1 + max((int(path.suffix[1:]) for path in claims.glob(f"{key}.*")), default=0)
+        number = 1 + max(known, default=0)
         place = _new(folder, name, rank)
         if _claim(claims / f"{key}.{number}", Claim(place.path.name, place.run, mark(os.getppid()))):
             with contextlib.suppress(OSError):
@@ -230,12 +230,13 @@ def _claim(path: Path, claim: Claim) -> bool:
     return True
 
 
-def _read(path: Path) -> Claim | None:
+def _read(path: Path) -> tuple[Claim, float]:
+    """Return a claim and when it was made; an empty one for what is none."""
     try:
-        claim = Claim(**checked(Claim, json.loads(path.read_bytes())))
+        claim, made = Claim(**checked(Claim, json.loads(path.read_bytes()))), path.stat().st_mtime
     except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    return claim if claim.directory == Path(claim.directory).name else None
+        return Claim(), 0.0
+    return (claim if claim.directory == Path(claim.directory).name else Claim()), made
 
 
 def _now(folder: Path) -> float:
