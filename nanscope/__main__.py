@@ -181,6 +181,7 @@ def run(
             on_nonfinite=cast("OnNonFinite", on_nonfinite),
             save_steps=save_step or (),
             max_bytes=max_bytes,
+            at_death=lambda scope, why: _finish(scope.abandon(why), scope.out, json_file),
         )
     verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from nanscope.errors import NanscopeError
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.disk import MAX_BYTES
+from nanscope.watching.dying import last_words
 from nanscope.watching.place import OURS, name_of, settle
 from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
@@ -41,9 +42,11 @@ def run(
     on_nonfinite: OnNonFinite,
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
+    at_death: Callable[[Scope, str], None] = lambda scope, why: None,
 ) -> Ended:
     """Run `target`, a script's path or, with module=True, a module's name, and watch it.
 
+    at_death: called with the name of a signal that is about to end the process.
     Raises NanscopeError if there is no such script or module, or if nothing can be written to `out`.
     """
     if not module and not Path(target).is_file():
@@ -62,7 +65,7 @@ def run(
             ) from None
         scope = Scope(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, name=name, place=place)
         try:
-            with scope, _known_to_children(place.run):
+            with scope, _children(scope), _known_to_children(place.run), last_words(lambda why: at_death(scope, why)):
                 if module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
                 else:
@@ -93,6 +96,34 @@ def _run_script(path: str) -> None:
     except (SyntaxError, ValueError) as error:
         raise NanscopeError(f"{path} is not a Python script: {error}", slug="not-python") from None
     exec(code, main.__dict__)
+
+
+@contextmanager
+def _children(scope: Scope) -> Iterator[None]:
+    """Where nothing was watched here, say that other processes ran: what trains there is not seen from here."""
+    before = _work_of_children()
+    try:
+        yield
+    finally:
+        if not scope.steps and not scope.backwards and (_work_of_children() != before or _living_children()):
+            scope.missed(
+                "child-processes",
+                "what the processes did that the script started: put `nanscope run` before the command that each of them runs, as in "
+                "`torchrun --no-python nanscope run train.py`, or `nanscope.watch` into the script",
+            )
+
+
+def _work_of_children() -> float:
+    """What processes that have ended took, in page faults: every one takes some."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+
+
+def _living_children() -> bool:
+    return any(path.read_text().strip() for path in Path("/proc/self/task").glob("*/children"))
 
 
 @contextmanager

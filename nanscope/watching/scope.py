@@ -138,6 +138,16 @@ class Scope:
         if words:
             self._logbook.note("repeated_tokens", f"step {self._step.number}: {words}", self._step.number)
 
+    def missed(self, slug: str, text: str) -> None:
+        """Say that training did something here that nobody looked at: what and why, in words that follow "not seen: "."""
+        self._failsafe("missed", self._logbook.gap, slug, text)
+
+    def abandon(self, why: str) -> Verdict:
+        """Return the verdict of a run that is about to be killed, from whatever thread; what comes later is not looked at."""
+        self._gates.rest()
+        self._failsafe("finish", self._logbook.close, why)
+        return self._logbook.verdict()
+
     @property
     def verdict(self) -> Verdict:
         """What was found so far; complete after the block. Diagnosing runs when it is first asked for."""
@@ -153,6 +163,11 @@ class Scope:
     def steps(self) -> int:
         """Optimizer steps seen."""
         return self._logbook.steps
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes seen."""
+        return self._logbook.backwards
 
     @property
     def skipped(self) -> int:
