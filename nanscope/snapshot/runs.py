@@ -24,7 +24,7 @@ def is_run(folder: Path) -> bool:
     """Did a watched run write into this folder?"""
     try:
         return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
-    except OSError:
+    except (OSError, ValueError):  # the latter for a name that no path can have
         return False
 
 

@@ -109,7 +109,7 @@ def _children(scope: Scope) -> Iterator[None]:
             scope.missed(
                 "child-processes",
                 "what the processes did that the script started: put `nanscope run` before the command that each of them runs, as in "
-                "`torchrun --no-python nanscope run train.py`, or `nanscope.watch` into the script",
+                "`torchrun -m nanscope run train.py`, or `nanscope.watch` into the script",
             )
 
 

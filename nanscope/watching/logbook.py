@@ -132,7 +132,7 @@ class Logbook:
         self.bad_steps += another
         room = self.wants(step)
         of = self.poisoning.explains(step, recording, room)
-        if of is None and room:
+        if (of is None and room) or self.poisoning.doubtful(step):
             return True
         if another and of is not None:
             self.poisoning.add(step, of)
@@ -147,6 +147,9 @@ class Logbook:
         of = self.poisoning.of(snapshot.step, snapshot.found)
         if of is not None:
             self.poisoning.add(snapshot.step, of)
+        elif not self.wants(snapshot.step):
+            self._teller.unsaved()
+            return
         self.snapshots.append(replace(snapshot, consequence_of=of))
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)

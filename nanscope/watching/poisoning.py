@@ -22,28 +22,39 @@ class Poisoning:
     def __init__(self) -> None:
         self.aftermath: list[Aftermath] = []
         self._since: int | None = None
-        self._confirmed = False
+        self._own: int | None = None  # the last step with a cause of its own
+        self._looked = self._confirmed = False  # at a step since then; and it was a consequence
 
     def weights(self, step: int, bad: int) -> None:
         """After the update of a step, so many weights were non-finite."""
-        if not bad:
-            self._since, self._confirmed = None, False
-        elif self._since is None:
-            self._since = step
+        if not bad or self._since is None or self._own == step:
+            self._since, self._looked, self._confirmed = step if bad else None, False, False
+
+    def doubtful(self, step: int) -> bool:
+        """Has nobody looked yet at a step that began with these weights?"""
+        return self._since is not None and self._since < step and not self._looked
 
     def explains(self, step: int, recording: Recording | None, looking: bool) -> int | None:
         """Return the step of which a further bad one is surely a consequence. looking: there is still room to look at it closely."""
-        if self._since is None or self._since >= step or (looking and not self._confirmed) or recording is None:
+        if looking and not self._confirmed:
             return None
-        fed = [recording.tensors[leaf.id] for leaf in recording.program.leaves if leaf.diff] if recording.program is not None else []
-        return self._since if not fed or not all(bool(is_finite(tensor)) for tensor in fed) else None
+        if recording is None or recording.program is None:
+            return self._decided(step, recording is not None)
+        fed = [recording.tensors[leaf.id] for leaf in recording.program.leaves if leaf.diff]
+        return self._decided(step, not all(bool(is_finite(tensor)) for tensor in fed))
 
     def of(self, step: int, seen: Observation) -> int | None:
         """Return the step of which one that was looked at is a consequence, None if it has a cause of its own."""
-        if self._since is None or self._since >= step or (seen.phase is not Phase.WEIGHTS and seen.origin.op not in FED):
-            return None
-        self._confirmed = True
-        return self._since
+        self._looked = self._looked or self.doubtful(step)
+        found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in FED)
+        self._confirmed = self._confirmed or found is not None
+        return found
+
+    def _decided(self, step: int, fed: bool) -> int | None:
+        if self._since is not None and self._since < step and fed:
+            return self._since
+        self._own = step
+        return None
 
     def add(self, step: int, of: int) -> None:
         """Count a consequence."""

@@ -1,0 +1,111 @@
+"""Which bad steps are only consequences of weights that an earlier one had spoilt, and which have a cause of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from loops import clipped_loss, grpo_steps, log_probs, policy, stale_at
+from seen import NAN, seen
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.snapshot.observation import UNSEEN, Observation, Phase
+from nanscope.snapshot.record import Aftermath
+from nanscope.watching.poisoning import Poisoning
+
+WEIGHT = seen("parameter", NAN, phase=Phase.WEIGHTS)
+OF_THE_MODEL = seen("module", NAN)
+OWN = seen("exp", NAN, 99.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "observation", "of"),
+    [
+        ([(3, 2)], WEIGHT, 3),
+        ([(3, 2)], OF_THE_MODEL, 3),
+        ([(3, 2)], UNSEEN, 3),
+        ([(3, 2)], OWN, None),  # weights that this loss does not use may be bad for ever
+        ([(2, 1), (3, 2)], WEIGHT, 2),
+        ([], WEIGHT, None),  # they were bad before the run began
+        ([(3, 2), (4, 0)], WEIGHT, None),  # somebody went back to a checkpoint
+        ([(5, 2)], WEIGHT, None),  # the step itself
+    ],
+)
+def test_a_step_is_a_consequence_where_it_was_fed_by_spoilt_weights(
+    told: list[tuple[int, int]], observation: Observation, of: int | None
+) -> None:
+    """Spoilt by an earlier step of this run, which is named. told: step, and weights that were bad after it."""
+    poisoning = Poisoning()
+    for step, bad in told:
+        poisoning.weights(step, bad)
+    assert poisoning.of(5, observation) == of
+
+
+def test_nobody_looks_at_the_steps_that_follow() -> None:
+    """Until one was looked at they are, while there is room; then all that the model feeds are taken for what they are."""
+    poisoning = Poisoning()
+    poisoning.weights(3, 2)
+    assert poisoning.explains(4, None, True) is None
+    assert poisoning.of(4, WEIGHT) == 3
+
+
+def test_consequences_are_counted_by_their_cause() -> None:
+    """First and last, and how many between them."""
+    poisoning = Poisoning()
+    for step, of in ((4, 3), (5, 3), (9, 3), (20, 12)):
+        poisoning.add(step, of)
+    assert poisoning.aftermath == [Aftermath(3, 4, 9, 3), Aftermath(12, 20, 20, 1)]
+
+
+def test_sixty_bad_steps_are_one_cause_and_a_line(tmp_path: Path) -> None:
+    """The consequences take none of the places: of them the first is saved."""
+    with nanscope.watch(out=tmp_path, limit=1) as scope:
+        grpo_steps(policy(), 60, stale_at(0, 3, step=49))
+    verdict = scope.verdict
+    assert [(i.step, i.consequence_of) for i in verdict.incidents] == [(50, None), (51, 50)] and verdict.bad_steps == 11
+    assert [incident.step for incident in verdict.causes] == [50]
+    assert verdict.aftermath == (Aftermath(50, 51, 60, 10),)
+    assert sorted(path.name for path in scope.out.glob("*.safetensors")) == [f"step-0000{n}.rank0.safetensors" for n in (50, 51)]
+
+
+def test_a_later_cause_still_has_its_place(tmp_path: Path) -> None:
+    """Back at healthy weights after a poisoned stretch that was longer than the limit, the next fault is saved, and named first of its own."""
+    model = policy()
+    healthy = {name: value.clone() for name, value in model.state_dict().items()}
+    with nanscope.watch(out=tmp_path, limit=2) as scope:
+        grpo_steps(model, 6, stale_at(0, 3, step=1))
+        model.load_state_dict(healthy)
+        grpo_steps(model, 3, stale_at(0, 3, step=0))
+    assert [(i.step, i.consequence_of) for i in scope.verdict.incidents] == [(2, None), (3, 2), (7, None), (8, 7)]
+    assert scope.verdict.aftermath == (Aftermath(2, 3, 6, 4), Aftermath(7, 8, 9, 2))
+
+
+class TwoHeads(nn.Module):
+    """Of which the loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = policy(), policy()
+
+    def forward(self, ids: Tensor, other: bool) -> Tensor:
+        found: Tensor = (self.other if other else self.one)(ids)
+        return found
+
+
+def test_bad_weights_that_a_loss_does_not_use_explain_nothing(tmp_path: Path) -> None:
+    """One head is spoilt in step 1; what goes wrong on the other one afterwards is a cause, each time."""
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            ids = torch.randint(0, 20, (4, 7))
+            logps = log_probs(model(ids[:, :-1], other=step > 0), ids[:, 1:])
+            old = logps.detach().clone()
+            old[0, step] = -200.0
+            if step != 1:
+                (clipped_loss(logps, old, torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.ones(4, 6))).backward()
+                optimizer.step()
+    assert [(i.step, i.origin.variable, i.consequence_of) for i in scope.verdict.incidents] == [(1, "ratio", None), (2, "ratio", None)]
