@@ -10,6 +10,7 @@ is one line that says what to install.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -172,6 +173,8 @@ def run(
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
     from nanscope.watching import launch
 
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir() or not os.access(json_file.parent, os.W_OK)):
+        raise NanscopeError(f"{json_file} cannot be written", slug="not-writable")
     with context.obj.back() if context.obj is not None else nullcontext():
         outcome = launch.run(
             target,

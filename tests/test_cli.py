@@ -84,7 +84,7 @@ def snapshot_of(run_dir: Path) -> Path:
 
 def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
     """Every command explains itself in at most 30 lines, shows an example, and does not load torch for it."""
-    for command in ("run", "replay", "report", "inspect", "demo", "atlas"):
+    for command in ("run", "replay", "report", "runs", "inspect", "demo", "atlas"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output.splitlines()) <= 30
@@ -142,6 +142,132 @@ def test_stop_ends_the_script_with_3(tmp_path: Path) -> None:
     done = spawn("run", "--on-nonfinite", "stop", "fails.py", cwd=tmp_path)
     assert done.returncode == 3
     assert "went on" not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_rerun_leaves_the_earlier_run_alone(tmp_path: Path) -> None:
+    """After the bug is mended the latest run is healthy, `report` takes that and says so, and the broken one is still there whole."""
+    (tmp_path / "train.py").write_text(FAILING)
+    assert spawn("run", "train.py", cwd=tmp_path).returncode == 3
+    (broken,) = (tmp_path / "nanscope-runs").glob("2*")
+    before = {path.name: path.read_bytes() for path in broken.iterdir()}
+    (tmp_path / "train.py").write_text(HEALTHY)
+    assert spawn("run", "train.py", cwd=tmp_path).returncode == 0
+    assert {path.name: path.read_bytes() for path in broken.iterdir()} == before
+    (mended,) = set((tmp_path / "nanscope-runs").glob("2*")) - {broken}
+    done = call("report", "-o", "report.txt", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == f"nanscope: {mended.name}, the latest of 2 in nanscope-runs\n"
+    assert "3 steps watched" in (tmp_path / "report.txt").read_text()
+    assert call("report", broken, "-o", tmp_path / "report.json").returncode == 3
+    ids = {json.loads((run / "run.json").read_text())["run"] for run in (broken, mended)}
+    assert len(ids) == 2 and nanscope.load(next(broken.glob("*.safetensors"))).run in ids
+    listed = call("runs", "--json", "runs.json", cwd=tmp_path)
+    assert listed.returncode == 0
+    data = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [(run["status"], run["script"], run["steps"], run["bad_steps"], run["ranks"], run["snapshots"]) for run in data] == [
+        ("non-finite", "train", 0, 1, 1, 1),
+        ("healthy", "train", 3, 0, 1, 0),
+    ]
+    assert f"  nanscope-runs/{mended.name}\n" in listed.stdout
+
+
+def test_runs_of_a_folder_without_any_are_none(tmp_path: Path) -> None:
+    """A folder that is not there is an error; a run directory is a list of itself."""
+    assert call("runs", tmp_path).stdout == f"no run in {tmp_path}\n"
+    assert call("runs", tmp_path / "gone").returncode == 1
+    (tmp_path / "run.json").write_text("{nonsense")
+    assert "damaged" in call("runs", tmp_path).stdout
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Each has its verdict, its history and its snapshot."""
+    (tmp_path / "bad.py").write_text(FAILING)
+    (tmp_path / "good.py").write_text(HEALTHY)
+    command = [sys.executable, "-m", "nanscope", "run"]
+    runs = [
+        subprocess.Popen([*command, name], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for name in ("bad.py", "good.py")
+    ]
+    assert [run.wait(120) for run in runs] == [3, 0]
+    (bad,), (good,) = ((tmp_path / "nanscope-runs").glob(f"2*-{name}") for name in ("bad", "good"))
+    assert len(list(bad.glob("*.safetensors"))) == 1 and len((good / "history.rank0.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_report_of_a_run_is_its_verdict(run_dir: Path, tmp_path: Path) -> None:
+    """Word for word and number for number, from what stands in its directory."""
+    assert call("report", run_dir / "run", "-o", tmp_path / "report.json").returncode == 3
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads((run_dir / "verdict.json").read_text())
+
+
+@pytest.mark.parametrize("where", ["--out", "--json"])
+def test_what_cannot_be_written_is_refused_before_the_script_runs(tmp_path: Path, where: str) -> None:
+    """One line, and nothing of the script."""
+    (tmp_path / "train.py").write_text("print('ran')")
+    (tmp_path / "file").write_text("in the way")
+    done = spawn("run", where, tmp_path / "file" / "x", "train.py", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"nanscope: {tmp_path / 'file' / 'x'} cannot be written")
+
+
+BROKEN_LATER = {  # what happens to the folder of a run while it runs -> the words that say what is missing
+    "removed": ("import shutil; [shutil.rmtree(p) for p in pathlib.Path('nanscope-runs').glob('2*')]", "report.html"),
+    "drawing": ("import nanscope.report.html as h; h.render_html = lambda *a: 1 / 0", "report.html could not be drawn (ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize(("code", "words"), BROKEN_LATER.values(), ids=BROKEN_LATER)
+def test_the_verdict_comes_first(tmp_path: Path, code: str, words: str) -> None:
+    """Before anything is drawn; what cannot be drawn is one line after it, and the JSON is there."""
+    (tmp_path / "train.py").write_text(f"{FAILING}\nimport pathlib\n{code}\n")
+    done = spawn("run", "--json", "v.json", "train.py", cwd=tmp_path)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    verdict = next(n for n, line in enumerate(lines) if line.startswith("●"))
+    assert verdict < next(n for n, line in enumerate(lines) if words in line)
+    assert json.loads((tmp_path / "v.json").read_text())["status"] == "non-finite"
+
+
+UNWATCHED = {
+    "dies at once": ("raise SystemExit(0)", "no backward pass and no optimizer step ran here"),
+    "starts a process": (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', '1'])",
+        "the processes did that the script started",
+    ),
+    "leaves one behind": ("import subprocess; subprocess.Popen(['sleep', '1'])", "the processes did that the script started"),
+}
+
+
+@pytest.mark.parametrize(("code", "words"), UNWATCHED.values(), ids=UNWATCHED)
+def test_a_run_in_which_nothing_was_seen_is_not_healthy(tmp_path: Path, code: str, words: str) -> None:
+    """It is unwatched, and says why; so does its report."""
+    (tmp_path / "train.py").write_text(code)
+    done = spawn("run", "--json", "v.json", "train.py", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert verdict["status"] == "unwatched" and words in verdict["sentence"]
+    assert call("report", tmp_path / "nanscope-runs", "-o", tmp_path / "r.json").returncode == 4
+    assert json.loads((tmp_path / "r.json").read_text()) == verdict
+
+
+FORKS = f"""
+import multiprocessing
+def train():
+    exec({FAILING!r}, {{}})
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start()
+process.join()
+"""
+
+
+def test_a_forked_process_that_trains_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """It inherits the instruments, and writes nothing into its parent's run, which saw nothing and says so."""
+    (tmp_path / "train.py").write_text(FORKS)
+    done = spawn("run", "--json", "v.json", "train.py", cwd=tmp_path)
+    assert done.returncode == 4 and "[bad-step]: step 1" in done.stderr
+    assert json.loads((tmp_path / "v.json").read_text())["status"] == "unwatched"
+    parent, child = sorted((tmp_path / "nanscope-runs").glob("2*"), key=lambda run: len(list(run.glob("*.safetensors"))))
+    assert sorted(path.name for path in parent.iterdir()) == ["history.rank0.jsonl", "run.json"]
+    assert call("report", tmp_path / "nanscope-runs", "-o", tmp_path / "r.json").returncode == 3
+    assert json.loads((tmp_path / "r.json").read_text())["gaps"] == []
 
 
 def test_replay_prints_the_table_and_tries_what_is_asked(run_dir: Path, tmp_path: Path) -> None:

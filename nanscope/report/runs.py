@@ -1,7 +1,7 @@
 """The runs of a folder, one a line, on the terminal.
 
-began                script  status      steps  bad  ranks    size  to go on
-2026-11-21 20:15:03  train   non-finite    412    1      1  120 kB  nanscope report nanscope-runs/2026-11-21T20-15-03-train
+began                script  status      steps  bad  ranks    size  nanscope report …
+2026-11-21 20:15:03  train   non-finite    412    1      1  120 kB  nanscope-runs/2026-11-21T20-15-03-train
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def print_runs(runs: Sequence[Listed], folder: str, *, file: IO[str]) -> None:
     if not runs:
         show(Text(f"no run in {clean(folder)}"), file=file)
         return
-    shown = table("began", "script", "status", "steps", "bad", "ranks", "size", "to go on")
+    shown = table("began", "script", "status", "steps", "bad", "ranks", "size", "nanscope report …")
     for name in ("steps", "bad", "ranks", "size"):
         next(column for column in shown.columns if column.header == name).justify = "right"
     for run in runs:
         began = clean(run.started[:19].replace("T", " "), 19)
         status = Text(clean(run.status, 24), STYLES.get(run.status, QUIET))
         counts = (f"{run.steps}", f"{run.bad_steps}", f"{run.ranks}", _size(run.size))
-        shown.add_row(began, clean(run.script, 40), status, *counts, Text(f"nanscope report {clean(shlex.quote(run.path))}"))
+        shown.add_row(began, clean(run.script, 40), status, *counts, Text(clean(shlex.quote(run.path))))
     show(Group(shown), file=file)
 
 

@@ -8,11 +8,14 @@ batch-000001.rank0.safetensors           a step that was asked for
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import MAX_BYTES, Disk
-from nanscope.watching.place import Place
+from nanscope.watching.place import Place, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.surroundings import environment, has_peers
@@ -53,13 +56,15 @@ class Logbook:
         self, folder: Path, limit: int, max_bytes: int = MAX_BYTES, on_incident: Callable[[Snapshot, str | None], None] | None = None
     ) -> None:
         self.folder, self.limit, self.rank = folder, limit, 0
-        self.poisoning = Poisoning()
-        self.history = History()
         self.held_peak: int | None = None
         self._max_bytes, self._on_incident = max_bytes, on_incident
-        self._disk = Disk(None, max_bytes)
-        self._teller = Teller()
         self._record = RunRecord()
+        self._pid = os.getpid()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.history, self.poisoning, self._teller = History(), Poisoning(), Teller()
+        self._disk = Disk(None, self._max_bytes)
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
@@ -80,8 +85,19 @@ class Logbook:
             self._teller = Teller(place.path, place.rank if place.shared else None)
         self._put()
 
+    def _in_this_process(self) -> None:
+        """In a forked process, begin a run of its own: it inherits the instruments, and the parent's is the parent's."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            folder = self.folder if self._disk.folder is None else self.folder.parent
+            self._begin()
+            self.open(settle_somewhere(folder, self._record.script), self._record)
+            Finalize(None, self.close, exitpriority=0)  # of a worker of multiprocessing, which runs nothing of atexit
+            atexit.register(self.close)
+
     def enter(self, entry: Entry) -> None:
         """Write the line of a step."""
+        self._in_this_process()
         self.steps += 1
         try:
             self.history.append(entry)
@@ -90,12 +106,14 @@ class Logbook:
 
     def note(self, slug: str, text: str, step: int) -> None:
         """Keep a note, once."""
+        self._in_this_process()
         if self.takes_notes() and not any(note.slug == slug and note.text == text for note in self.notes):
             self.notes.append(Note(slug, text, step))
             self._put()
 
     def gap(self, slug: str, text: str, step: int | None = None) -> None:
         """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
+        self._in_this_process()
         known = len(self.gaps)
         self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
         self._verdict = None
@@ -129,6 +147,7 @@ class Logbook:
 
     def count(self, step: int, recording: Recording | None, another: bool) -> bool:
         """Count a bad backward pass, and return whether it is to be looked at and kept. another: the step was not known to be bad."""
+        self._in_this_process()
         self.bad_steps += another
         room = self.wants(step)
         of = self.poisoning.explains(step, recording, room)
@@ -161,6 +180,7 @@ class Logbook:
 
     def keep_asked(self, snapshot: Snapshot) -> None:
         """Write a step that nothing is wrong with."""
+        self._in_this_process()
         path = self._disk.save(snapshot)
         if path is not None:
             self.saved.append(path)
@@ -185,6 +205,8 @@ class Logbook:
 
     def close(self, raised: str = "") -> None:
         """End the run. raised: class of the exception that ended it."""
+        if self._finished or self._pid != os.getpid():
+            return
         self._had_peers = has_peers()
         self._finished, self._verdict = True, None
         for index, path in enumerate(self.paths):
