@@ -14,6 +14,7 @@ from loops import finite, grpo_steps, log_probs, policy, stale_at
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.capture import gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.watching import narrow, recording
@@ -277,7 +278,7 @@ PLANTS = [
     (ModuleWatch, "parameters"),
     (TapeMode, "suspend"),
     (running, "norms"),
-    (running, "read_gauge"),
+    (gauge, "read_gauge"),
     (recording, "is_finite"),
 ]
 

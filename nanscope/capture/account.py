@@ -6,7 +6,7 @@ autograd holds anyway is counted, too: who will let go first is not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,14 +66,14 @@ class Holding:
         self._account = account
         self._addresses: list[int] = []
 
-    def add(self, tensors: Iterable[Tensor]) -> bool:
-        """Count tensors in, all of them or none: False if there is no room."""
-        new = [piece for tensor in tensors for piece in pieces(tensor)]
-        size = sum(dict(piece for piece in new if not self._account.knows(piece[0])).values())
-        if not self._account.fits(size):
+    def add(self, *tensors: Tensor, needed: bool = False) -> bool:
+        """Count tensors in, all of them or none: False if there is no room. needed: room or not."""
+        account = self._account
+        new = [piece for tensor in tensors for piece in _pieces(tensor, account.budget)]
+        if not needed and not account.fits(sum(dict(piece for piece in new if not account.knows(piece[0])).values())):
             return False
         for piece in new:
-            self._account.take(*piece)
+            account.take(*piece)
             self._addresses.append(piece[0])
         return True
 
@@ -84,18 +84,18 @@ class Holding:
         self._addresses.clear()
 
 
-def pieces(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return the memory that a tensor keeps alive, as address and bytes: several for a wrapper of others, such as a shard."""
+def _pieces(tensor: Tensor, budget: int) -> list[tuple[int, int]]:
+    """Return the memory that a tensor keeps alive, as address and bytes.
+
+    A part of something larger than the whole budget counts as the part: a data set that lies in memory is not made anew for each call.
+    """
     if isinstance(tensor, torch.nn.Parameter):
         return []  # there anyway
-    parts = [tensor]
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts = [part for name in tensor.__tensor_flatten__()[0] if isinstance(part := getattr(tensor, name), Tensor)]
-    elif tensor.layout is not torch.strided:
-        parts = [tensor.detach().coalesce().values()] if tensor.layout is torch.sparse_coo else []
-    found = []
-    for part in parts:
-        storage = part.untyped_storage()
-        if pointer := storage.data_ptr():
-            found.append((pointer, storage.nbytes()))
-    return found
+    inner = getattr(tensor, "__tensor_flatten__", None)
+    if inner is not None:  # a wrapper of others, such as a shard
+        return [piece for name in inner()[0] if isinstance(part := getattr(tensor, name), Tensor) for piece in _pieces(part, budget)]
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.data_ptr():
+        return []
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes()
+    return [(storage.data_ptr(), whole)] if whole <= budget else [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]

@@ -121,6 +121,12 @@ class Record:
     lasti: int
     module: str = ""
 
+    def reads(self) -> list[int]:
+        """Return the ids of the values that the call reads."""
+        found = [arg.id for arg in self.args if isinstance(arg, Ref)]
+        found += [value for arg in self.args if isinstance(arg, tuple) for value in ids(arg)]
+        return found + [value for _, arg in self.kwargs for value in ids(arg)] if self.kwargs else found
+
 
 class Handle:
     """A weak handle on a tensor that is not kept: its memory and its identity are not taken for those of what follows it there."""

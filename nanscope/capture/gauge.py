@@ -5,7 +5,7 @@ A trend towards zero headroom is the warning before the incident: exp overflows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,6 +69,28 @@ class Reading:
             worst(self.headroom, other.headroom, low=True),
             worst(self.clipped, other.clipped),
         )
+
+
+KEPT_DIALS = 64  # structures of programs that are remembered: a loss over sequences of any length has one for each
+
+
+class Gauge:
+    """Reads programs, and remembers where to look in those of the structures seen last."""
+
+    def __init__(self) -> None:
+        self._dials: dict[tuple[tuple[str, int], ...], Dials] = {}
+
+    def read(self, program: Program, held: Callable[[int], Tensor | None]) -> Reading:
+        """Return the extremes of a step. held: what is known of a value, by its id."""
+        key = tuple((call.op, call.site) for call in program.calls)
+        dials = self._dials.pop(key, None) or Dials.of(program)
+        self._dials[key] = dials
+        if len(self._dials) > KEPT_DIALS:
+            del self._dials[next(iter(self._dials))]
+        wanted = {*((index, 0) for index in (*dials.exponents, *(clip[0] for clip in dials.clips))), *dials.masks}
+        args = [program.calls[index].args[position] for index, position in wanted]
+        values = {arg.id: tensor for arg in args if isinstance(arg, Ref) and (tensor := held(arg.id)) is not None}
+        return read_gauge(dials, program, values)
 
 
 def read_gauge(dials: Dials, program: Program, values: Mapping[int, Tensor]) -> Reading:

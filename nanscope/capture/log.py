@@ -90,33 +90,43 @@ class Log:
         self._drop(self._lasting.popleft())
         return True
 
-    def collect(self, named: Collection[int], young: int) -> None:
+    def reach(self) -> int:
+        """How many calls there are since the oldest one with a gradient, or so."""
+        return self.count - self._passing[0] if self._passing else 0
+
+    def collect(self, named: Collection[int], young: int, reach: int) -> None:
         """Forget the calls that nobody can ask for any more: what they made is held by nobody else, and read by no call that stays.
 
         Where no backward pass follows (evaluation, `autograd.grad`, a step that raised) this is what lets go of a loss and, behind it, of
         the activations of the model. A call without gradient keeps one with a gradient only while that is young: else a state that is
         detached and carried on would keep every graph that it has been through. named: values that have a tag. young: the last so many
-        calls.
+        calls. reach: older calls than the last so many stay.
         """
         by_id, is_wanted = self._values.by_id, self._values.is_wanted
         readers = dict.fromkeys(named, self.count)  # value → the first call that stays and reads it
         detached: set[int] = set()  # values that are read by calls without gradient only
         for index in reversed(list(self.entries)):
+            if index < self.count - reach:
+                break
             entry = self.entries[index]
-            outs = [by_id[out] for out in entry.outs if out is not None and out in by_id]
+            outs = [by_id[out] for out in entry.outs if out in by_id]
             passing = any(out.diff for out in outs)
             old = passing and index < self.count - young
             if any((out.id in readers and not (old and out.id in detached)) or is_wanted(out) for out in outs):
-                read = [value for arg in (*entry.args, *(arg for _, arg in entry.kwargs)) for value in ids(arg)]
+                if not passing and all(out.id not in readers and self._values.is_saved(out) for out in outs):
+                    continue  # what a graph saves of its own results must not keep that graph
+                read = entry.reads()
                 if passing:
                     detached.difference_update(read)
                 else:
-                    detached.update(value for value in read if value not in readers)
-                readers.update(dict.fromkeys(read, index))
+                    detached.update([value for value in read if value not in readers])
+                for value in read:
+                    readers[value] = index
             else:
                 self._let_go(index, readers)
         self._passing = [index for index in self._passing if index in self.entries]
-        self._lasting = deque(index for index in self._lasting if index in self.entries)
+        if reach >= self.count:
+            self._lasting = deque(index for index in self._lasting if index in self.entries)
         self._values.drop_strays(named, over=False)
 
     def _let_go(self, index: int, readers: Mapping[int, int]) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.nn.modules import module as hooks
 
+from nanscope.capture.account import Account, Holding
 from nanscope.capture.failsafe import Failsafe
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
@@ -35,7 +37,8 @@ class ModuleCall:
 
     args, kwargs: None where they were too large to hold. outputs: addresses of its output tensors, in order; the tensors themselves are
     not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU generator and of the CUDA generators
-    in use when it began. autocast: device type → dtype, where on.
+    in use when it began. autocast: device type → dtype, where on. holding: what is on the account for it. made: weak handles on its output
+    tensors.
     """
 
     module: nn.Module
@@ -45,6 +48,14 @@ class ModuleCall:
     versions: list[int]
     rng: tuple[Tensor, ...]
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    holding: Holding | None = None
+    made: list[Any] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Let go of the arguments: it cannot be run again."""
+        self.args, self.kwargs, self.versions = None, {}, []
+        if self.holding is not None:
+            self.holding.close()
 
 
 def address(tensor: Tensor) -> Address:
@@ -100,12 +111,15 @@ class ModuleWatch:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.busy = False  # during a backward pass
+        self.account = Account(KEPT_CALLS * KEPT_BYTES)
+        self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
         self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
         self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype]] | None = None
         self._outputs: dict[Address, str] = {}
+        self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._handles: list[Any] = []
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
@@ -130,7 +144,8 @@ class ModuleWatch:
                 warnings.filters.remove(entry)  # type: ignore[attr-defined]
                 break
         self.reset()
-        self.calls.clear()
+        for call in self.finish():
+            call.let_go()
 
     def reset(self) -> None:
         """Close what an exception left open."""
@@ -174,14 +189,36 @@ class ModuleWatch:
         if self._began is None:
             return
         self.seen.add(module)
-        outputs = [address(tensor) for tensor in tensors_in(output) if tensor.layout is torch.strided]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in([args, kwargs]))
-        small = size <= KEPT_BYTES
-        versions = versions_in([args, kwargs]) if small else []
-        self.calls.append(ModuleCall(module, args if small else None, kwargs if small else {}, outputs, versions, *self._began))
-        del self.calls[:-KEPT_CALLS]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
+        places, versions = [address(tensor) for tensor in outputs], versions_in([args, kwargs])
+        call = ModuleCall(module, args, kwargs, places, versions, *self._began)
+        call.made = [_WeakTensorRef(tensor) for tensor in outputs]
+        self._hold(call)
+        self.calls.append(call)
+        if len(self.calls) > self._due:
+            self._collect()
         name = type(module).__name__
         self._outputs = {place: name for call in self.calls for place in call.outputs}
+
+    def _hold(self, call: ModuleCall) -> None:
+        """Hold the arguments of a call if they are small enough; older calls that nobody has differentiated so far make room."""
+        given = list(tensors_in([call.args, call.kwargs]))
+        call.holding = Holding(self.account)
+        waiting = (known for known in self.calls if known.args is not None)
+        if sum(tensor.numel() * tensor.element_size() for tensor in given) > KEPT_BYTES:
+            call.let_go()
+        while call.args is not None and not (call.holding.add(*given, *call.rng) or call.holding.add(*given)):
+            next(waiting, call).let_go()
+
+    def _collect(self) -> None:
+        """Let go of calls whose outputs are gone, together with all that was made of them: nobody will differentiate those."""
+        read = self.still_read()
+        for call in reversed(self.calls):  # what one was given may be what an earlier one made
+            if read is not None and all(made.expired() for made in call.made) and read.isdisjoint(call.outputs):
+                call.let_go()
+                call.outputs.clear()
+        self.calls = [call for call in self.calls if call.outputs][-KEPT_CALLS:]
+        self._due = min(KEPT_CALLS, max(2, 2 * len(self.calls)))
 
     def output_of(self, tensor: Tensor) -> str | None:
         """Return the class of the outermost module that a tensor is an output of, None if it is none's."""
@@ -202,4 +239,5 @@ class ModuleWatch:
     def finish(self) -> list[ModuleCall]:
         """Return the calls remembered since the last time, and forget them."""
         calls, self.calls, self._outputs, self._names = self.calls, [], {}, {}
+        self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
         return calls

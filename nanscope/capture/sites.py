@@ -82,7 +82,7 @@ class Callers:
 
     def _take(self, tensor: Tensor) -> Taken:
         """Hold an argument of a kernel until `forget`, if there is room for it."""
-        return Taken(tensor if self._holding.add([tensor]) else None, version_of(tensor), address(tensor))
+        return Taken(tensor if self._holding.add(tensor) else None, version_of(tensor), address(tensor))
 
     def forget(self) -> None:
         """What was seen belongs to one backward pass."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import CodeType
 
@@ -91,7 +90,7 @@ class Slicing:
             index = self._values.made_by.get(value_id)
             if index is not None and index not in chosen and self._reachable(index):
                 chosen.add(index)
-                stack.extend(_read(self._log.entries[index]))
+                stack.extend(self._log.entries[index].reads())
         return sorted(chosen)
 
     def _reachable(self, index: int) -> bool:
@@ -107,7 +106,7 @@ class Slicing:
                 continue
             entry = self._log.entries[current]
             waiting, ok = [], True
-            for value_id in _read(entry):
+            for value_id in entry.reads():
                 made = self._values.made_by.get(value_id)
                 value = self._values.by_id.get(value_id)
                 if value is None:
@@ -152,10 +151,3 @@ class Slicing:
                         other = len(words) == 2 and _NUMBER.fullmatch(words[position])
                         return words[1 - position if other else position]
         return None
-
-
-def _read(entry: Record) -> Iterator[int]:
-    for arg in entry.args:
-        yield from ids(arg)
-    for _, arg in entry.kwargs:
-        yield from ids(arg)

@@ -40,6 +40,7 @@ log = logging.getLogger("nanscope")
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
+REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 
 
@@ -68,6 +69,7 @@ class Tape:
         self._operators: dict[Any, Operator] = {}
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
+        self._gone_through = 0  # values numbered when it last was
         self._over = self._usual = 0  # values numbered at the last `forget`, and how many usually are until the next
 
     # -- recording -------------------------------------------------------------------------------------------------------
@@ -215,6 +217,11 @@ class Tape:
         """Bytes that are held by reference."""
         return self.account.held
 
+    def tensor(self, value: int) -> Tensor | None:
+        """Return the tensor of a value, by its id, if it is held."""
+        known = self.known.by_id.get(value)
+        return known.tensor if known is not None else None
+
     @property
     def values(self) -> dict[int, Value]:
         """What is known of values, by id."""
@@ -276,17 +283,31 @@ class Tape:
         (rewards, advantages) is still explained in its later micro-batches."""
         self.callers.forget()
         self.log.forget(self.tags.values())
-        if everything or self.broken or self.held > self.budget // 2:
+        if everything or self.broken:
             self.log.clear()
         self._went_through(over=True)
         self.broken = ""
         self.norms.clear()
         self._opaque = {}
 
+    def leave_room(self) -> None:
+        """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
+        if self.held > self.budget // 2:
+            self.log.clear()
+
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""
-        self.log.collect(self.tags.values(), max(PATIENCE, self._usual))
+        self.log.collect(self.tags.values(), max(PATIENCE, self._usual), self.log.count)
         self._went_through(over=False)
+
+    def still_read(self) -> set[Address] | None:
+        """Return where the leaves lie of all that somebody may still ask for; None if finding out is not worth the time."""
+        reach = self.log.reach()
+        if reach > REACH * (self.length - self._gone_through):
+            return None
+        self._gone_through = self.length
+        self.log.collect(self.tags.values(), max(PATIENCE, self._usual), reach)
+        return {value.key[:4] for value in self.values.values() if value.leaf is not None}
 
     def _went_through(self, over: bool) -> None:
         """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next."""
@@ -296,6 +317,7 @@ class Tape:
         if over:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length
+        self._gone_through = self.length
         self._due = self.length + max(PATIENCE, 2 * len(self.values), 2 * self._usual if over else 0)
 
 

@@ -116,6 +116,11 @@ class Values:
             return value.guard is not None and not value.guard.gone()
         return sys.getrefcount(tensor) > OURS or tensor._use_count() > 1  # type: ignore[attr-defined]
 
+    def is_saved(self, value: Value) -> bool:
+        """Is a tensor out of the reach of Python, and only saved by a graph for its backward pass? That counts as one reference."""
+        tensor = value.tensor
+        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 and tensor._use_count() > 1  # type: ignore[attr-defined]
+
     def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
 

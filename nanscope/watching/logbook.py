@@ -71,6 +71,7 @@ class Logbook:
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = 0
+        self.held_peak: int | None = None
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
 

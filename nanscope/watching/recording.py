@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from nanscope.capture import custom, kernels
+from nanscope.capture.account import Account, Holding
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
@@ -41,6 +42,7 @@ class Recording:
     the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
+    looked: somebody has asked. holding: what is on the account for it.
     """
 
     program: Program | None
@@ -56,9 +58,14 @@ class Recording:
     taken: dict[str, Taken] = field(default_factory=dict)
     backwards: list[Backward] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    looked: bool = False
+    holding: Holding | None = None
 
-    def watch(self, failsafe: Failsafe, limit: int) -> None:
-        """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. limit: bytes of a gradient that is kept."""
+    def watch(self, failsafe: Failsafe, account: Account) -> None:
+        """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
+        self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
+        taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
+        self.holding.add(self.loss, *self.tensors.values(), *taken, needed=True)
         self.flags.append(is_finite(self.loss))
         failsafe("kernel", self._watch_kernel, failsafe, limit)
         for leaf in self.program.leaves if self.program is not None else ():
@@ -75,10 +82,21 @@ class Recording:
             hook.remove()
         self.hooks.clear()
 
+    def let_go(self) -> None:
+        """Take everything off the account: nobody will ask any more."""
+        self.close()
+        for call in self.calls:
+            call.let_go()
+        if self.holding is not None:
+            self.holding.close()
+
+    def _holds(self, *tensors: Tensor | None) -> bool:
+        return self.holding is not None and self.holding.add(*(tensor for tensor in tensors if tensor is not None))
+
     def _watch_leaf(self, tensor: Tensor, leaf: int, failsafe: Failsafe, limit: int) -> None:
         def look(grad: Tensor) -> None:
             self.flags.append(is_finite(grad))
-            if grad.numel() * grad.element_size() <= limit:
+            if grad.numel() * grad.element_size() <= limit and self._holds(grad):
                 self.grads[leaf] = grad.detach()
 
         def hook(grad: Tensor) -> None:
@@ -95,7 +113,7 @@ class Recording:
             if on_cpu and all(bool(flag) for flag in flags):
                 return
             found = custom.seen(node, leaf, returned, received)
-            if on_cpu or found.bytes() <= limit:
+            if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
                 self.backwards.append(found)
 
         def hook(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:

@@ -9,14 +9,15 @@ import contextlib
 import functools
 import math
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from nanscope.capture.failsafe import Failsafe
-from nanscope.capture.gauge import Dials, Reading, read_gauge
+from nanscope.capture.gauge import Gauge, Reading
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad, norms
@@ -29,6 +30,7 @@ from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import Usual
 from nanscope.watching.recording import Recording, scaled_by_hand
+from nanscope.watching.recordings import Recordings
 
 OnNonFinite = Literal["record", "skip", "stop"]
 
@@ -52,7 +54,7 @@ class Step:
         self._tape, self._modules, self._failsafe = tape, modules, failsafe
         self._examiner, self._logbook = examiner, logbook
         self._on_nonfinite, self._asked = on_nonfinite, asked
-        self._recordings: list[Recording] = []
+        self._recordings = Recordings(tape.account, self._look_at_waiting)
         self._current: Recording | None = None
         self._closed = True
         self._bad = False  # this step is known to be bad
@@ -64,7 +66,8 @@ class Step:
         self._reading: Reading | None = None
         self._began = time.perf_counter()
         # what outlives a step
-        self._dials: dict[Any, Dials] = {}
+        self._gauge = Gauge()
+        self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._usual_loss, self._usual_norm = Usual(), Usual()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
 
@@ -84,7 +87,7 @@ class Step:
         self._modules.reset()
         self._modules.busy = True
         if self._current is not None:
-            self._current.close()  # its backward pass raised, and was never seen to end
+            self._current.let_go()  # its backward pass raised, and was never seen to end
         if self._closed:
             self._recordings.clear()
             self._closed = self._bad = False
@@ -106,7 +109,7 @@ class Step:
         self._current = recording
         if program is not None:
             self._read_gauge(program)
-        recording.watch(self._failsafe, self._tape.budget // 64)
+        recording.watch(self._failsafe, self._tape.account)
 
     def after_backward(self) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
@@ -120,6 +123,7 @@ class Step:
         self._logbook.backwards += 1
         recording.close()
         self._recordings.append(recording)
+        self._tape.leave_room()
         if recording.loss.device.type == "cpu":
             if recording.value is not None:
                 self._loss = (self._loss or 0.0) + recording.value
@@ -131,6 +135,7 @@ class Step:
                 self._note_absorbed(recording)
         if self._asked and not recording.examined and self.number in self._asked:
             self._failsafe("save-step", self._save_asked, recording)
+        recording.looked = recording.loss.device.type == "cpu"
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
@@ -166,10 +171,13 @@ class Step:
             self._weights_are_bad(optimizer, len(weights), bad)
         if not self._closed:
             self._close()
+        if set(self._steppers) == {optimizer}:  # no other one will ask what the gradients are made of
+            self._recordings.let_go()
+        self._steppers.add(optimizer)
 
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
-        if self._closed or not self._recordings:
+        if self._closed or not self._recordings.made:
             return
         for recording in self._waiting():
             if not all(bool(flag) for flag in recording.flags):
@@ -179,19 +187,21 @@ class Step:
             grads = [p.grad for p in parameters if p.grad is not None]
             if count_bad(grads):
                 self._keep(self._examiner.gradients(self._recordings, parameters, grads))
+                self._note_gone()
 
     def forget(self) -> None:
         """Let go of everything that was held."""
-        for recording in (*self._recordings, *([self._current] if self._current else [])):
-            recording.close()
+        if self._current is not None:
+            self._current.let_go()
+        self._current = None
         self._recordings.clear()
 
     # What is found at them.
 
     def _waiting(self) -> list[Recording]:
-        return [r for r in self._recordings if not r.examined and r.loss.device.type != "cpu"]
+        return [r for r in self._recordings if not r.examined and not r.looked]
 
-    def _look_at_waiting(self, optimizer: torch.optim.Optimizer) -> None:
+    def _look_at_waiting(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         waiting = self._waiting()
         if not waiting:
             return
@@ -201,6 +211,7 @@ class Step:
         answers = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses]).tolist()  # the one transfer of a step
         for recording, fine, clean, loss in zip(waiting, *answers, strict=True):
             self._loss = (self._loss or 0.0) + loss
+            recording.looked = True
             if not fine:
                 self._examine(recording, optimizer)
             elif not clean:
@@ -222,16 +233,23 @@ class Step:
     def _gradients_are_bad(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
         if self._on_nonfinite == "skip":
             self._hold_back(parameters)  # first of all: nothing that fails below may let this step through
-        if not self._recordings:
+        if not self._recordings.made:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
             self._foreign = True
             text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
             self._logbook.note("foreign_gradients", text, self.number)
         elif not self._bad:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
+            self._note_gone()
         self._failsafe("mark", self._mark_gradients, len(grads), count_bad(grads))
         if self._on_nonfinite == "stop":
             self._stop()
+
+    def _note_gone(self) -> None:
+        """What made the gradients bad may be a backward pass that was let go of."""
+        if self._recordings.gone:
+            text = "the first backward passes of a step whose gradients went bad, which were not held any more when that was seen"
+            self._logbook.gap("not-held", f"{text} (a larger budget= holds more)", self.number)
 
     def _mark_gradients(self, total: int, bad: int) -> None:
         if self._bad and self._logbook.snapshots:
@@ -279,7 +297,7 @@ class Step:
             self._logbook.keep(describe(self._blank(recording, reached)))
 
     def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
-        part = next((number for number, known in enumerate(self._recordings, start=1) if known is recording), 1)
+        part = next((number for number, known in enumerate(self._recordings, start=1 + self._recordings.gone) if known is recording), 1)
         return self._logbook.blank(self.number, recording.loss if recording is not None else None, part, reached)
 
     def _save_asked(self, recording: Recording) -> None:
@@ -312,12 +330,7 @@ class Step:
         raise NonFiniteError(message, verdict=verdict, snapshot=str(path) if path else None)
 
     def _read_gauge(self, program: Program) -> None:
-        key = tuple((call.op, call.site) for call in program.calls)
-        plan = self._dials.get(key)
-        if plan is None:
-            plan = self._dials[key] = Dials.of(program)
-        values = {i: v.tensor for i, v in self._tape.values.items() if v.tensor is not None}
-        reading = read_gauge(plan, program, values)
+        reading = self._gauge.read(program, self._tape.tensor)
         self._reading = reading if self._reading is None else self._reading.joined(reading)
 
     def _close(self) -> None:
@@ -337,4 +350,5 @@ class Step:
         )
         self._began, self._loss, self._norm, self._reading = now, None, None, None
         self._closed = True
+        self._logbook.held_peak = self._tape.account.peak
         self._logbook.enter(entry)

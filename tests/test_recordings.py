@@ -1,0 +1,146 @@
+"""Finished backward passes on the account: the oldest are let go of, and what could not be looked at any more is said."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+
+BATCH = 64 << 10  # bytes of the data of one micro-batch
+
+
+def micro_batch(weight: Tensor, scale: float = 1.0) -> Tensor:
+    return (torch.randn(64, 256) * scale @ weight).square().mean()
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["no optimizer", "accumulated"])
+def test_the_budget_holds_for_what_is_over(steps: bool, tmp_path: Path) -> None:
+    """Backward passes without end, or 60 before one step: what is held of them stays within the budget."""
+    weight = torch.zeros(256, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 1e-3)
+    budget = 10 * BATCH
+    with nanscope.watch(out=tmp_path, budget=budget) as scope:
+        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        for _ in range(60):
+            batch = torch.randn(64, 256)
+            alive.add(batch)
+            (batch @ weight).square().mean().backward()
+            del batch
+            gc.collect()
+            assert scope._tape.held <= budget
+            assert len(alive) <= 11
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert scope.verdict.healthy and scope._tape.account.held == 0
+
+
+def test_a_bad_micro_batch_is_found_however_many_follow(tmp_path: Path) -> None:
+    """What is let go of has been looked at: the fourth of sixty is the one that is saved, with its number."""
+    weight = torch.ones(256, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 1e-3)
+    with nanscope.watch(out=tmp_path, budget=10 * BATCH) as scope:
+        for number in range(60):
+            loss = micro_batch(weight)
+            (loss / 0 if number == 3 else loss).backward()
+        optimizer.step()
+    assert scope.verdict.incidents and scope.snapshots[0].part == 4
+
+
+def test_gradients_whose_backward_pass_was_let_go_of_are_said_not_to_be_explained(tmp_path: Path) -> None:
+    """Every loss was finite, a gradient is not, and the first backward passes are not held any more: the verdict says so."""
+    weight = torch.ones(256, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 1e-3)
+
+    def spoil(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad.fill_(float("nan"))
+
+    with nanscope.watch(out=tmp_path, budget=10 * BATCH) as scope:
+        for _ in range(30):
+            micro_batch(weight).backward()
+        weight.register_post_accumulate_grad_hook(spoil)
+        micro_batch(weight).backward()
+        optimizer.step()
+    assert [gap.slug for gap in scope.verdict.gaps] == ["not-held"]
+    assert not scope.verdict.healthy
+
+
+def test_nothing_of_a_step_is_held_once_it_is_closed(tmp_path: Path) -> None:
+    """After the optimizer has stepped, what the loss was made of is the trainer's alone."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            given = torch.randn(4, 8, requires_grad=True)
+            hidden = model(given)
+            alive = [weakref.ref(given), weakref.ref(hidden)]
+            hidden.exp().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del given, hidden
+        assert not any(known() is not None for known in alive)
+        assert not scope._step._recordings
+
+
+def test_nothing_is_held_after_the_block_whatever_raised(tmp_path: Path) -> None:
+    """A backward pass that raises holds nothing beyond the block."""
+    model = nn.Linear(8, 8)
+
+    def refuse(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), nanscope.watch(out=tmp_path) as scope:
+        hidden = model(torch.randn(4, 8))
+        alive = weakref.ref(hidden)
+        hidden.register_hook(refuse)
+        hidden.exp().mean().backward()
+    del hidden
+    gc.collect()
+    assert alive() is None and scope._tape.account.held == 0
+
+
+def test_calls_of_modules_are_on_the_account(tmp_path: Path) -> None:
+    """Arguments of a model that is called many times before a backward pass: the newest are held, within the budget."""
+    model = nn.Linear(1024, 1)
+    total = torch.zeros(())
+    with nanscope.watch(out=tmp_path, budget=1 << 20) as scope:
+        for _ in range(40):
+            total = total + model(torch.randn(32, 1024)).square().mean()
+            assert scope._tape.held <= 1 << 20
+        calls = scope._modules.calls
+        assert calls[-1].args is not None and calls[0].args is None
+        total.backward()
+    assert scope.verdict.healthy
+
+
+def test_calls_that_nobody_will_differentiate_are_let_go_of(tmp_path: Path) -> None:
+    """Evaluation with gradients enabled: the activations of a few batches are alive, not those of all."""
+    model = nn.Linear(8, 8)
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(60):
+            given = torch.randn(4, 8, requires_grad=True)
+            alive.add(given)
+            float((model(given) * 2).exp().mean().detach())
+        del given
+        gc.collect()
+        assert len(alive) <= 6 and len(scope._modules.calls) <= 6
+
+
+def test_programs_of_any_length_leave_a_bounded_number_of_plans(tmp_path: Path) -> None:
+    """Each length of a sequence is a program of its own."""
+    weight = torch.zeros(1, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        for length in range(150):
+            loss = (weight * 2).exp()
+            for _ in range(length):
+                loss = loss + 1
+            loss.sum().backward()
+        assert len(scope._step._gauge._dials) <= 64
