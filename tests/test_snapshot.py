@@ -443,6 +443,38 @@ def test_a_damaged_description_is_one_clear_error(tmp_path: Path, slug: str, cha
     assert error.slug == slug, error
 
 
+@pytest.mark.parametrize("word", ["x" * 10_000, "a\nb", "\x1b[31mred", "\x9b31m", "\u202eabc", "\ud800"], ids=ascii)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda about, word: about["program"].update(computes=word),
+        lambda about, word: about["program"]["calls"][0].__setitem__(1, [{word: word}]),
+        lambda about, word: about["tensors"].update({"0": word}),
+        lambda about, word: about.update(step=word),
+    ],
+)
+def test_an_error_quotes_no_long_and_no_strange_words(tmp_path: Path, word: str, change: Any) -> None:
+    """A file is quoted in one short line of characters that a terminal only shows."""
+    with pytest.raises(SnapshotError) as caught:
+        load(rewritten(save(small(), tmp_path), lambda about: change(about, word) and None))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
+
+
+def test_a_dtype_that_is_a_terminal_code_is_not_shown_as_one(tmp_path: Path) -> None:
+    """What safetensors says of a file quotes it, too."""
+    path = save(small(), tmp_path)
+    whole = path.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    head = json.loads(whole[8 : 8 + length])
+    head["mask"]["dtype"] = "\x1b[31m\nred"
+    raw = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + whole[8 + length :])
+    seal(path)
+    with pytest.raises(SnapshotError) as caught:
+        load(path)
+    assert str(caught.value).isprintable() and "red" in str(caught.value)
+
+
 def test_an_older_or_richer_file_is_read(tmp_path: Path) -> None:
     """Keys that we do not know are ignored; keys that may be missing are empty."""
 

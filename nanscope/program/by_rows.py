@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.program.calls import Arg, Call
-from nanscope.program.cost import Account
+from nanscope.program.cost import Allowance
 from nanscope.program.flow import dims_of, element_flow
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import CHOICES, EXPANSIONS, INSIDE_ROW, SIZED, SUMS, Flow
@@ -81,9 +81,9 @@ class _Plan:
         shapes = {leaf.id: leaves[leaf.id].to("meta") for leaf in program.leaves}
         by_row = {value for value, tensor in shapes.items() if tensor.dim() >= 2 and tensor.shape[0] == rows}
         met: set[int] = set()
-        account = Account.of(shapes.values(), len(program.calls)) if program.foreign else None
+        allowance = Allowance.of(shapes.values(), len(program.calls)) if program.foreign else None
         for index, call in enumerate(program.calls):
-            results = perform(call, shapes, None, torch.device("meta"), False, account, index)
+            results = perform(call, shapes, None, torch.device("meta"), False, allowance, index)
             made = {out: tensor for out, tensor in zip(call.outs, results, strict=False) if out is not None and isinstance(tensor, Tensor)}
             shapes |= made
             if not any(value in by_row for value in call.inputs()):

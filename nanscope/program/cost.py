@@ -1,7 +1,7 @@
 """What a call of a file may take, worked out before it runs: a small file must not ask for much memory, or for much time.
 
-    account = Account.of(leaves, calls=31)
-    account.charge(3, "aten.tile.default", cost(function, args, kwargs, account.most))      ProgramError: program-too-large
+    allowance = Allowance.of(leaves, calls=31)
+    allowance.charge(3, "aten.tile.default", cost(function, args, kwargs, allowance.most))      ProgramError: program-too-large
 
 The unit is an element that is read or written. A call is run on tensors without content first, under a mode that sees what an operator is
 made of, and counts what goes in and comes out. What an operator does beyond that, inside, stands in `_INSIDE`, and what depends on content
@@ -40,7 +40,7 @@ def _machine() -> int:
 
 
 @dataclass(slots=True)
-class Account:
+class Allowance:
     """What a program may still take. most: elements of one call. left: elements of all calls to come. room: elements of their results."""
 
     most: int
@@ -49,15 +49,15 @@ class Account:
     own: int
 
     @staticmethod
-    def of(leaves: Iterable[Tensor], calls: int) -> Account:
+    def of(leaves: Iterable[Tensor], calls: int) -> Allowance:
         own = sum(min(_elements(tensor), tensor.untyped_storage().nbytes() // tensor.element_size()) for tensor in leaves)
         if os.environ.get(LARGE_FILES) == "1":
-            return Account(1 << 62, 1 << 62, 1 << 62, own)
+            return Allowance(1 << 62, 1 << 62, 1 << 62, own)
         machine = _machine()
-        return Account(min(SMALL + SHARE * own, machine // 4), CALLS * SMALL + EACH * calls * own, machine, own)
+        return Allowance(min(SMALL + SHARE * own, machine // 4), CALLS * SMALL + EACH * calls * own, machine, own)
 
     def charge(self, index: int, op: str, taken: Toll) -> None:
-        """Take what a call takes off the account; ProgramError if that is too much."""
+        """Take what a call takes off the allowance; ProgramError if that is too much."""
         self.left -= taken.touched
         self.room -= taken.made
         if taken.touched > self.most or self.left < 0 or self.room < 0:

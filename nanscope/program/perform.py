@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Ref
-from nanscope.program.cost import Account, cost
+from nanscope.program.cost import Allowance, cost
 from nanscope.program.ops import FLOAT_FACTORIES
 from nanscope.program.safety import permitted
 
@@ -36,13 +36,13 @@ def perform(
     dtype: torch.dtype | None,
     device: torch.device,
     grad: bool,
-    account: Account | None = None,
+    allowance: Allowance | None = None,
     index: int = 0,
 ) -> list[Any]:
     """Execute one call on the values it reads; return its results.
 
     dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
-    account: what the program may still take, None if there is no need to count. index: its place in the program, for the error.
+    allowance: what the program may still take, None if there is no need to count. index: its place in the program, for the error.
     Raises ProgramError if it cannot be executed, or must not be.
     """
     args = [_resolve(arg, values, dtype, device) for arg in call.args]
@@ -51,8 +51,8 @@ def perform(
         function = permitted(call.op, args, kwargs)
         if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
             kwargs["dtype"] = dtype
-        if account is not None:
-            account.charge(index, call.op, cost(function, args, kwargs, account.most))
+        if allowance is not None:
+            allowance.charge(index, call.op, cost(function, args, kwargs, allowance.most))
         with torch.set_grad_enabled(grad):
             result = function(*args, **kwargs)
     except FAILURES as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf
-from nanscope.program.cost import Account
+from nanscope.program.cost import Allowance
 from nanscope.program.perform import perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
@@ -92,13 +92,13 @@ def run_calls(
 
     last_uses = _last_uses(calls, {output, *(leaf.id for leaf in leaves)})
     device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
-    account = Account.of(values.values(), len(calls)) if foreign else None
+    allowance = Allowance.of(values.values(), len(calls)) if foreign else None
     with contextlib.ExitStack() as stack:
         for kind in {tensor.device.type for tensor in values.values()} | {"cpu"}:
             stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
         stack.enter_context(_saving(shelf, values.values()))
         for index, call in enumerate(calls):
-            results = perform(call, values, dtype, device, call.grad and backward, account, index)
+            results = perform(call, values, dtype, device, call.grad and backward, allowance, index)
             node = None
             for out, tensor in zip(call.outs, results, strict=False):
                 if out is None or not isinstance(tensor, Tensor):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Ref, overload
-from nanscope.program.cost import Account
+from nanscope.program.cost import Allowance
 from nanscope.program.ops import FLOW
 from nanscope.program.perform import perform
 
@@ -229,7 +229,7 @@ def run(case: int, only: list[str], raw: bool) -> str:
         if tensor.is_floating_point() and made.random.random() < 0.7:
             made.values[value] = tensor.detach().requires_grad_()
     try:
-        results = perform(call, made.values, None, torch.device("cpu"), True, None if raw else Account.of(made.values.values(), 1))
+        results = perform(call, made.values, None, torch.device("cpu"), True, None if raw else Allowance.of(made.values.values(), 1))
     except ProgramError as error:
         if "allocate memory" in str(error) or "bad_alloc" in str(error):
             raise
