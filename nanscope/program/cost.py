@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,15 +92,21 @@ def cost(function: Any, args: list[Any], kwargs: Mapping[str, Any], most: int) -
     content = _BY_CONTENT.get(name, _nothing)(given)
     if content:
         return Toll(reads + content, content)
+    settled = _SETTLED.get(name, _as_it_is)(given)
+    toll = _counted_once(function, tuple((key, _without_content(arg)) for key, arg in settled.items()), most)
+    return replace(toll, touched=max(toll.touched, before + toll.made))
+
+
+@lru_cache(maxsize=4096)  # a step is run dozens of times, with an edit here and there
+def _counted_once(function: Any, given: tuple[tuple[str, Any], ...], most: int) -> Toll:
     counting = _Counting(most)
-    shown = {key: _on_meta(arg) for key, arg in _SETTLED.get(name, _as_it_is)(given).items()}
+    shown = {key: _on_meta(arg) for key, arg in given}
     try:
         with counting:
             result = function(**{**shown, **_meta_device(function)})
     except ProgramError:
         return Toll(counting.touched)
-    made = sum(_elements(tensor) for tensor in tensors_in(result))
-    return Toll(max(counting.touched, before + made), made)
+    return Toll(counting.touched, sum(_elements(tensor) for tensor in tensors_in(result)))
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -139,12 +146,25 @@ def _meta_device(function: Any) -> dict[str, Any]:
     return {"device": torch.device("meta")} if named else {}
 
 
-def _on_meta(arg: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _without_content(arg: Any) -> Any:
     if isinstance(arg, Tensor):
-        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
-    if isinstance(arg, list):
-        return [_on_meta(item) for item in arg]
-    return arg
+        return _Laid(tuple(arg.shape), arg.stride(), arg.dtype)
+    return tuple(_without_content(item) for item in arg) if isinstance(arg, list) else arg
+
+
+def _on_meta(arg: Any) -> Any:
+    if isinstance(arg, _Laid):
+        return torch.empty_strided(arg.shape, arg.stride, dtype=arg.dtype, device="meta")
+    return [_on_meta(item) for item in arg] if isinstance(arg, tuple) else arg
 
 
 # -- what is known before anything runs: the parts that a tensor is cut into, and loops ----------------------------------------------------
