@@ -23,6 +23,7 @@ from nanscope.verdict.diagnose import diagnose
 from nanscope.watching import examine
 from nanscope.watching.examine import Examiner
 from nanscope.watching.recording import Recording
+from nanscope.watching.scale import LossScale
 
 
 @pytest.mark.parametrize("name", ["look_closely", "find_trainer", "settings", "to_save", "logged_loss", "environment"])
@@ -60,7 +61,7 @@ def examined(function: Callable[[], Tensor], *modules: nn.Module) -> tuple[Exami
     with TapeMode(tape):
         loss = function()
         program, tensors = tape.program(tape.value_of(loss))
-    recording = Recording(program, tensors, loss.detach(), [], False)
+    recording = Recording(program, tensors, loss.detach(), [], None)
     loss.backward()
     return Examiner(tape, watch, (), save_tokens=False), recording
 
@@ -107,7 +108,7 @@ def test_a_scaled_loss_may_overflow(scaled: bool, value: float, bad: bool) -> No
     """A scaler looks for infinity itself; NaN is no matter of scale."""
     x = torch.tensor([value], requires_grad=True)
     examiner, recording = examined(lambda: torch.exp(x).sum())
-    recording.scaled = scaled
+    recording.scale = LossScale(256.0) if scaled else None
     hit = examiner.loss(recording)
     assert hit is not None and hit.loss_bad is bad and hit.reached.scaled is scaled
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanscope.errors import NanscopeError
 from nanscope.plain import parse, show
 from nanscope.snapshot.history import TAIL, Entry, History, frame, history, read
+from nanscope.snapshot.step import Stepped
 
 MAYBE = st.none() | st.floats()
 ENTRIES = st.builds(
@@ -29,6 +30,11 @@ ENTRIES = st.builds(
     headroom=MAYBE,
     clip_fraction=MAYBE,
     nonfinite=st.booleans(),
+    grad_norm_clipped=MAYBE,
+    stepped=st.none() | st.sampled_from([str(one) for one in Stepped]),
+    update=st.none() | st.integers(2, 99),
+    micro_batches=st.none() | st.integers(2, 10**6),
+    optimizer=st.none() | st.text(),
 )
 
 

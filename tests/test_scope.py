@@ -17,9 +17,12 @@ import nanscope
 from nanscope.capture import gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.watching import narrow, recording
+from nanscope.watching import line, narrow, recording
 from nanscope.watching import step as running
+from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner
+from nanscope.watching.left import Leavings
+from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 from nanscope.watching.step import OnNonFinite, Step
@@ -264,6 +267,9 @@ PLANTS = [
     (Step, "_examine"),
     (Step, "_save"),
     (Step, "_close"),
+    (Leavings, "take"),
+    (Counts, "begin"),
+    (Line, "entry"),
     (Step, "finish"),
     (Recording, "watch"),
     (Examiner, "loss"),
@@ -277,7 +283,7 @@ PLANTS = [
     (ModuleWatch, "output_of"),
     (ModuleWatch, "parameters"),
     (TapeMode, "suspend"),
-    (running, "norms"),
+    (line, "norms"),
     (gauge, "read_gauge"),
     (recording, "is_finite"),
 ]

@@ -73,13 +73,25 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
         "tensors": {i: torch.arange(6.0).reshape(2, 3) * (i + 1) for i in range(n)},
         "loss": torch.tensor(math.nan),
         "grads": {0: torch.full((2, 3), math.inf)},
-        "reached": Reached(loss=math.nan, gradients=21, bad_gradients=21, weights=3, bad_weights=0, stepped="taken", scaled=True),
+        "reached": Reached(
+            loss=math.nan,
+            gradients=21,
+            bad_gradients=21,
+            weights=3,
+            bad_weights=0,
+            stepped="taken",
+            scaled=True,
+            optimizer="AdamW of Critic",
+            micro_batches=4,
+        ),
         "observation": Observation(Kind.CLIP, Phase.BACKWARD, Origin("exp", (0, 1), (2, 3), math.nan), optimizer="AdamW"),
         "settings": {"beta": 0.04, "loss_type": "dapo"},
         "history": (Entry(410, 3, 1.5, loss=0.25), Entry(411, 3, 2.5, loss=math.inf, nonfinite=True)),
         "environment": {"versions": {"torch": torch.__version__}},
         "opaque": ("native_dropout",),
         "notes": (("logged_loss", "text"),),
+        "update": 2,
+        "backward": 1650,
         **changes,
     }
     return Snapshot(**values)
@@ -87,8 +99,8 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
 
 def equal(a: Snapshot, b: Snapshot) -> None:
     """Two snapshots hold the same, bit for bit."""
-    assert (a.step, a.rank, a.program, a.opaque, a.notes, a.settings, a.environment) == (
-        b.step, b.rank, b.program, b.opaque, b.notes, b.settings, b.environment,
+    assert (a.step, a.rank, a.update, a.part, a.backward, a.program, a.opaque, a.notes, a.settings, a.environment) == (
+        b.step, b.rank, b.update, b.part, b.backward, b.program, b.opaque, b.notes, b.settings, b.environment,
     )  # fmt: skip
     assert repr(a.observation) == repr(b.observation)
     assert repr(a.reached) == repr(b.reached) and repr(a.history) == repr(b.history)
@@ -264,7 +276,7 @@ def test_two_processes_give_the_same_bytes(tmp_path: Path) -> None:
 def test_the_file_opens_without_nanscope(tmp_path: Path) -> None:
     """Plain safetensors with plain names, and one metadata key of strict JSON."""
     path = save(small(), tmp_path)
-    assert path.name == "step-000412.rank3.safetensors"
+    assert path.name == "step-000412.rank3.update2.safetensors"
     with safe_open(path, "pt") as file:
         assert set(file.keys()) == {"per_token_logps", "mask", "grad/per_token_logps", "loss"}
         assert set(file.metadata()) == {KEY}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -169,6 +170,61 @@ def test_the_history_says_how_much_room_exp_had(tmp_path: Path) -> None:
     assert entry.log_ratio_max == 30.0 and entry.headroom == pytest.approx(58.72, abs=0.01)
 
 
+def spoil(model: nn.Module, how: str) -> None:
+    """Make gradients bad after backward, in a way that the tape follows or does not."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if how == "mul":
+                parameter.grad.mul_(math.inf).mul_(0.0)
+            elif how == "data":
+                parameter.grad.data.numpy()[...] = math.nan
+            else:
+                parameter.grad = torch.full_like(parameter.grad, math.nan)
+
+
+@pytest.mark.parametrize("mode", ["record", "skip", "stop"])
+@pytest.mark.parametrize("how", ["mul", "data", "new"])
+def test_a_gradient_that_goes_bad_after_backward_is_an_incident_in_every_mode(tmp_path: Path, mode: OnNonFinite, how: str) -> None:
+    """Whatever of it can be explained: counted, saved, and never healthy."""
+    model = policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.suppress(nanscope.NonFiniteError), nanscope.watch(out=tmp_path, on_nonfinite=mode, limit=1) as scope:
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2])).square().sum().backward()
+            if step == 2:
+                spoil(model, how)
+            optimizer.step()
+    assert scope.skipped == (mode == "skip") and not scope.verdict.healthy
+    incident = scope.verdict.incidents[0]
+    became = {"record": "taken", "skip": "skipped", "stop": "stopped"}[mode]
+    assert incident.step == 2 and incident.reached["gradients"] == [3, 3] and incident.reached["stepped"] == became
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+
+
+def test_a_step_that_is_skipped_without_a_backward_pass_is_an_incident(tmp_path: Path) -> None:
+    """Gradients set by hand: nothing can be said of them, but that the step was skipped."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope:
+        weight.grad = torch.tensor([math.nan])
+        optimizer.step()
+    assert (scope.skipped, scope.bad_steps, scope.verdict.status) == (1, 1, "non-finite")
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000001.rank0.safetensors"]
+
+
+def test_a_bad_step_that_cannot_be_described_is_saved_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own failure loses no incident."""
+    with nanscope.watch(out=tmp_path) as scope:
+        monkeypatch.setattr(type(scope._step._examiner), "described", None)
+        monkeypatch.setattr(type(scope._step._examiner), "gradients", None)
+        monkeypatch.setattr(type(scope._step._examiner), "loss", lambda self, recording: None)
+        train(scope, [1.0, math.nan])
+    assert scope.bad_steps == 1 and scope.verdict.incidents[0].step == 2
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+
+
 @dataclass
 class State:
     """What a trainer counts."""
@@ -224,7 +280,7 @@ def test_skip_holds_back_and_gives_back(tmp_path: Path) -> None:
             (weight * factor).sum().backward()
             optimizer.step()
             assert weight.grad is not None and repr(float(weight.grad)) == repr(factor)
-    assert float(weight.detach()) == 0.5 and scope.skipped == 1
+    assert float(weight.detach()) == 0.5 and scope.skipped == 1 and [entry.stepped for entry in scope.history.entries] == ["skipped", None]
     (incident,) = scope.verdict.incidents
     assert incident.reached == {"loss": True, "gradients": [1, 1], "weights": [0, 1], "stepped": "skipped"}
 

@@ -26,7 +26,7 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs, LossSettings
-from nanscope.snapshot.step import Snapshot
+from nanscope.snapshot.step import Snapshot, place
 from nanscope.text import count, number
 
 BARE = ("no_tokens", "row_without_floor", "batch_without_floor")  # findings of a denominator that becomes 0
@@ -79,15 +79,14 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
         raise NanscopeError("an audit needs at least one snapshot", slug="empty-audit")
     if group_size is not None and group_size < 1:
         raise NanscopeError(f"a group has at least one completion, not {group_size}", slug="bad-argument")
-    parts = [(snapshot.step, snapshot.rank, snapshot.part) for snapshot in snapshots]
+    parts = [(snapshot.step, snapshot.rank, snapshot.part, snapshot.update) for snapshot in snapshots]
     if len(set(parts)) < len(parts):
         twice = next(known for known in parts if parts.count(known) > 1)
         message = "two files are of step {}, rank {}, backward pass {}: the same one twice, or of two runs".format(*twice)
         raise NanscopeError(message, slug="same-part")
-    if len(steps := sorted({snapshot.step for snapshot in snapshots})) > 1:
-        message = (
-            f"these files are of the steps {', '.join(map(str, steps))}: an audit is of one step, with all its micro-batches and ranks"
-        )
+    steps = [place(step, update).removeprefix("step ") for step, update in sorted({(one.step, one.update) for one in snapshots})]
+    if len(steps) > 1:
+        message = f"these files are of the steps {', '.join(steps)}: an audit is of one step, with all its micro-batches and ranks"
         raise NanscopeError(message, slug="different-steps")
     names = list(sources) or [snapshot.file_name for snapshot in snapshots]
     share = 1.0 / len({snapshot.rank for snapshot in snapshots})
@@ -95,7 +94,7 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
     named = snapshots[0].objective.get("settings")
     settings = {**snapshots[0].settings, **(named if isinstance(named, dict) else {})}
     step = AuditedStep.of([part for part, _ in read], settings, group_size, read[0][1], None)
-    return _audit(steps[0], step)
+    return _audit(snapshots[0].step, step)
 
 
 def _read(snapshot: Snapshot, name: str, share: float) -> tuple[Part, Emptied]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanscope.capture.account import Account, Holding
 from nanscope.capture.entries import Taken
 from nanscope.capture.modules import address, version_of
-from nanscope.capture.source import is_open
+from nanscope.capture.source import is_open, variables
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
@@ -24,20 +24,19 @@ KNOWN = 1 << 14  # functions that are remembered as the trainer's or not
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
-_SCALE = torch.amp.GradScaler.scale.__code__
 
 
 class Callers:
     """Walks up the stack to the trainer's own code.
 
-    glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. scaled: a
-    GradScaler multiplied something.
+    glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. scaler: a
+    GradScaler that multiplied something.
     """
 
     def __init__(self, account: Account) -> None:
         self.glimpses: dict[CodeType, Glimpse] = {}
         self.taken: dict[str, Taken] = {}
-        self.scaled = False
+        self.scaler: torch.amp.GradScaler | None = None
         self._holding = Holding(account)
         self._users: dict[CodeType, bool] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
@@ -60,8 +59,8 @@ class Callers:
                 if code in self._sites and code not in self.glimpses:
                     self._glimpse(self._sites[code], frame)
                 return code, frame.f_lasti
-            if code is _SCALE:
-                self.scaled = True
+            if code.co_name == "scale" and code.co_qualname.endswith("GradScaler.scale"):  # or a sharded one's
+                self.scaler = variables(frame).get("self")
             frame = frame.f_back
         return None, -1
 
@@ -86,7 +85,7 @@ class Callers:
 
     def forget(self) -> None:
         """What was seen belongs to one backward pass."""
-        self.glimpses, self.taken, self.scaled = {}, {}, False
+        self.glimpses, self.taken, self.scaler = {}, {}, None
         self._holding.close()
 
 

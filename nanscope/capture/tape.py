@@ -12,6 +12,7 @@ has no faithful one, and a write that the tape did not see, which the tensor's v
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -42,6 +43,7 @@ BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
+MEASURED = 1 << 16  # tensors of which a norm is remembered
 
 
 class Tape:
@@ -50,6 +52,7 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
+    measured: address and size of a tensor → the first 2-norm that was taken of it so.
     """
 
     def __init__(self, budget: int | Account = BUDGET, wide: int | None = None) -> None:
@@ -60,6 +63,7 @@ class Tape:
         self.broken = ""
         self.tags: dict[str, int] = {}
         self.norms: deque[Tensor] = deque(maxlen=NORMS)
+        self.measured: dict[tuple[int, int], Tensor] = {}
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self.log, self.known)
@@ -150,8 +154,20 @@ class Tape:
         else:
             self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
         if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
-            self.norms.extend(norm for norm in tensors_of(result) if norm.numel() <= LARGEST_NORM)
-            self._norm_place = self.callers.caller()
+            self._after_norm(noted, list(tensors_of(result)))
+
+    def _after_norm(self, noted: Noted, results: Sequence[Tensor]) -> None:
+        self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
+        self._norm_place = self.callers.caller()
+        of, *rest = noted[0]
+        operands = [arg for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
+        if len(self.measured) > MEASURED:
+            self.measured.clear()  # no backward pass is seen here
+        if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
+            for operand, norm in zip(operands, results, strict=True):
+                if type(norm) is Tensor and norm.numel() == 1:  # not one of a sharded tensor: reading that would be a collective
+                    value = self.known.by_id[operand.id]
+                    self.measured.setdefault((value.key[0], math.prod(value.shape)), norm)
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
         """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
@@ -248,9 +264,9 @@ class Tape:
         return self.callers.taken
 
     @property
-    def scaled(self) -> bool:
-        """Did a GradScaler multiply something since the last `forget`?"""
-        return self.callers.scaled
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """A GradScaler that multiplied something since the last `forget`."""
+        return self.callers.scaler
 
     @property
     def current_module(self) -> str:
@@ -288,6 +304,7 @@ class Tape:
         self._went_through(over=True)
         self.broken = ""
         self.norms.clear()
+        self.measured.clear()
         self._opaque = {}
 
     def leave_room(self) -> None:

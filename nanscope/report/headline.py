@@ -19,14 +19,21 @@ class Fact:
     state: str = ""
 
 
-_STEPPED = {"taken": "stepped", "skipped": "step skipped", "stopped": "run stopped", "none": "no step"}
+_STEPPED = {
+    "taken": "stepped",
+    "skipped": "step skipped",
+    "stopped": "run stopped",
+    "skipped by the trainer": "trainer skipped",
+    "skipped by the scaler": "scaler skipped",
+    "none": "no step",
+}
 
 
 def facts_of(incident: Incident) -> tuple[Fact, ...]:
     """Return step, rank, phase, loss, gradients, weights and what the optimizer did."""
     finite, state = ("finite", "") if is_finite_number(incident.loss) else ("", "harm" if real(incident.loss) is not None else "")
     facts = [
-        Fact("step", clean(incident.step, 24)),
+        Fact("step", clean(incident.step, 24), clean(", ".join(incident.place.split(", ")[1:]), 40)),
         Fact("rank", clean(incident.rank, 24)),
         Fact("phase", clean(incident.phase, 24)),
         Fact("loss", numeral(incident.loss), finite, state),

@@ -96,7 +96,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     listed = verdict.causes[: limits.incidents + limits.listed]
     told = {(note.slug, note.text) for incident in shown for note in incident.notes}
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
-    bad = max(verdict.bad_steps, len({incident.step for incident in verdict.incidents}))
+    bad = max(verdict.bad_steps, len({(incident.step, incident.update) for incident in verdict.incidents}))
     watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
     counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
     if verdict.skipped:
@@ -124,7 +124,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
 
 
 def _name(incident: Incident) -> str:
-    return f"step {clean(incident.step, 24)} · rank {clean(incident.rank, 24)} · {clean(incident.phase, 24)}"
+    return f"{clean(incident.place, 60)} · rank {clean(incident.rank, 24)} · {clean(incident.phase, 24)}"
 
 
 def _section(incident: Incident, index: int, limits: Limits) -> Section:

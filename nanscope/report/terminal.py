@@ -58,7 +58,8 @@ def _verdict(verdict: Verdict) -> RenderableType:
         parts += [Text(""), incident_shown(incident)]
     followed = consequences_of(verdict)
     parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
-    more = verdict.bad_steps - len({incident.step for incident in verdict.causes}) - sum(found.count for found in verdict.aftermath)
+    shown = len({(incident.step, incident.update) for incident in verdict.causes})
+    more = verdict.bad_steps - shown - sum(found.count for found in verdict.aftermath)
     counts = f"{count(verdict.steps, 'step')} watched"
     counts += f", {count(more, 'more bad step')} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""

@@ -22,6 +22,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     part          which backward pass of the step, from 1    asked      saved on request, nothing was wrong
     checksum      of the whole file, against damage on its way (see `checksum`; since schema 3)
     run           id of the run, as in its run.json      consequence_of   the earlier step that had spoilt the weights
+    update        which one of the steps that the loop gives this number, from 1    backward    which backward pass of the run
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -179,6 +180,8 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "asked": snapshot.asked,
         "run": snapshot.run,
         "consequence_of": snapshot.consequence_of,
+        "update": snapshot.update,
+        "backward": snapshot.backward,
     }
     found: dict[str, Any] = show(described)
     return found
@@ -247,6 +250,8 @@ def load(path: Path | str) -> Snapshot:
             asked=bool(about.get("asked", False)),
             run=str(about.get("run") or ""),
             consequence_of=read(int | None, about.get("consequence_of")),
+            update=int(about.get("update", 1)),
+            backward=int(about.get("backward", 0)),
         )
     except SnapshotError:
         raise

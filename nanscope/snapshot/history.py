@@ -27,8 +27,10 @@ TAIL = 200  # steps kept in memory and copied into a snapshot
 class Entry:
     """What one optimizer step looked like. None: not seen.
 
-    seconds: wall time of the step. loss: summed over its micro-batches as they were differentiated. grad_norm: 2-norm of the gradients
-    that reached the optimizer.
+    seconds: wall time of the step. loss: summed over its micro-batches as they were differentiated, without a scale against underflow.
+    grad_norm: 2-norm of the gradients, before the trainer clipped them where it took that norm itself. grad_norm_clipped: of what reached
+    the optimizer, where that is another. stepped: what became of the step where an optimizer did not take it, see `Stepped`. update: which
+    one of the steps of this number, from 2 on. micro_batches: backward passes, from 2 on. optimizer: which one of several.
     log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
     headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
     """
@@ -44,6 +46,11 @@ class Entry:
     headroom: float | None = None
     clip_fraction: float | None = None
     nonfinite: bool = False
+    grad_norm_clipped: float | None = None
+    stepped: str | None = None
+    update: int | None = None
+    micro_batches: int | None = None
+    optimizer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""

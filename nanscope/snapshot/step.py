@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +13,25 @@ from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import UNSEEN, Observation
 
 
+class Stepped(StrEnum):
+    """What became of a step."""
+
+    TAKEN = "taken"
+    SKIPPED = "skipped"  # by nanscope
+    STOPPED = "stopped"  # by nanscope
+    BY_TRAINER = "skipped by the trainer"
+    BY_SCALER = "skipped by the scaler"
+    BY_HAND = "taken by hand"  # the loop writes to the weights itself
+    NONE = "none"  # nobody was seen to take it
+
+
 @dataclass(frozen=True, slots=True)
 class Reached:
     """How far the harm got.
 
     loss: the value that was differentiated. bad_gradients of gradients, bad_weights of weights: tensors; None where not looked at.
-    stepped: "taken", "skipped" (by nanscope), "stopped" (by nanscope), "none" (no optimizer step followed).
-    scaled: the loss had been multiplied by a GradScaler.
+    stepped: one of `Stepped`. scaled: the loss had been multiplied by a GradScaler. optimizer: which one of several took the step.
+    micro_batches: how many the step had, None while it runs.
     """
 
     loss: float | None = None
@@ -28,6 +41,8 @@ class Reached:
     bad_weights: int | None = None
     stepped: str = "none"
     scaled: bool = False
+    optimizer: str | None = None
+    micro_batches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +52,9 @@ class Snapshot:
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
     observation: what was seen in the process and cannot be recomputed from the file. objective: the framework's loss as `framework_loss`
     knows it: key, settings that were found live, site; {} if the loss is nobody's that is known.
-    part: which backward pass of the step, from 1. asked: saved on request; nothing was wrong. run: id of the run.
-    consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
+    step: the number that the loop gives it, else counted from 1. update: which one of the steps of this number, from 1. part: which
+    backward pass of the step (micro-batch), from 1. backward: which one of the run, 0 if not known. asked: saved on request; nothing was
+    wrong. run: id of the run. consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
     found: where the process located it, for the line on the log; in no file, since a reader finds it again.
     """
 
@@ -61,9 +77,24 @@ class Snapshot:
     run: str = ""
     consequence_of: int | None = None
     found: Observation = UNSEEN
+    update: int = 1
+    backward: int = 0
 
     @property
     def file_name(self) -> str:
         """The name that the file of this step has: `step-…`, or `batch-…` if it was asked for."""
+        update = f".update{self.update}" if self.update > 1 else ""
         part = f".part{self.part}" if self.part > 1 else ""
-        return f"{'batch' if self.asked else 'step'}-{self.step:06d}.rank{self.rank}{part}.safetensors"
+        return f"{'batch' if self.asked else 'step'}-{self.step:06d}.rank{self.rank}{update}{part}.safetensors"
+
+    @property
+    def place(self) -> str:
+        """Which step this is, in words: no two snapshots of a rank have the same."""
+        return place(self.step, self.update, self.part, self.reached.micro_batches)
+
+
+def place(step: int, update: int = 1, part: int = 1, parts: int | None = None) -> str:
+    """Return which backward pass of which step, in words: `step 412, update 2, micro-batch 3 of 4`."""
+    several = part > 1 or (parts or 1) > 1
+    words = [f"step {step}", f"update {update}" if update > 1 else "", f"micro-batch {part}" if several else ""]
+    return ", ".join(word for word in words if word) + (f" of {parts}" if several and parts else "")

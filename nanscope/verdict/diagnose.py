@@ -52,14 +52,15 @@ def verdict(
     poisoned: int | None = None
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
     # Of one step, the rank that made the harm comes before those that it reached.
-    for snapshot, path in sorted(numbered, key=lambda pair: (pair[0].step, pair[0].observation.kind is Kind.ARRIVED, pair[0].rank)):
-        source = next((i for i in incidents if i.step == snapshot.step and i.rank != snapshot.rank), None)
+    for snapshot, path in sorted(numbered, key=lambda pair: _order(pair[0])):
+        here = (snapshot.step, snapshot.update)
+        source = next((i for i in incidents if (i.step, i.update) == here and i.rank != snapshot.rank), None)
         told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
         incidents.append(diagnose(snapshot, path, poisoned_at=poisoned, source=told))
         if poisoned is None and snapshot.reached.bad_weights:
             poisoned = snapshot.step
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
-    bad_steps = max(bad_steps, len({incident.step for incident in incidents}))
+    bad_steps = max(bad_steps, len({(incident.step, incident.update) for incident in incidents}))
     return Verdict(
         tuple(incidents),
         tuple(dict.fromkeys(everything)),
@@ -71,6 +72,10 @@ def verdict(
         tuple(gaps),
         tuple(aftermath),
     )
+
+
+def _order(snapshot: Snapshot) -> tuple[int, int, bool, int, int]:
+    return snapshot.step, snapshot.update, snapshot.observation.kind is Kind.ARRIVED, snapshot.rank, snapshot.part
 
 
 def examine(
@@ -125,6 +130,7 @@ def diagnose(
         "gradients": [snapshot.reached.bad_gradients, snapshot.reached.gradients],
         "weights": [snapshot.reached.bad_weights, snapshot.reached.weights],
         "stepped": snapshot.reached.stepped,
+        **({"optimizer": snapshot.reached.optimizer} if snapshot.reached.optimizer else {}),
     }
     found = [Note(slug, text, snapshot.step) for slug, text in snapshot.notes]
     return Incident(
@@ -155,10 +161,20 @@ def diagnose(
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
         consequence_of=snapshot.consequence_of,
+        update=snapshot.update,
+        micro_batch=snapshot.part,
+        micro_batches=snapshot.reached.micro_batches,
     )
 
 
-_STEPPED = {"taken": "optimizer stepped", "skipped": "optimizer step skipped", "stopped": "run stopped before the optimizer step"}
+_STEPPED = {
+    "taken": "{} stepped",
+    "skipped": "{} step skipped",
+    "stopped": "run stopped before the optimizer step",
+    "skipped by the trainer": "{} step skipped by the trainer",
+    "skipped by the scaler": "{} step skipped by the scaler",
+    "taken by hand": "step taken by hand",
+}
 
 
 def _headline(snapshot: Snapshot, phase: str) -> str:
@@ -172,5 +188,5 @@ def _headline(snapshot: Snapshot, phase: str) -> str:
     if r.bad_weights is not None:
         parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
     if r.stepped in _STEPPED:
-        parts.append(_STEPPED[r.stepped])
-    return f"step {snapshot.step} · rank {snapshot.rank} · {phase}   " + " · ".join(parts)
+        parts.append(_STEPPED[r.stepped].format(r.optimizer or "optimizer"))
+    return f"{snapshot.place} · rank {snapshot.rank} · {phase}   " + " · ".join(parts)

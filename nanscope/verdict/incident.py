@@ -13,6 +13,7 @@ from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Origin, Row
 from nanscope.snapshot.record import Aftermath
+from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
 
 
@@ -91,6 +92,14 @@ class Incident:
     objective: dict[str, Any] = field(default_factory=dict)
     loss_words: str = ""  # the objective in one line
     consequence_of: int | None = None  # the earlier step that had spoilt the weights
+    update: int = 1  # which one of the steps of this number
+    micro_batch: int = 1  # which backward pass of the step
+    micro_batches: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Which backward pass of which step, in words."""
+        return place(self.step, self.update, self.micro_batch, self.micro_batches)
 
     @property
     def reproduces(self) -> bool | None:
@@ -203,6 +212,9 @@ def _note_json(note: Note) -> dict[str, Any]:
 def _incident_json(i: Incident) -> dict[str, Any]:
     return {
         "step": i.step,
+        "update": i.update,
+        "micro_batch": i.micro_batch,
+        "micro_batches": i.micro_batches,
         "rank": i.rank,
         "phase": i.phase,
         "cause": str(i.cause),

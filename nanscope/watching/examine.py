@@ -120,19 +120,19 @@ class Examiner:
             if look.location is not None or look.seen is not None:
                 clipped = Observation(Kind.CLIP) if self._ruined_by_its_norm(look) else UNSEEN
                 return Hit(found, replace(reached, loss=found.value), look=look, seen=clipped)
-        bad = next((p for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), None)
-        if bad is None or bad.grad is None:
+        bad, spoilt = next(((p, grad) for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), (None, None))
+        if bad is None or spoilt is None:
             return None
         if self._norm_overflowed():
             overflowed = overflowing_norm(self._deeper(last), self.tape.norm_site())
             if overflowed is not None:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
-        changed = gradient_look(self.tape, bad.grad)
+        changed = gradient_look(self.tape, spoilt)
         notes = look.notes  # of the last try
         made_here = changed is not None and changed.location is not None and changed.location.origin.born
         if not made_here and has_peers():
             name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
-            return Hit(last, reached, look=NOTHING, seen=arrived(name, bad.grad))
+            return Hit(last, reached, look=NOTHING, seen=arrived(name, spoilt))
         return Hit(last, reached, look=replace(changed or NOTHING, notes=notes))
 
     def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:

@@ -186,11 +186,11 @@ class Logbook:
         if path is not None:
             self.saved.append(path)
 
-    def mark(self, step: int, **changes: Any) -> None:
-        """Add to what the incident of the running step reached, in memory and in its file."""
-        if self.snapshots and self.snapshots[-1].step == step:
-            last = self.snapshots[-1]
-            self._change(len(self.snapshots) - 1, replace(last, reached=replace(last.reached, **changes)))
+    def mark(self, step: int, update: int = 1, **changes: Any) -> None:
+        """Add to what the incidents of the running step reached, in memory and in their files."""
+        for index, known in enumerate(self.snapshots):
+            if (known.step, known.update) == (step, update):
+                self._change(index, replace(known, reached=replace(known.reached, **changes)))
 
     def compare(self, logged: Sequence[object]) -> None:
         """Compare with what the trainer logged at the bad steps. logged: its entries, of which those with step and loss count."""

@@ -41,6 +41,25 @@ class Usual:
         return self.count >= SETTLED and size > SPIKE * self.largest
 
 
+class Sizes:
+    """How large loss and gradient norm are in this run."""
+
+    def __init__(self) -> None:
+        self._usual = {"loss": Usual(), "gradient norm": Usual()}
+
+    def out_of_scale(self, loss: float, norm: float) -> str:
+        """Return in words which of the two is out of all proportion, "" if none is."""
+        for (name, usual), size in zip(self._usual.items(), (loss, norm), strict=True):
+            if usual.exceeded(size):
+                return f"{size / usual.largest:.2g} times the largest {name} of the {usual.count} steps before"
+        return ""
+
+    def add(self, loss: float, norm: float) -> None:
+        """Take a healthy step into account."""
+        for usual, size in zip(self._usual.values(), (loss, norm), strict=True):
+            usual.add(size)
+
+
 def look_for_spike(recording: Recording, again: Callable[[], Look | None]) -> Look | None:
     """Find what made a step huge, in the loss or, by `again`, in the model; None if nothing stands out."""
     if recording.program is None:

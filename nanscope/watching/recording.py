@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +16,9 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.modules import ModuleCall
 from nanscope.frameworks.live import Glimpse
-from nanscope.program.calls import Ref
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
+from nanscope.watching.scale import LossScale
 
 
 def finite_batch(recording: Recording) -> list[Tensor]:
@@ -39,17 +38,17 @@ class Recording:
     """One backward pass: the program that led to it, and what is needed to look closer.
 
     program: None if the loss was not recorded. flags: bool scalars, true where the loss or a gradient at its edge is finite; they stay on
-    the device until somebody asks. grads: leaf id → gradient. scaled: a GradScaler multiplied the loss. glimpses: what was seen of the
+    the device until somebody asks. grads: leaf id → gradient. scale: what the loss was multiplied by. glimpses: what was seen of the
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
-    looked: somebody has asked. holding: what is on the account for it.
+    looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1.
     """
 
     program: Program | None
     tensors: dict[int, Tensor]
     loss: Tensor
     calls: list[ModuleCall]
-    scaled: bool
+    scale: LossScale | None
     flags: list[Tensor] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     examined: bool = False
@@ -60,6 +59,7 @@ class Recording:
     hooks: list[RemovableHandle] = field(default_factory=list)
     looked: bool = False
     holding: Holding | None = None
+    micro_batch: int = 1
 
     def watch(self, failsafe: Failsafe, account: Account) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
@@ -146,22 +146,21 @@ class Recording:
         return {leaf: grad for leaf, grad in self.grads.items() if leaf not in fed}
 
     @property
+    def waits(self) -> bool:
+        """Do its flags stay on the device until an optimizer steps? Where they are at hand, they are looked at when backward has ended."""
+        return self.loss.device.type != "cpu"
+
+    @property
+    def scaled(self) -> bool:
+        """Was the loss multiplied against underflow?"""
+        return self.scale is not None
+
+    @property
+    def unscaled(self) -> Tensor:
+        """The loss as it was before that, still on the device."""
+        return self.loss if self.scale is None else self.loss.float() / self.scale.factor
+
+    @property
     def value(self) -> float | None:
         """The loss as a number, None if it is not a scalar."""
         return float(self.loss) if self.loss.numel() == 1 else None
-
-
-BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow; whoever does that also skips steps that overflow
-
-
-def scaled_by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> bool:
-    """Is the last thing done to the loss a multiplication by a large constant?"""
-    if program is None or not program.calls or program.calls[-1].name != "mul":
-        return False
-    for arg in program.calls[-1].args:
-        factor: object = arg
-        if isinstance(arg, Ref) and arg.id in tensors and tensors[arg.id].numel() == 1 and tensors[arg.id].is_cpu:
-            factor = float(tensors[arg.id])  # elsewhere reading it would wait for the device in every step
-        if isinstance(factor, (int, float)) and factor >= BY_HAND:
-            return True
-    return False

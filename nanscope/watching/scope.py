@@ -9,6 +9,7 @@ The gates tell a `Step`, the step asks `examine`, what that returns is kept by t
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -133,6 +134,19 @@ class Scope:
             self._failsafe("tag", self._tape.tag, name, tensor)
         if "response_ids" in tensors:
             self._failsafe("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
+
+    def step(self, number: int) -> None:
+        """Say which step the loop is in, where it has a count of its own: `scope.step(n)` as the first thing of each step.
+
+        From here on every line, file and sentence says this number. Raises NanscopeError for something that is no whole number.
+        """
+        try:
+            whole = operator.index(number)
+        except TypeError:
+            whole = None
+        if whole is None or isinstance(number, bool):
+            raise NanscopeError(f"step(…) takes a whole number, not {number!r}", slug="bad-argument")
+        self._step.counts.tell(whole)
 
     def _look_at_tokens(self, ids: Tensor, mask: Tensor | None) -> None:
         words = repeated_tokens(ids, mask)

@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 import weakref
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nanscope.capture.failsafe import Failsafe
-from nanscope.capture.gauge import Gauge, Reading
+from nanscope.capture.gauge import Gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
-from nanscope.program.numbers import count_bad, norms
+from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
-from nanscope.snapshot.history import Entry
-from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.verdict.sentence import absorbed
+from nanscope.watching.counts import Counts
+from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
+from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.oddities import Usual
-from nanscope.watching.recording import Recording, scaled_by_hand
+from nanscope.watching.oddities import Sizes
+from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
+from nanscope.watching.scale import LossScale, Search, scale_of
 
 OnNonFinite = Literal["record", "skip", "stop"]
 
@@ -60,37 +64,37 @@ class Step:
         self._bad = False  # this step is known to be bad
         self._foreign = False  # weights were already spoilt by gradients that were not made here
         self._first = False  # the optimizer that steps has no state yet
+        self._stepping = False  # the optimizer has begun, and may call back for the loss
+        self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
         self._held: list[tuple[nn.Parameter, Tensor]] = []
-        self._loss: float | None = None
-        self._norm: float | None = None
-        self._reading: Reading | None = None
-        self._began = time.perf_counter()
+        self._line = Line()
         # what outlives a step
         self._gauge = Gauge()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._usual_loss, self._usual_norm = Usual(), Usual()
+        self.counts = Counts(examiner.targets)
+        self._optimizers = Optimizers()
+        self._ending = Ending(tape, modules, self.counts, self._optimizers)
+        self._search = Search()
+        self._sizes = Sizes()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
 
     @property
     def number(self) -> int:
-        """Steps are counted from 1, as trainers log them; a resumed trainer's own count goes on."""
-        for target in self._examiner.targets:
-            count = getattr(getattr(target, "state", None), "global_step", None)
-            if isinstance(count, int):
-                return count + 1
-        return self._logbook.steps + 1
+        """The number of the running step, of the next one between two."""
+        return self.counts.next if self._closed else self.counts.number
 
     # The gates.
 
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None:
         """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves."""
         self._modules.reset()
-        self._modules.busy = True
         if self._current is not None:
             self._current.let_go()  # its backward pass raised, and was never seen to end
+        self._failsafe("step-ends", self._look_whether_it_was_dropped)
+        self._modules.busy = True
         if self._closed:
-            self._recordings.clear()
-            self._closed = self._bad = False
+            self._open()
+        self.counts.begin()
         program: Program | None = None
         tensors: dict[int, Tensor] = {}
         root = roots[0]
@@ -102,9 +106,10 @@ class Step:
             tensors,
             root.detach(),
             self._modules.finish(),
-            self._tape.scaled or scaled_by_hand(program, tensors),
+            scale_of(program, tensors, self._tape.scaler),
             glimpses=tuple(self._tape.glimpses.values()),
             taken=dict(self._tape.taken),
+            micro_batch=self.counts.micro_batch,
         )
         self._current = recording
         if program is not None:
@@ -124,28 +129,41 @@ class Step:
         recording.close()
         self._recordings.append(recording)
         self._tape.leave_room()
-        if recording.loss.device.type == "cpu":
+        self._failsafe("gradients-left", self._ending.left.take, recording)
+        if not recording.waits:
             if recording.value is not None:
-                self._loss = (self._loss or 0.0) + recording.value
+                self._line.add_loss(float(recording.unscaled))
             if not all(bool(flag) for flag in recording.flags):
                 self._examine(recording)
             elif not all(bool(flag) for flag in recording.given):
                 self._keep(self._examiner.swallowed(recording))
-            elif self._reading is not None and self._reading.headroom is not None and self._reading.headroom < 0:
+            elif self._line.reading is not None and self._line.reading.headroom is not None and self._line.reading.headroom < 0:
                 self._note_absorbed(recording)
-        if self._asked and not recording.examined and self.number in self._asked:
+            elif self._search.stuck and recording.scaled:
+                self._look_at_gradients()
+        if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._save_asked, recording)
-        recording.looked = recording.loss.device.type == "cpu"
+        recording.looked = not recording.waits
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
+        self._stepping = True
+        if self._closed and not self._recordings.made:  # gradients that no backward pass here has made
+            self._open()
         self._first = not optimizer.state
-        self._look_at_waiting(optimizer)
+        self._optimizers.add(optimizer, self._modules.seen)
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._overflowed = found_inf is not None and bool(found_inf)
+        self._look_at_waiting(None if self._overflowed else optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
-        self._norm = total = float(torch.linalg.vector_norm(norms(grads))) if grads else None
-        if total is None:
+        if self._overflowed and self._recordings[-1:] and (scale := self._recordings[-1].scale) is not None:
+            self._skip(scale)
+        if not grads or self._overflowed:
             return
+        by_hand = any(recording.scale is not None and recording.scale.scaler is None for recording in self._recordings)
+        line = Line() if self._closed else self._line  # of two optimizers the first has closed the step
+        total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand)
         if total == 0 and not self._bad:
             self._failsafe("clip-hit", self._look_at_zeros, grads)
         elif math.isfinite(total) or not count_bad(grads):  # finite elements may have an infinite norm
@@ -156,38 +174,36 @@ class Step:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
+        self._stepping = False
         held = bool(self._held)
         for parameter, grad in self._held:
             parameter.grad = grad
         self._held.clear()
         weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         bad = count_bad(weights)
-        self._logbook.poisoning.weights(self.number, bad)
-        if held:
-            self._logbook.mark(self.number, stepped="skipped", weights=len(weights), bad_weights=bad)
-        elif self._bad:
-            self._logbook.mark(self.number, stepped="taken", weights=len(weights), bad_weights=bad)
-        elif bad and not self._foreign:
+        self._logbook.poisoning.weights(self.counts.number, bad)
+        if bad and not (self._bad or self._foreign):
             self._weights_are_bad(optimizer, len(weights), bad)
+        stepped = Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN
+        if self._bad and (bad or not self._closed):  # of two optimizers the second has no say in what the first has written
+            self._mark(stepped=stepped, weights=len(weights), bad_weights=bad, optimizer=self._optimizers.name(optimizer))
         if not self._closed:
-            self._close()
+            self._line.optimizer = self._optimizers.name(optimizer)
+            self._close(stepped)
         if set(self._steppers) == {optimizer}:  # no other one will ask what the gradients are made of
             self._recordings.let_go()
         self._steppers.add(optimizer)
 
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
+        self._look_whether_it_was_dropped(last=True)
         if self._closed or not self._recordings.made:
             return
         for recording in self._waiting():
             if not all(bool(flag) for flag in recording.flags):
                 self._examine(recording)
         if not self._bad and not any(recording.scaled for recording in self._recordings):
-            parameters = [p for _, p in self._modules.parameters().values() if p.grad is not None]
-            grads = [p.grad for p in parameters if p.grad is not None]
-            if count_bad(grads):
-                self._keep(self._examiner.gradients(self._recordings, parameters, grads))
-                self._note_gone()
+            self._look_at_gradients()
 
     def forget(self) -> None:
         """Let go of everything that was held."""
@@ -195,34 +211,79 @@ class Step:
             self._current.let_go()
         self._current = None
         self._recordings.clear()
+        self._ending.left.forget()
+
+    # A step that no optimizer takes.
+
+    def _look_whether_it_was_dropped(self, last: bool = False) -> None:
+        """Another backward pass begins, or the block ends: does it still belong to the running step? Then its gradients are still there."""
+        if self._closed or self._stepping or not self._recordings.made:
+            return
+        stepped = self._ending.became(self._recordings, self._bad, last)
+        if stepped is None:
+            return
+        overflowed = self._ending.norm_is_bad()
+        self._look_at_waiting(dropped=True)
+        scales = [recording.scale for recording in self._recordings if recording.scale is not None]
+        if overflowed and not self._bad and (not scales or self._search.stuck):
+            self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, (), ())))
+            self._note_gone()
+            self._keep_unexplained()
+        if scales and not self._bad:
+            self._skip(scales[-1])
+        optimizer = self._optimizers.of(self._ending.left.parameters)
+        self._line.before = self._ending.norm() if all(scale.scaler is not None for scale in scales) else None
+        self._line.optimizer = self._optimizers.name(optimizer)
+        self._mark(stepped=stepped, optimizer=self._line.optimizer)
+        stop = self._bad and self._on_nonfinite == "stop"
+        self._close(stepped)
+        if stop:
+            self._stop()
+
+    def _skip(self, scale: LossScale) -> None:
+        """A scaled step was skipped, as a scaler does that looks for its scale."""
+        self._search.skip(scale)
+        if self._search.stuck:
+            text = f"{self._search.skipped} steps in a row were skipped, and no loss scale fits: these gradients are not finite at any"
+            self._logbook.note("scaler_stuck", text, self.counts.number)
+
+    def _look_at_gradients(self) -> None:
+        """Nobody else does: no optimizer came, or a scaler that skips every step."""
+        parameters = [p for _, p in self._modules.parameters().values() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if count_bad(grads):
+            self._keep(self._examiner.gradients(self._recordings, parameters, grads))
+            self._note_gone()
 
     # What is found at them.
 
     def _waiting(self) -> list[Recording]:
         return [r for r in self._recordings if not r.examined and not r.looked]
 
-    def _look_at_waiting(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def _look_at_waiting(self, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
         waiting = self._waiting()
         if not waiting:
             return
         flags = [torch.stack(r.flags).all() for r in waiting]
         given = [torch.stack(r.given).all() if r.given else flag for r, flag in zip(waiting, flags, strict=True)]
-        losses = torch.stack([r.loss.float() for r in waiting])
+        losses = torch.stack([r.unscaled.float() for r in waiting])
         answers = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses]).tolist()  # the one transfer of a step
         for recording, fine, clean, loss in zip(waiting, *answers, strict=True):
-            self._loss = (self._loss or 0.0) + loss
+            self._line.add_loss(loss)
             recording.looked = True
             if not fine:
-                self._examine(recording, optimizer)
+                self._examine(recording, optimizer, dropped)
             elif not clean:
                 self._keep(self._examiner.swallowed(recording))
 
-    def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Something at the edge of the loss was non-finite: was anything harmed, and what did it?"""
+    def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
+        """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: nobody can count gradients."""
         recording.examined = True
         hit = self._examiner.loss(recording)
-        if recording.scaled and optimizer is None and not (hit is not None and hit.loss_bad):
+        if recording.scaled and optimizer is None and not self._search.stuck and not (hit is not None and hit.loss_bad):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
+        if hit is None and dropped and (self._ending.norm_is_bad() or not self._tape.norms):
+            hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
         if hit is None:
             self._note_absorbed(recording)
             return
@@ -241,6 +302,8 @@ class Step:
         elif not self._bad:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
             self._note_gone()
+        if self._recordings.made or self._on_nonfinite != "record":
+            self._keep_unexplained()
         self._failsafe("mark", self._mark_gradients, len(grads), count_bad(grads))
         if self._on_nonfinite == "stop":
             self._stop()
@@ -254,8 +317,12 @@ class Step:
     def _mark_gradients(self, total: int, bad: int) -> None:
         if self._bad and self._logbook.snapshots:
             reached = self._logbook.snapshots[-1].reached
-            most = {"gradients": max(total, reached.gradients or 0), "bad_gradients": max(bad, reached.bad_gradients or 0)}
-            self._logbook.mark(self.number, **most)
+            self._mark(gradients=max(total, reached.gradients or 0), bad_gradients=max(bad, reached.bad_gradients or 0))
+
+    def _mark(self, **changes: Any) -> None:
+        """Add to what this step's incidents reached."""
+        plain = {name: str(value) if isinstance(value, Stepped) else value for name, value in changes.items()}
+        self._logbook.mark(self.counts.number, self.counts.update, **plain)
 
     def _look_at_zeros(self, grads: list[Tensor]) -> None:
         if self._recordings:
@@ -263,21 +330,15 @@ class Step:
 
     def _look_for_spikes(self, total: float) -> None:
         """Everything is finite: is it also of the size that this run is used to?"""
-        raw = self._tape.norms[-1] if self._tape.norms else None  # before a clip
-        norm = max(total, float(raw)) if raw is not None and raw.numel() == 1 and raw.is_cpu else total
-        sizes = (("loss", abs(self._loss or 0.0), self._usual_loss), ("gradient norm", norm, self._usual_norm))
-        found = [
-            f"{size / usual.largest:.2g} times the largest {name} of the {usual.count} steps before"
-            for name, size, usual in sizes
-            if usual.exceeded(size)
-        ]
-        if found and self._recordings:
-            hit = self._examiner.spike(max(self._recordings, key=lambda r: abs(r.value or 0.0)), found[0])
-            if hit is not None:
-                self._keep(hit)
-                return
-        for _, size, usual in sizes:
-            usual.add(size)
+        sizes = abs(self._line.loss or 0.0), max(total, self._line.before or 0.0)
+        scale = self._sizes.out_of_scale(*sizes)
+        hit = None
+        if scale and self._recordings:
+            hit = self._examiner.spike(max(self._recordings, key=lambda r: abs(r.value or 0.0)), scale)
+        if hit is not None:
+            self._keep(hit)
+        else:
+            self._sizes.add(*sizes)
 
     def _weights_are_bad(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
@@ -293,12 +354,22 @@ class Step:
     def _save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
         """Count a bad step, and have it described and kept if there is room for it."""
         another, self._bad = not self._bad, True
-        if self._logbook.count(self.number, recording, another):
-            self._logbook.keep(describe(self._blank(recording, reached)))
+        if self._logbook.count(self.counts.number, recording, another):
+            kept = [self._blank(recording, reached)]
+            self._failsafe("explain", lambda: kept.append(describe(kept[0])))
+            self._logbook.keep(kept[-1])
+
+    def _keep_unexplained(self) -> None:
+        """A step that is bad and of which nobody can say why is bad all the same."""
+        if not self._bad:
+            recording = self._recordings[-1] if self._recordings else None
+            self._save(recording, Reached(recording.value if recording else None), lambda blank: blank)
 
     def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
-        part = next((number for number, known in enumerate(self._recordings, start=1 + self._recordings.gone) if known is recording), 1)
-        return self._logbook.blank(self.number, recording.loss if recording is not None else None, part, reached)
+        counts = self.counts
+        part = recording.micro_batch if recording is not None else 1
+        blank = self._logbook.blank(counts.number, recording.loss if recording is not None else None, part, reached)
+        return replace(blank, update=counts.update, backward=counts.backward - counts.micro_batch + part)
 
     def _save_asked(self, recording: Recording) -> None:
         snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
@@ -313,7 +384,7 @@ class Step:
         line = (location.origin.site.file, location.origin.site.line)
         if line not in self._told:
             self._told.add(line)
-            self._logbook.note("nonfinite_absorbed", absorbed(location, self.number), self.number)
+            self._logbook.note("nonfinite_absorbed", absorbed(location, self.counts.number), self.counts.number)
 
     def _hold_back(self, parameters: list[nn.Parameter]) -> None:
         """Let the optimizer step over nothing: without gradients it leaves weights and state as they are."""
@@ -323,32 +394,30 @@ class Step:
         self._logbook.skipped += 1
 
     def _stop(self) -> None:
-        self._logbook.mark(self.number, stepped="stopped")
+        self._mark(stepped=Stepped.STOPPED)
         verdict = self._logbook.verdict()
         path = self._logbook.paths[-1] if self._logbook.paths else None
         message = f"{verdict.sentence}\nsnapshot: {path or 'not written'}"
         raise NonFiniteError(message, verdict=verdict, snapshot=str(path) if path else None)
 
     def _read_gauge(self, program: Program) -> None:
-        reading = self._gauge.read(program, self._tape.tensor)
-        self._reading = reading if self._reading is None else self._reading.joined(reading)
+        self._line.add_reading(self._gauge.read(program, self._tape.tensor))
 
-    def _close(self) -> None:
-        now, reading = time.perf_counter(), self._reading
-        entry = Entry(
-            step=self.number,
-            rank=self._logbook.rank,
-            time=round(time.time(), 3),
-            seconds=round(now - self._began, 6),
-            loss=self._loss,
-            grad_norm=self._norm,
-            log_ratio_max=reading.highest if reading else None,
-            log_ratio_max_masked=reading.highest_masked if reading else None,
-            headroom=reading.headroom if reading else None,
-            clip_fraction=reading.clipped if reading else None,
-            nonfinite=self._bad,
-        )
-        self._began, self._loss, self._norm, self._reading = now, None, None, None
-        self._closed = True
+    def _open(self) -> None:
+        """Another step begins."""
+        self._recordings.clear()
+        self._closed = self._bad = False
+        self.counts.open()
+
+    def _close(self, stepped: Stepped) -> None:
+        """The step is over."""
+        if self._bad and self.counts.micro_batch > 1:
+            self._mark(micro_batches=self.counts.micro_batch)
+        if stepped is Stepped.TAKEN:
+            self._search.found()
+        entry = self._line.entry(self.counts, self._logbook.rank, stepped, self._bad)
+        self._line, self._closed = Line(), True
+        self._ending.left.forget()
+        self.counts.steps += 1
         self._logbook.held_peak = self._tape.account.peak
         self._logbook.enter(entry)

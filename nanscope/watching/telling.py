@@ -40,7 +40,7 @@ class Teller:
             return
         place = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else f"step {snapshot.step}"
         self._more[site] = (f"like that at {place}", 0, 0)
-        step = f"step {snapshot.step}" if self.rank is None else f"step {snapshot.step} on rank {self.rank}"
+        step = snapshot.place if self.rank is None else f"{snapshot.place} on rank {self.rank}"
         if snapshot.consequence_of is not None:
             what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
             log.warning(LINE, f"{step}: {what_next}")

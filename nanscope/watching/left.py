@@ -1,0 +1,111 @@
+"""What is left of the gradients of a backward pass when the next one begins.
+
+Nothing in torch tells when gradients are zeroed. So a few of them are looked at when the next backward pass begins: are they gone?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from nanscope.watching.recording import Recording
+
+FEW = 8  # parameters of a module that are looked at
+
+
+class Fate(StrEnum):
+    """What became of gradients. unseen: none that could be looked at had one."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+    UNSEEN = "unseen"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A parameter as a backward pass left it: where its gradient lies, and how often gradient and weight had been written to."""
+
+    parameter: Tensor
+    address: int
+    size: int
+    version: int
+    weight_version: int
+
+    @staticmethod
+    def of(parameter: Tensor) -> Left | None:
+        """Note it, None if it has no gradient."""
+        grad = _local(parameter.grad)
+        return None if grad is None else Left(parameter, _address(grad), grad.numel(), grad._version, parameter._version)
+
+    def is_kept(self) -> bool:
+        """Is the gradient still there? Reads it only where somebody has written to it."""
+        grad = _local(self.parameter.grad)
+        if grad is None:
+            return False
+        return (_address(grad), grad._version) == (self.address, self.version) or not _is_zero(grad)
+
+
+class Leavings:
+    """A few parameters as the last backward pass left them."""
+
+    def __init__(self) -> None:
+        self._left: list[Left] = []
+        self._few: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
+
+    def take(self, recording: Recording) -> None:
+        """A backward pass has ended."""
+        modules = {id(call.module): call.module for call in recording.calls}
+        own = recording.tensors.values() if recording.program is not None else ()
+        looked_at = [tensor for tensor in own if tensor.requires_grad and tensor.is_leaf][:FEW]
+        looked_at += [parameter for module in modules.values() for parameter in self._few_of(module)]
+        self._left = [left for parameter in looked_at if (left := Left.of(parameter)) is not None]
+
+    def forget(self) -> None:
+        """The step is over, or nothing is known of it any more."""
+        self._left = []
+
+    def fate(self) -> Fate:
+        """What became of the gradients since?"""
+        if not self._left:
+            return Fate.UNSEEN
+        return Fate.KEPT if any(left.is_kept() for left in self._left) else Fate.DROPPED
+
+    def weights_moved(self) -> bool:
+        """Has somebody written to the weights since?"""
+        return any(left.parameter._version != left.weight_version for left in self._left)
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters that are looked at."""
+        return [left.parameter for left in self._left]
+
+    def __iter__(self) -> Iterator[Left]:
+        return iter(self._left)
+
+    def _few_of(self, module: nn.Module) -> list[Tensor]:
+        """A few of its parameters from all over it; looked for anew where none of them has a gradient."""
+        few = self._few.get(module)
+        if few is None or all(parameter.grad is None for parameter in few):
+            few = self._few[module] = _spread([parameter for parameter in module.parameters() if parameter.grad is not None])
+        return few
+
+
+def _spread(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return list(parameters[:: max(1, len(parameters) // FEW)])[:FEW]
+
+
+def _local(grad: Tensor | None) -> Tensor | None:
+    """This rank's part of a gradient: asking for the whole would be a collective."""
+    return getattr(grad, "_local_tensor", grad)
+
+
+def _address(grad: Tensor) -> int:
+    return 0 if grad.is_sparse else grad.data_ptr()
+
+
+def _is_zero(grad: Tensor) -> bool:
+    return not grad._nnz() if grad.is_sparse else not bool(grad.any())

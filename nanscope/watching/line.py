@@ -1,0 +1,80 @@
+"""What the history will say of the running step: gathered backward pass by backward pass, written when the step is over."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.gauge import Reading
+from nanscope.capture.tape import Tape
+from nanscope.program.numbers import norms
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.step import Stepped
+from nanscope.watching.counts import Counts
+
+SAME = 1e-5  # relative; a clip that did nothing
+
+
+@dataclass(slots=True)
+class Line:
+    """One step. loss: summed over its micro-batches, without a scale against underflow. norm: of the gradients that reached the optimizer.
+    before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several."""
+
+    loss: float | None = None
+    norm: float | None = None
+    before: float | None = None
+    reading: Reading | None = None
+    optimizer: str | None = None
+    _began: float = field(default_factory=time.perf_counter)
+
+    def add_loss(self, loss: float) -> None:
+        """Another micro-batch."""
+        self.loss = (self.loss or 0.0) + loss
+
+    def add_reading(self, reading: Reading) -> None:
+        """The gauge was read."""
+        self.reading = reading if self.reading is None else self.reading.joined(reading)
+
+    def measure(self, grads: list[Tensor], tape: Tape, scale: object, by_hand: bool) -> float:
+        """Take the norm of the gradients that reach an optimizer, and that which the trainer's clip took before; return the first.
+
+        scale: what the gradients of a fused optimizer are still multiplied by. by_hand: the trainer's norm may be that of scaled gradients.
+        """
+        total = torch.linalg.vector_norm(norms(grads))
+        taken = [tape.measured.get((grad.data_ptr(), grad.numel())) for grad in grads if type(grad) is Tensor]
+        seen = [norm for norm in taken if norm is not None]
+        before = torch.linalg.vector_norm(norms(seen)) if len(seen) == len(grads) and not by_hand else total
+        self.norm, self.before = (torch.stack([total, before]) / (scale if isinstance(scale, Tensor) else 1.0)).tolist()  # in one transfer
+        return float(self.norm or 0.0)
+
+    def entry(self, counts: Counts, rank: int, stepped: Stepped, bad: bool) -> Entry:
+        """Return the line; the step is over."""
+        norm = self.norm if self.before is None else self.before
+        clipped = self.before is not None and self.norm is not None and not _same(self.before, self.norm)
+        reading = self.reading
+        return Entry(
+            step=counts.number,
+            rank=rank,
+            time=round(time.time(), 3),
+            seconds=round(time.perf_counter() - self._began, 6),
+            loss=self.loss,
+            grad_norm=norm,
+            log_ratio_max=reading.highest if reading else None,
+            log_ratio_max_masked=reading.highest_masked if reading else None,
+            headroom=reading.headroom if reading else None,
+            clip_fraction=reading.clipped if reading else None,
+            nonfinite=bad,
+            grad_norm_clipped=self.norm if clipped else None,
+            stepped=None if stepped is Stepped.TAKEN else str(stepped),
+            update=counts.update if counts.update > 1 else None,
+            micro_batches=counts.micro_batch if counts.micro_batch > 1 else None,
+            optimizer=self.optimizer,
+        )
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=SAME) or (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,46 @@
+"""The optimizers that step in a run, and what they are called where there are several: "AdamW of Critic"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+class Optimizers:
+    """Those that were seen to step, with what tells them apart. any: there was one, though it may be gone."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._names: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
+
+    def add(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+        """One is about to step. modules: of which one may hold its parameters; looked at once an optimizer."""
+        self.any = True
+        if optimizer not in self._names:
+            owner = _owner(optimizer, modules)
+            name = type(optimizer).__name__ + (f" of {type(owner).__name__}" if owner is not None else "")
+            alike = sum(known == name or known.startswith(f"{name} #") for known in self._names.values())
+            self._names[optimizer] = f"{name} #{alike + 1}" if alike else name
+
+    def name(self, optimizer: torch.optim.Optimizer | None) -> str | None:
+        """What one of several is called, None if there is no other."""
+        return self._names.get(optimizer) if optimizer is not None and len(self._names) > 1 else None
+
+    def of(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer | None:
+        """Return the one that updates one of these, None if none of those seen does."""
+        wanted = {id(parameter) for parameter in parameters}
+        return next((one for one in self._names if any(id(parameter) in wanted for parameter in _parameters(one))), None)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> nn.Module | None:
+    """Return the smallest module that the optimizer's first parameter is in: a wrapper of several holds it, too."""
+    first = next(_parameters(optimizer), None)
+    owners = [module for module in modules if any(one is first for one in module.parameters())]
+    return min(owners, key=lambda module: sum(1 for _ in module.parameters()), default=None)

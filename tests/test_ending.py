@@ -1,0 +1,265 @@
+"""When a step is over that no optimizer takes: dropped by its trainer, taken by hand, or still running."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.watching.ending import Ending
+from nanscope.watching.recording import Recording
+
+NAN = math.nan
+
+
+def norm_of(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def watched(path: Path, loop: Callable[[nn.Module, torch.optim.Optimizer], None], model: nn.Module | None = None) -> nanscope.Scope:
+    """Run a loop over a small model under watch."""
+    model = model if model is not None else nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    with nanscope.watch(out=path) as scope:
+        loop(model, torch.optim.AdamW(model.parameters()))
+    return scope
+
+
+@pytest.fixture(params=["at once", "late"])
+def looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are read when backward has ended, or, as on a GPU, not before somebody has to know."""
+    if request.param == "late":
+        monkeypatch.setattr(Recording, "waits", True)
+
+
+def told(scope: nanscope.Scope) -> list[tuple[int, str | None, bool]]:
+    return [(entry.step, entry.stepped, entry.nonfinite) for entry in scope.history.entries]
+
+
+SKIPPED = "skipped by the trainer"
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_a_step_that_the_trainer_drops_keeps_its_number(tmp_path: Path, to_none: bool, zero_first: bool) -> None:
+    """On a bad norm optimizer.step is not called but zero_grad: NaN in steps 2 and 4 of 5 is told as 2 and 4."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 6):
+            if zero_first:
+                optimizer.zero_grad(set_to_none=to_none)
+            model(torch.randn(8, 4) * (NAN if step in (2, 4) else 1)).square().mean().backward()
+            if norm_of(model).isfinite():
+                optimizer.step()
+            if not zero_first:
+                optimizer.zero_grad(set_to_none=to_none)
+
+    scope = watched(tmp_path, loop)
+    taken = (None, False)
+    assert told(scope) == [(1, *taken), (2, SKIPPED, True), (3, *taken), (4, SKIPPED, True), (5, *taken)]
+    assert [(i.step, i.reached["stepped"], i.cause) for i in scope.verdict.incidents] == [
+        (2, SKIPPED, "bad_input"),
+        (4, SKIPPED, "bad_input"),
+    ]
+    assert (scope.steps, scope.bad_steps, scope.skipped) == (5, 2, 0)
+    assert all("optimizer step skipped by the trainer" in incident.headline for incident in scope.verdict.incidents)
+
+
+class Pole(nn.Module):
+    """Finite forward, and a backward that is NaN where an input is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = torch.where(x == 0, torch.zeros_like(x), torch.sqrt(self.scale(x).abs() * (x != 0)))
+        return root.sum(-1)
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("last", [False, True])
+def test_a_nan_that_only_the_trainer_s_norm_has_seen_is_an_incident(tmp_path: Path, last: bool) -> None:
+    """The loss is finite, so is all at its edge; the model's own backward made it, and the trainer has dropped the gradients."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 3 if last else 5):
+            x = torch.ones(3, 4)
+            x[0, 0] = 0.0 if step == 2 else 1.0
+            model(x).mean().backward()
+            if norm_of(model).isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    scope = watched(tmp_path, loop, Pole())
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.origin.op) == (2, "backward", "sqrt"), incident.sentence
+    assert (scope.bad_steps, scope.steps) == (1, 2 if last else 4) and Path(str(incident.snapshot)).is_file()
+    assert told(scope)[1] == (2, SKIPPED, True)
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_finite_loss_whose_gradient_was_dropped_is_not_said_to_be_absorbed(tmp_path: Path, measured: bool) -> None:
+    """Nobody can count gradients that are gone; that the trainer dropped them says enough."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 4):
+            values = model(torch.ones(8, 4)).squeeze(-1)
+            divisor = torch.tensor([0.0 if step == 2 else 1.0] + [1.0] * 7)
+            torch.where(divisor == 0, 0.0, values / divisor).mean().backward()
+            fine = (
+                norm_of(model).isfinite()
+                if measured
+                else all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+            )
+            if fine:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    scope = watched(tmp_path, loop)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.origin.op) == (2, "backward", "div") and "stayed clean" not in incident.sentence
+    assert scope.notes == [] and told(scope)[1] == (2, SKIPPED, True)
+
+
+@pytest.mark.usefixtures("looked_at")
+def test_a_step_that_is_dropped_for_its_size_is_one(tmp_path: Path) -> None:
+    """A trainer may drop a step with a finite norm: healthy, and counted as its loop counts."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    scope = watched(tmp_path, loop)
+    assert told(scope) == [(1, None, False), (2, SKIPPED, False), (3, None, False), (4, None, False)] and scope.verdict.healthy
+
+
+def test_gradients_that_stay_are_accumulated(tmp_path: Path) -> None:
+    """Also where they were clipped, scaled or replaced between two micro-batches."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            for micro in range(3):
+                model(torch.randn(8, 4)).square().mean().backward()
+                norm_of(model)
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad * (micro + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    scope = watched(tmp_path, loop)
+    assert [(entry.step, entry.micro_batches) for entry in scope.history.entries] == [(1, 3), (2, 3)]
+
+
+@torch.no_grad()
+def descend(model: nn.Module, to_none: bool) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.sub_(parameter.grad, alpha=1e-3)
+            if to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_steps_that_are_taken_by_hand_are_steps(tmp_path: Path, to_none: bool) -> None:
+    """No optimizer at all: the weights were written, the gradients dropped."""
+
+    def loop(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        for step in range(1, 5):
+            model(torch.randn(8, 4) * (NAN if step == 3 else 1)).square().mean().backward()
+            descend(model, to_none)
+
+    scope = watched(tmp_path, loop)
+    assert [(step, stepped) for step, stepped, _ in told(scope)] == [(n, "taken by hand") for n in range(1, 5)]
+    assert scope.verdict.incidents[0].step == 3
+
+
+def surgery(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Each task's gradient by itself, then their mean."""
+    hidden = model(torch.randn(8, 4))
+    found = []
+    for weight in (1.0, 2.0, 3.0):
+        optimizer.zero_grad()
+        (hidden * weight).square().mean().backward(retain_graph=True)
+        found.append([parameter.grad for parameter in model.parameters()])
+    for parameter, *grads in zip(model.parameters(), *found, strict=True):
+        parameter.grad = torch.stack(grads).mean(0)
+    optimizer.step()
+
+
+def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A push uphill, a second pass there, and back."""
+    x = torch.randn(8, 4)
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        push = [parameter.grad * 0.05 for parameter in model.parameters() if parameter.grad is not None]
+        for parameter, by in zip(model.parameters(), push, strict=True):
+            parameter.add_(by)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter, by in zip(model.parameters(), push, strict=True):
+            parameter.sub_(by)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("iteration", [surgery, sharpness_aware])
+def test_gradients_that_are_dropped_within_a_step_end_none(
+    tmp_path: Path, iteration: Callable[[nn.Module, torch.optim.Optimizer], None]
+) -> None:
+    """Gradient surgery and a look uphill take several backward passes to one step."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(3):
+            iteration(model, optimizer)
+
+    scope = watched(tmp_path, loop)
+    assert [(step, stepped) for step, stepped, _ in told(scope)] == [(n, None) for n in range(1, 5)] and scope.verdict.healthy
+
+
+def test_a_closure_that_drops_gradients_ends_no_step(tmp_path: Path) -> None:
+    """LBFGS zeroes them before each of the evaluations that make one step."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 3)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            optimizer.step(closure)
+    assert [entry.step for entry in scope.history.entries] == [1, 2, 3]
+
+
+def test_our_own_failure_to_see_an_end_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, no incident is lost, and the verdict says what was not seen."""
+    monkeypatch.setattr(Ending, "became", None)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 4):
+            model(torch.randn(8, 4) * (NAN if step == 2 else 1)).square().mean().backward()
+            if norm_of(model).isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    scope = watched(tmp_path, loop)
+    assert [incident.step for incident in scope.verdict.incidents] == [2] and scope.steps == 2
+    assert [gap.slug for gap in scope.verdict.gaps] == ["step-ends-failed"]
