@@ -18,7 +18,6 @@ from nanscope.capture import gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.watching import line, narrow, recording
-from nanscope.watching import step as running
 from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner
 from nanscope.watching.left import Leavings

@@ -298,7 +298,7 @@ class Step:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
             self._foreign = True
             text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
-            self._logbook.note("foreign_gradients", text, self.number)
+            self._logbook.note("foreign_gradients", text, self.counts.number)
         elif not self._bad:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
             self._note_gone()
@@ -312,7 +312,7 @@ class Step:
         """What made the gradients bad may be a backward pass that was let go of."""
         if self._recordings.gone:
             text = "the first backward passes of a step whose gradients went bad, which were not held any more when that was seen"
-            self._logbook.gap("not-held", f"{text} (a larger budget= holds more)", self.number)
+            self._logbook.gap("not-held", f"{text} (a larger budget= holds more)", self.counts.number)
 
     def _mark_gradients(self, total: int, bad: int) -> None:
         if self._bad and self._logbook.snapshots:
