@@ -75,7 +75,8 @@ def test_an_origin_outside_the_program_is_told_as_it_was_seen() -> None:
     made = observe_made("_softmax", torch.tensor([[0.5, NAN]]), 1, None, "layers.1", Phase.FORWARD)
     snapshot = replace(overflowing(), observation=replace(made, tried=TRIED))
     incident = diagnose(snapshot)
-    assert (incident.origin, incident.cause, incident.rows) == (made.origin, Cause.FULLY_MASKED_SOFTMAX, TRIED)
+    told = tuple(replace(row, note=incident.reproduction.words) if row.kind == "recorded" else row for row in TRIED)
+    assert (incident.origin, incident.cause, incident.rows) == (made.origin, Cause.FULLY_MASKED_SOFTMAX, told)
     assert [fix.id for fix in incident.fixes] == ["upcast_fp32"] and incident.picture is None
     assert diagnose(replace(snapshot, observation=made)).rows[0].id == "as_recorded", "nothing was tried there: what the file gives"
 
