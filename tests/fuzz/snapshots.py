@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -393,6 +394,7 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=float("inf"), help="seconds after which no further case begins")
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cases = given.cases or {"read": 100_000, "replay": 10_000}[given.way]
     folder = Path(tempfile.mkdtemp(prefix="nanscope-fuzz-"))
     try:
@@ -404,10 +406,12 @@ def main() -> int:
         tally, begun, found = Tally(), time.monotonic(), 0
         run = partial(WAYS[given.way], wholes=wholes, folder=folder)
         limits = Limits(given.seconds, given.memory << 20)
-        for finding in hunt(run, range(given.first, given.first + cases), limits, tally, given.jobs, begun + given.within):
-            found += 1
-            print(f"{finding}\n    python tests/fuzz/snapshots.py {given.way} --case {finding.case}", flush=True)
-        print(f"{given.way}: {tally}; {found} findings in {time.monotonic() - begun:.0f} s")
+        try:
+            for finding in hunt(run, range(given.first, given.first + cases), limits, tally, given.jobs, begun + given.within):
+                found += 1
+                print(f"{finding}\n    python tests/fuzz/snapshots.py {given.way} --case {finding.case}", flush=True)
+        finally:  # a search that is cut off tells how far it came
+            print(f"{given.way}: {tally}; {found} findings in {time.monotonic() - begun:.0f} s", flush=True)
         return 1 if found else 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
