@@ -25,6 +25,7 @@ from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
+    from nanscope.watching.scope import Scope
     from nanscope.watching.step import OnNonFinite
 
 try:
@@ -184,7 +185,7 @@ def run(
             on_nonfinite=cast("OnNonFinite", on_nonfinite),
             save_steps=save_step or (),
             max_bytes=max_bytes,
-            at_death=lambda scope, why: _finish(scope.abandon(why), scope.out, json_file),
+            at_death=lambda scope, why: _last_words(scope, why, json_file),
         )
     verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
@@ -202,12 +203,21 @@ def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
     from nanscope.report.render import render
     from nanscope.report.terminal import print_verdict, print_written
 
-    print_verdict(verdict, file=sys.stderr)
-    if json_file is not None:
-        _attempt(json_file, lambda path: _write_json(path, verdict.to_json()))
-    for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
-        if _attempt(path, lambda path: render(verdict, path)):
-            print_written(str(path), file=sys.stderr)
+    try:
+        print_verdict(verdict, file=sys.stderr)
+    finally:  # a pipe that is closed keeps nothing back
+        if json_file is not None:
+            _attempt(json_file, lambda path: _write_json(path, verdict.to_json()))
+        for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
+            if _attempt(path, lambda path: render(verdict, path)):
+                with suppress(OSError):
+                    print_written(str(path), file=sys.stderr)
+
+
+def _last_words(scope: Scope, why: str, json_file: Path | None) -> None:
+    """Tell what was found when a signal is about to end the process."""
+    with legible():
+        _finish(scope.abandon(why), scope.out, json_file)
 
 
 def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
@@ -224,7 +234,8 @@ def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
         why = f"{path} could not be drawn ({type(error).__name__}: {error})"
     else:
         return True
-    print(clean(f"nanscope: {why}"), file=sys.stderr)
+    with suppress(OSError):
+        print(clean(f"nanscope: {why}"), file=sys.stderr)
     return False
 
 

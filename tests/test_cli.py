@@ -264,7 +264,7 @@ def test_a_forked_process_that_trains_is_a_run_of_its_own(tmp_path: Path) -> Non
     done = spawn("run", "--json", "v.json", "train.py", cwd=tmp_path)
     assert done.returncode == 4 and "[bad-step]: step 1" in done.stderr
     assert json.loads((tmp_path / "v.json").read_text())["status"] == "unwatched"
-    parent, child = sorted((tmp_path / "nanscope-runs").glob("2*"), key=lambda run: len(list(run.glob("*.safetensors"))))
+    parent, _ = sorted((tmp_path / "nanscope-runs").glob("2*"), key=lambda run: len(list(run.glob("*.safetensors"))))
     assert sorted(path.name for path in parent.iterdir()) == ["history.rank0.jsonl", "run.json"]
     assert call("report", tmp_path / "nanscope-runs", "-o", tmp_path / "r.json").returncode == 3
     assert json.loads((tmp_path / "r.json").read_text())["gaps"] == []
