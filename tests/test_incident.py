@@ -76,7 +76,11 @@ def test_what_stands_in_them(data: Any) -> None:
 def test_a_run_is_suspect_where_everything_stayed_finite() -> None:
     """One step that did not makes it a non-finite one."""
     spike = Incident(**{**{name: getattr(INCIDENT, name) for name in Incident.__slots__}, "suspect": True})
-    assert (Verdict((spike,)).status, Verdict((spike, INCIDENT)).status, Verdict(()).status) == ("suspect", "non-finite", "healthy")
+    assert (Verdict((spike,)).status, Verdict((spike, INCIDENT)).status, Verdict((), steps=1).status) == (
+        "suspect",
+        "non-finite",
+        "healthy",
+    )
     assert Verdict((spike,)).to_json()["incidents"][0]["status"] == "suspect"
 
 

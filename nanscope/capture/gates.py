@@ -28,6 +28,7 @@ class Observer(Protocol):
     def after_backward(self) -> None: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def elsewhere(self, what: str) -> None: ...
 
 
 class Gates:
@@ -50,7 +51,7 @@ class Gates:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+            if self._inside or self._elsewhere("a backward pass") or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
             if not self._in_closure():
                 self._end_step()
@@ -98,6 +99,15 @@ class Gates:
             self._failsafe("resume", self._resume)
             self._inside = inside
 
+    def _elsewhere(self, what: str) -> bool:
+        """Is this done by another thread? It is not watched then, and told."""
+        if threading.get_ident() == self._thread:
+            return False
+        self._failsafe(
+            "before-backward", self._observer.elsewhere, f"{what} in thread {threading.current_thread().name}, which was not watched"
+        )
+        return True
+
     def _in_closure(self) -> bool:
         """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
         frame = sys._getframe(1) if self._stepping is not None else None
@@ -114,7 +124,7 @@ class Gates:
                 self._failsafe("resume", self._resume)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+        if self._inside or self._elsewhere("an optimizer step") or torch.compiler.is_compiling():
             return
         self._end_step()
         closure = any(value is not None for value in (*args[1:], *kwargs.values()))

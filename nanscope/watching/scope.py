@@ -155,7 +155,7 @@ class Scope:
 
     def missed(self, slug: str, text: str) -> None:
         """Say that training did something here that nobody looked at: what and why, in words that follow "not seen: "."""
-        self._failsafe("missed", self._logbook.gap, slug, text)
+        self._failsafe("finish", self._logbook.gap, slug, text)
 
     def abandon(self, why: str) -> Verdict:
         """Return the verdict of a run that is about to be killed, from whatever thread; what comes later is not looked at."""

@@ -194,6 +194,10 @@ class Step:
             self._recordings.let_go()
         self._steppers.add(optimizer)
 
+    def elsewhere(self, what: str) -> None:
+        """Another thread than the watched one trains."""
+        self._logbook.gap("other-thread", what)
+
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
         self._look_whether_it_was_dropped(last=True)
