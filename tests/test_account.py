@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from nanscope.capture.account import Account, Holding
+from nanscope.capture.account import Balance, Holding
 
 
 def test_memory_counts_once_and_as_a_whole() -> None:
     """Two views of one tensor keep all of it alive, and no more than that."""
-    account = Account(1 << 20)
+    account = Balance(1 << 20)
     whole = torch.zeros(100)
     first, second = Holding(account), Holding(account)
     assert first.add(whole[:10], whole[50:]) and second.add(whole)
@@ -24,7 +24,7 @@ def test_memory_counts_once_and_as_a_whole() -> None:
 
 def test_what_does_not_fit_is_not_counted() -> None:
     """All of it or nothing: a call without one of its arguments cannot be run again."""
-    account = Account(500)
+    account = Balance(500)
     holding = Holding(account)
     assert not holding.add(torch.zeros(100), torch.zeros(100))
     assert account.held == 0
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_not_counted() -> None:
 
 def test_what_is_over_makes_room() -> None:
     """The oldest lets go for what is new."""
-    account = Account(1000)
+    account = Balance(1000)
     old = [Holding(account) for _ in range(2)]
     tensors = [torch.zeros(100) for _ in old]
     for holding, tensor in zip(old, tensors, strict=True):
@@ -56,11 +56,11 @@ def test_what_is_over_makes_room() -> None:
 )
 def test_what_has_no_memory_of_its_own_is_not_counted(tensor: torch.Tensor) -> None:
     """A weight is there anyway."""
-    account = Account(1000)
+    account = Balance(1000)
     assert Holding(account).add(tensor) and account.held == 0
 
 
 def test_a_part_of_a_data_set_counts_as_the_part() -> None:
     """A batch is a view of a data set that is larger than the whole budget: the trainer does not make it anew for each call."""
-    account = Account(1000)
+    account = Balance(1000)
     assert Holding(account).add(torch.zeros(10_000)[500:600]) and account.held == 400

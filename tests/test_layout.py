@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanscope.capture.account import Account
+from nanscope.capture.account import Balance
 from nanscope.capture.entries import Value
 from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, meet, memory_order, overlaps
 from nanscope.capture.values import Values
@@ -26,7 +26,7 @@ def view(drawn: tuple[list[tuple[int, int]], int]) -> Tensor:
 
 
 def value_of(tensor: Tensor) -> Value:
-    return Values(Account(1 << 20), None).leaf(tensor)
+    return Values(Balance(1 << 20), None).leaf(tensor)
 
 
 def positions(tensor: Tensor) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Account:
+class Balance:
     """Bytes that are held by reference, never more than `budget`. held: now. peak: the most so far.
 
     spare: lets go of what is least needed, False if there is nothing.
@@ -62,7 +62,7 @@ class Holding:
 
     __slots__ = ("_account", "_addresses")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Balance) -> None:
         self._account = account
         self._addresses: list[int] = []
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.nn.modules import module as hooks
 
-from nanscope.capture.account import Account, Holding
+from nanscope.capture.account import Balance, Holding
 from nanscope.capture.failsafe import Failsafe
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
@@ -111,7 +111,7 @@ class ModuleWatch:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.busy = False  # during a backward pass
-        self.account = Account(KEPT_CALLS * KEPT_BYTES)
+        self.account = Balance(KEPT_CALLS * KEPT_BYTES)
         self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
         self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
         self._thread = threading.get_ident()

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 import torch
 from torch import Tensor
 
-from nanscope.capture.account import Account, Holding
+from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Taken
 from nanscope.capture.modules import address, version_of
 from nanscope.capture.source import is_open, variables
@@ -33,7 +33,7 @@ class Callers:
     GradScaler that multiplied something.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Balance) -> None:
         self.glimpses: dict[CodeType, Glimpse] = {}
         self.taken: dict[str, Taken] = {}
         self.scaler: torch.amp.GradScaler | None = None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from nanscope.capture.account import Account
+from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import RING, Log
@@ -55,8 +55,8 @@ class Tape:
     measured: address and size of a tensor → the first 2-norm that was taken of it so.
     """
 
-    def __init__(self, budget: int | Account = BUDGET, wide: int | None = None) -> None:
-        self.account = budget if isinstance(budget, Account) else Account(budget)
+    def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None) -> None:
+        self.account = budget if isinstance(budget, Balance) else Balance(budget)
         self.known = Values(self.account, wide)
         self.callers = Callers(self.account)
         self.log = Log(self.known, self.callers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
-from nanscope.capture.account import Account
+from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version
 from nanscope.capture.modules import version_of
 
@@ -22,7 +22,7 @@ class Values:
     dimensions and more, by default the same. evict: makes room for a value, by its id; False if there is none.
     """
 
-    def __init__(self, account: Account, wide: int | None) -> None:
+    def __init__(self, account: Balance, wide: int | None) -> None:
         self.account = account
         self.length = 0  # values numbered so far
         self.by_id: dict[int, Value] = {}

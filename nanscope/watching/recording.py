@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from nanscope.capture import custom, kernels
-from nanscope.capture.account import Account, Holding
+from nanscope.capture.account import Balance, Holding
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
@@ -61,7 +61,7 @@ class Recording:
     holding: Holding | None = None
     micro_batch: int = 1
 
-    def watch(self, failsafe: Failsafe, account: Account) -> None:
+    def watch(self, failsafe: Failsafe, account: Balance) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]

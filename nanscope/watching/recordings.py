@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from nanscope.capture.account import Account
+from nanscope.capture.account import Balance
 from nanscope.watching.recording import Recording
 
 LONGEST = 512  # backward passes that are held, however small
@@ -18,7 +18,7 @@ class Recordings(Sequence[Recording]):
     that waits for the device.
     """
 
-    def __init__(self, account: Account, look: Callable[[], None]) -> None:
+    def __init__(self, account: Balance, look: Callable[[], None]) -> None:
         self.made = 0
         self._account, self._look = account, look
         self._held: list[Recording] = []

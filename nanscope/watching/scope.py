@@ -239,7 +239,7 @@ def watch(
                   snapshot of each bad step; all ranks of a job share one. What cannot be written there goes to a temporary folder.
     on_nonfinite: "record" changes nothing; "skip" keeps a step with bad gradients from the weights; "stop" raises NonFiniteError, after
                   the snapshot is on disk.
-    budget:       bytes of tensors that may be held by reference until a step is over.
+    budget:       bytes of tensors that may be held by reference, in all; the oldest backward passes of a step make room.
     save_tokens:  put integer tensors that look like token ids into snapshots.
     limit:        bad steps saved per run; later ones are counted. Steps that are bad because an earlier one spoilt the weights take no
                   place: of these the first is saved.

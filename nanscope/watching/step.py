@@ -201,6 +201,7 @@ class Step:
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
         self._look_whether_it_was_dropped(last=True)
+        self._logbook.held_peak = self._tape.account.peak
         if self._closed or not self._recordings.made:
             return
         for recording in self._waiting():
