@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_the_budget_holds_for_what_is_over(steps: bool, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert scope.verdict.healthy and scope._tape.account.held == 0
+    written = json.loads((scope.out / "run.json").read_text(encoding="utf-8"))
+    assert written["budget"] == budget and 0 < written["held_peak"] <= budget
 
 
 def test_a_bad_micro_batch_is_found_however_many_follow(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ class RunRecord:
     process: see `processes`. status: "running", or what the verdict was. raised: class of the exception that ended the block.
     steps, skipped, bad_steps, backwards: counts. gaps: what was not watched. notes: as in the verdict. aftermath: consequences of bad
     steps.
-    held_peak: most bytes that were held at a time. on_nonfinite, targets: as it was asked for. nanscope: the release.
+    budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
+    nanscope: the release.
     """
 
     run: str = ""
@@ -72,6 +73,7 @@ class RunRecord:
     gaps: tuple[Gap, ...] = ()
     notes: tuple[Remark, ...] = ()
     aftermath: tuple[Aftermath, ...] = ()
+    budget: int | None = None
     held_peak: int | None = None
     on_nonfinite: str = "record"
     targets: tuple[str, ...] = ()

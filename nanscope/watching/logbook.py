@@ -56,7 +56,6 @@ class Logbook:
         self, folder: Path, limit: int, max_bytes: int = MAX_BYTES, on_incident: Callable[[Snapshot, str | None], None] | None = None
     ) -> None:
         self.folder, self.limit, self.rank = folder, limit, 0
-        self.held_peak: int | None = None
         self._max_bytes, self._on_incident = max_bytes, on_incident
         self._record = RunRecord()
         self._pid = os.getpid()

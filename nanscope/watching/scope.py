@@ -110,7 +110,7 @@ class Scope:
     def _open(self) -> None:
         place = self._place or settle_somewhere(self._logbook.folder, self._name)
         targets = tuple(type(target).__qualname__ for target in self._targets)
-        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets))
+        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._tape.budget))
 
     def _announce(self, snapshot: Snapshot, path: str | None) -> None:
         if self._on_incident is not None:
