@@ -108,6 +108,8 @@ def test_a_healthy_run_writes_history_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(p.name for p in scope.out.iterdir()) == ["history.rank0.jsonl", "run.json"]
     (entry,) = [json.loads(line) for line in (scope.out / "history.rank0.jsonl").read_text().splitlines()]
     assert entry["loss"] == 0.0 and entry["grad_norm"] > 0
+    record = json.loads((scope.out / "run.json").read_text())
+    assert (record["status"], record["steps"], record["run"]) == ("healthy", 1, entry["run"]) and record["held_peak"] > 0
 
 
 class Attention(nn.Module):
