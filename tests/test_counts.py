@@ -72,9 +72,9 @@ def test_micro_batches_are_named(tmp_path: Path) -> None:
     heads = [incident.headline.split(" · ")[0] for incident in scope.verdict.incidents]
     assert heads == ["step 2, micro-batch 2 of 3", "step 2, micro-batch 3 of 3"] and scope.bad_steps == 1
     assert [entry.micro_batches for entry in scope.history.entries] == [3, 3]
-    again = [nanscope.load(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    again = [nanscope.load(path) for path in sorted(scope.out.glob("*.safetensors"))]
     assert [(s.part, s.backward, s.reached.micro_batches, s.place) for s in again] == [(2, 5, 3, heads[0]), (3, 6, 3, heads[1])]
-    assert [path.name for path in sorted(tmp_path.glob("*.safetensors"))] == [
+    assert [path.name for path in sorted(scope.out.glob("*.safetensors"))] == [
         f"step-000002.rank0.part{part}.safetensors" for part in (2, 3)
     ]
 

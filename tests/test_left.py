@@ -15,10 +15,10 @@ from nanscope.watching.left import Fate, Leavings
 from nanscope.watching.recording import Recording
 
 
-def after_backward(*modules: nn.Module) -> Leavings:
+def after_backward(*modules: nn.Module, known: Leavings | None = None) -> Leavings:
     """What is noted when a backward pass through these has ended."""
-    leavings = Leavings()
-    calls = [ModuleCall(module, None, {}, [], ()) for module in modules]
+    leavings = known or Leavings()
+    calls = [ModuleCall(module, args=None, kwargs={}, outputs=[], versions=[], rng=()) for module in modules]
     leavings.take(Recording(None, {}, torch.zeros(()), calls, None))
     return leavings
 
@@ -88,7 +88,7 @@ def test_parameters_that_are_thawed_are_found() -> None:
         for parameter in module[layer].parameters():
             parameter.requires_grad_(True)
         module(torch.ones(1, 2)).sum().backward()
-        leavings.take(Recording(None, {}, torch.zeros(()), [ModuleCall(module, None, {}, [], ())], None))
+        after_backward(module, known=leavings)
         assert {id(parameter) for parameter in leavings.parameters} == {id(parameter) for parameter in module[layer].parameters()}
 
 

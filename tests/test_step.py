@@ -200,7 +200,7 @@ def test_a_gradient_that_goes_bad_after_backward_is_an_incident_in_every_mode(tm
     incident = scope.verdict.incidents[0]
     became = {"record": "taken", "skip": "skipped", "stop": "stopped"}[mode]
     assert incident.step == 2 and incident.reached["gradients"] == [3, 3] and incident.reached["stepped"] == became
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert (scope.out / "step-000002.rank0.safetensors").is_file()
 
 
 def test_a_step_that_is_skipped_without_a_backward_pass_is_an_incident(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_step_that_is_skipped_without_a_backward_pass_is_an_incident(tmp_path:
         weight.grad = torch.tensor([math.nan])
         optimizer.step()
     assert (scope.skipped, scope.bad_steps, scope.verdict.status) == (1, 1, "non-finite")
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000001.rank0.safetensors"]
+    assert [path.name for path in scope.out.glob("*.safetensors")] == ["step-000001.rank0.safetensors"]
 
 
 def test_a_bad_step_that_cannot_be_described_is_saved_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_bad_step_that_cannot_be_described_is_saved_all_the_same(tmp_path: Pat
         monkeypatch.setattr(type(scope._step._examiner), "loss", lambda self, recording: None)
         train(scope, [1.0, math.nan])
     assert scope.bad_steps == 1 and scope.verdict.incidents[0].step == 2
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
+    assert [path.name for path in scope.out.glob("*.safetensors")] == ["step-000002.rank0.safetensors"]
 
 
 @dataclass
