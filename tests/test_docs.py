@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "nanscope").rglob("*.py"))}
 
-FAILSAFES = {"_failsafe", "failsafe", "_ours"}  # failsafe("tag", …) warns of tag-failed
+FAILSAFES = {"_failsafe", "failsafe", "door", "caught"}  # failsafe("tag", …) warns of tag-failed
 SLUG = re.compile(r"[a-z]+(?:_[a-z]+)+|unrecognised")  # of a note or a finding
 
 

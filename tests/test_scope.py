@@ -285,7 +285,7 @@ PLANTS = [
     (ModuleWatch, "_remember"),
     (ModuleWatch, "output_of"),
     (ModuleWatch, "parameters"),
-    (TapeMode, "suspend"),
+    (TapeMode, "sleep"),
     (line, "norms"),
     (gauge, "read_gauge"),
     (recording, "is_finite"),

@@ -678,11 +678,11 @@ def test_every_in_place_operator_is_replayed(name: str) -> None:
 
 
 def unseen(mode: TapeMode, act: Callable[[], Any]) -> None:
-    mode.suspend()
+    mode.sleep("test")
     try:
         act()
     finally:
-        mode.resume()
+        mode.wake("test")
 
 
 def unseen_write_to_a_leaf(mode: TapeMode) -> Tensor:
@@ -1356,38 +1356,38 @@ def _entries(tape: Tape) -> list[Any]:
 # -- the mode --------------------------------------------------------------------------------------------------------------
 
 
-def test_suspending_nests_and_leaves_the_stack_as_it_was() -> None:
+def test_sleep_nests_and_leaves_the_stack_as_it_was() -> None:
     """Asleep, nothing is recorded; awake again only when the last one wakes it."""
     tape, x = Tape(), torch.ones(2)
     mode = TapeMode(tape)
     with mode:
-        mode.suspend()
-        mode.suspend()
+        mode.sleep("a")
+        mode.sleep("b")
         assert _get_current_dispatch_mode() is None
         x.exp()
-        mode.resume()
+        mode.wake("a")
         x.exp()
         assert not tape.entries
-        mode.resume()
+        mode.wake("b")
         assert _get_current_dispatch_mode() is mode
         x.exp()
         assert len(tape.entries) == 1
-        mode.resume()  # once too often does no harm
+        mode.wake("b")  # once too often does no harm
         assert _get_current_dispatch_mode() is mode
     assert _get_current_dispatch_mode() is None
 
 
-def test_suspending_under_another_mode_passes_calls_through() -> None:
+def test_sleep_under_another_mode_passes_calls_through() -> None:
     """Somebody's own mode on top of ours is not taken off the stack."""
     from torch.utils.flop_counter import FlopCounterMode
 
     tape, x = Tape(), torch.ones(2)
     mode = TapeMode(tape)
     with mode, FlopCounterMode(display=False):
-        mode.suspend()
+        mode.sleep("a")
         x.exp()
         assert not tape.entries
-        mode.resume()
+        mode.wake("a")
         x.exp()
         assert len(tape.entries) == 1
 
@@ -1623,7 +1623,7 @@ def comes_out_again(steps: list[Step], seed: int, budget: int) -> None:
             asleep = sleep == 0 and name in ASLEEP and not silent
             silent = silent or name == "data mul_"  # `.data` counts on its own: an unseen write after it may come out at the same count
             if asleep:
-                mode.suspend()
+                mode.sleep("step")
             if name == "forget":
                 tape.forget()
             try:
@@ -1632,7 +1632,7 @@ def comes_out_again(steps: list[Step], seed: int, budget: int) -> None:
                 made = None  # torch refuses: a leaf written in place, a view of an expanded tensor
             finally:
                 if asleep:
-                    mode.resume()
+                    mode.wake("step")
             if isinstance(made, Tensor) and made.shape == (3, 3) and made is not a:
                 pool.append(made)
         loss = pool[0].sum() * 0

@@ -1,28 +1,34 @@
 """Stands at the two gates of a step: the backward pass and the optimizer.
 
 `torch.autograd.backward` has no hook, so it is wrapped for as long as a scope is open; optimizers are watched through torch's own
-global step hooks. What a callback of ours raises never reaches the trainer, except the one exception that is meant to.
+global step hooks. What a callback of ours raises never reaches the trainer, except the one exception that is meant to; what the trainer's
+own call raises passes as it was raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nanscope.capture.compiler import called_for_real, never_compile
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.source import variables
+from nanscope.capture.tape import TapeMode
+from nanscope.capture.unseen import is_traced, unseen
 
 
 class Observer(Protocol):
-    """Who is told; `nanscope.watching.scope.Scope` is one."""
+    """Who is told; `nanscope.watching.step.Step` is one."""
 
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None: ...
     def after_backward(self) -> None: ...
@@ -34,70 +40,92 @@ class Observer(Protocol):
 class Gates:
     """Installs the gates and calls the observer, from the thread that opened it only."""
 
-    def __init__(self, observer: Observer, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
+    def __init__(self, observer: Observer, mode: TapeMode, modules: ModuleWatch, failsafe: Failsafe) -> None:
         self._observer = observer
-        self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
+        self._mode, self._modules, self._failsafe = mode, modules, failsafe
         self._thread = threading.get_ident()
-        self._handles: list[Any] = []
-        self._wrapped: Any = None
-        self._original: Any = None
         self._inside = False
         self._stepping: torch.optim.Optimizer | None = None  # between its two hooks; a step that raises never reaches the second
-        self._suspended = False
 
-    def install(self) -> None:
-        """Put the gates up."""
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Put the gates up. undo: takes them down; a wrapper that somebody put over ours stays, and ours then only passes calls on."""
         original = torch.autograd.backward
 
         @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             if self._inside or self._elsewhere("a backward pass") or torch.compiler.is_compiling():
-                return original(tensors, grad_tensors, *args, **kwargs)
-            if not self._in_closure():
-                self._end_step()
+                return original(*args, **kwargs)
             self._inside = True
-            self._failsafe("suspend", self._suspend)
+            ours = torch.autograd.backward is backward and torch._C._len_torch_function_stack() > 0
             try:
-                roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                seeds = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-                self._failsafe("before-backward", self._observer.before_backward, roots, seeds)
-                original(roots, grad_tensors, *args, **kwargs)
-                self._failsafe("after-backward", self._observer.after_backward)
+                self._failsafe("before-backward", self._begin, args, kwargs)
+                if ours:
+                    torch.autograd.backward = original  # a function mode is told by torch what the name stands for
+                result = original(*args, **kwargs)
+                self._failsafe("after-backward", self._told)
             finally:
-                self._failsafe("resume", self._resume)
+                if ours:
+                    torch.autograd.backward = backward
                 self._inside = False
-            return None
+                self._failsafe("resume", self._end)
+            return result
 
-        self._original, self._wrapped = original, backward
+        def take_down() -> None:
+            self._inside = True
+            if torch.autograd.backward is backward:
+                torch.autograd.backward = original
+
+        never_compile(backward, nested=False)  # what torch's own calls, it may compile
+        undo.callback(take_down)
         torch.autograd.backward = backward
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-
-    def remove(self) -> None:
-        """Take the gates down. A wrapper that somebody put over ours stays; ours then only passes calls on."""
-        for handle in reversed(self._handles):
-            handle.remove()
-        self._handles = []
-        if torch.autograd.backward is self._wrapped:
-            torch.autograd.backward = self._original
-        self._inside = True
+        for register, act in (
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
+        ):
+            hook = self._failsafe.door("gate", act)
+            called_for_real(hook)
+            undo.callback(register(hook).remove)
 
     def rest(self) -> None:
         """Let everything pass from now on."""
         self._inside = True
 
-    @contextmanager
+    @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Let calls and backward passes of our own go past the instruments."""
+        """Do work of our own: its calls and backward passes go past every instrument, ours and the trainer's."""
         inside, self._inside = self._inside, True
-        self._failsafe("suspend", self._suspend)
+        busy, self._modules.busy = self._modules.busy, True
+        fresh = "aside" not in self._mode.sleeping
+        self._failsafe("suspend", self._mode.sleep, "aside")
         try:
-            yield
+            with unseen():
+                yield
         finally:
-            self._failsafe("resume", self._resume)
-            self._inside = inside
+            self._inside, self._modules.busy = inside, busy
+            if fresh:
+                self._failsafe("resume", self._mode.wake, "aside")
+
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if is_traced() or torch._C._are_functorch_transforms_active():  # there torch refuses
+            return
+        if not self._in_closure():
+            self._end_step()
+        self._failsafe("suspend", self._mode.sleep, "backward")
+        self._modules.reset()
+        self._modules.busy = True
+        with self.aside():
+            roots, seeds = _roots(args, kwargs)
+            if roots:
+                self._observer.before_backward(roots, seeds)
+
+    def _told(self) -> None:
+        self._modules.busy = False
+        with self.aside():
+            self._observer.after_backward()
+
+    def _end(self) -> None:
+        self._modules.busy = False
+        self._mode.wake("backward")
 
     def _elsewhere(self, what: str) -> bool:
         """Is this done by another thread? It is not watched then, and told."""
@@ -118,35 +146,49 @@ class Gates:
         return False
 
     def _end_step(self) -> None:
-        if self._stepping is not None:
-            self._stepping = None
-            if self._suspended:
-                self._failsafe("resume", self._resume)
+        self._stepping = None
+        self._failsafe("resume", self._mode.wake, "step")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside or self._elsewhere("an optimizer step") or torch.compiler.is_compiling():
+        if self._inside or self._elsewhere("an optimizer step"):
             return
         self._end_step()
-        closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-        self._suspended = not closure  # a closure computes its loss inside the step: then the tape stays awake
-        if self._suspended:
-            self._failsafe("suspend", self._suspend)
+        if all(value is None for value in (*args[1:], *kwargs.values())):
+            self._failsafe("suspend", self._mode.sleep, "step")  # a closure computes its loss inside the step: then the tape stays awake
         self._stepping = optimizer
         try:
-            self._ours("before-step", self._observer.before_step, optimizer)
+            with self.aside():
+                self._failsafe("before-step", self._observer.before_step, optimizer)
         except BaseException:
             self._end_step()
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread or torch.compiler.is_compiling() or self._stepping is None:
+        if self._stepping is None or threading.get_ident() != self._thread:
             return
         try:
-            self._ours("after-step", self._observer.after_step, optimizer)
+            with self.aside():
+                self._failsafe("after-step", self._observer.after_step, optimizer)
         finally:
             self._end_step()
 
-    def _ours(self, what: str, function: Callable[..., None], *args: Any) -> None:
-        """Call the observer; the backward passes that it runs are its own and go past the gate."""
-        with self.aside():
-            self._failsafe(what, function, *args)
+
+def _roots(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what is differentiated, and what for: nothing if torch will refuse it.
+
+    What cannot be known, since it is no tensor or an iterator that only torch may empty, is stood for by an empty tensor.
+    """
+    given = dict(zip(("tensors", "grad_tensors"), args, strict=False))
+    tensors, seeds = (given.get(name, kwargs.get(name)) for name in ("tensors", "grad_tensors"))
+    seeds = kwargs.get("grad_variables") if seeds is None else seeds
+    roots = list(tensors) if isinstance(tensors, (list, tuple)) and not isinstance(tensors, GradientEdge) else [tensors]
+    if any(root is None or isinstance(root, (str, bytes, int, float)) for root in roots):
+        return [], []
+    nothing = torch.empty(0)
+    weights = seeds if isinstance(seeds, (list, tuple)) else [seeds]
+    if not all(isinstance(root, Tensor) for root in roots):
+        weights = [nothing]
+    return (
+        [root if isinstance(root, Tensor) else nothing for root in roots],
+        [weight if weight is None or isinstance(weight, Tensor) else nothing for weight in weights],
+    )

@@ -7,7 +7,9 @@ nothing here keeps a stack of open modules, and nothing happens during a backwar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import threading
 import warnings
 import weakref
@@ -21,12 +23,14 @@ from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.nn.modules import module as hooks
 
 from nanscope.capture.account import Balance, Holding
+from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.unseen import is_traced, unseen
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
 
-_HOOK_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
+_HOOK_WARNING = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE), Warning, None, 0)
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -110,80 +114,91 @@ class ModuleWatch:
     def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.busy = False  # during a backward pass
+        self.busy = False  # during a backward pass, and work of our own
         self.account = Balance(KEPT_CALLS * KEPT_BYTES)
         self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
-        self._suspend, self._resume, self._failsafe = suspend, resume, failsafe
+        self.failsafe = failsafe
+        self._suspend, self._resume = suspend, resume
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
         self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype]] | None = None
         self._outputs: dict[Address, str] = {}
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
-        self._handles: list[Any] = []
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
 
-    def install(self) -> None:
-        """Register the hooks."""
-        # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
-        warnings.filterwarnings("ignore", message=_HOOK_WARNING)
-        self._handles = [
-            hooks.register_module_forward_pre_hook(self._before),
-            hooks.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Register the hooks. undo: takes them off."""
 
-    def remove(self) -> None:
-        """Remove the hooks, in reverse order."""
-        for handle in reversed(self._handles):
-            handle.remove()
-            hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch's handle forgets this one
-        self._handles = []
-        for entry in warnings.filters[:]:
-            if entry[1] is not None and getattr(entry[1], "pattern", None) == _HOOK_WARNING:
-                warnings.filters.remove(entry)  # type: ignore[attr-defined]
-                break
+        def before(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if self._open is None:
+                self.failsafe("module-begins", self._begin, module)
+            elif module is self._open and threading.get_ident() == self._thread:
+                self._depth += 1
+
+        def after(module: nn.Module, args: Any, *rest: Any) -> None:
+            if not torch.compiler.is_compiling() and module is self._open and threading.get_ident() == self._thread:
+                self._depth -= 1
+                if not self._depth:
+                    # torch hands over (kwargs, output), but after an exception only None
+                    self.failsafe("module-ends", self._end, module, args, *(rest if len(rest) == 2 else ({}, None)))
+
+        first = hooks.register_module_forward_pre_hook(before)
+        undo.callback(first.remove)
+        second = hooks.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+        undo.callback(hooks._global_forward_hooks_with_kwargs.pop, second.id, None)  # torch's handle forgets this one
+        undo.callback(second.remove)
+        # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
+        if _HOOK_WARNING not in warnings.filters:
+            warnings.filterwarnings("ignore", message=_HOOK_WARNING[1].pattern)
+            undo.enter_context(contextlib.suppress(ValueError))  # somebody may have put other filters there
+            undo.callback(warnings.filters.remove, _HOOK_WARNING)  # type: ignore[attr-defined]
+        for function in (before, after, Failsafe.__call__, self.failsafe.door("", print)):
+            never_compile(function)
+        registers: list[dict[int, Any]] = [
+            hooks._global_forward_pre_hooks,
+            hooks._global_forward_hooks,
+            hooks._global_forward_hooks_with_kwargs,
+            hooks._global_forward_hooks_always_called,
+        ]
+        self.failsafe("compiler", hide, registers, {first.id, second.id}, self.failsafe, undo)
+
+    def forget(self) -> None:
+        """Let go of the calls that are remembered."""
         self.reset()
         for call in self.finish():
             call.let_go()
 
     def reset(self) -> None:
         """Close what an exception left open."""
-        if self._open is not None:
-            self._open, self._depth, self._began = None, 0, None
-            self._resume()
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._open is not None:
-            if module is self._open:
-                self._depth += 1
-            return
-        if not self.busy and threading.get_ident() == self._thread:
-            self._failsafe("module-begins", self._begin, module)
+        self._open, self._depth, self._began = None, 0, None
+        self._resume()
 
     def _begin(self, module: nn.Module) -> None:
+        if self.busy or threading.get_ident() != self._thread or is_traced():
+            return
         weighted = self._weighted.get(module)
         if weighted is None:
             weighted = self._weighted[module] = next(module.parameters(), None) is not None
         if weighted:
-            self._began = (rng_state(), autocast_state()) if torch.is_grad_enabled() else None
+            with unseen():
+                # a transform (vmap, grad) hands over tensors that stand for others
+                known = torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+                self._began = (rng_state(), autocast_state()) if known else None
             self._suspend()
             self._open, self._depth = module, 1
 
-    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        # torch hands over (kwargs, output), but after an exception only None
-        kwargs, output = rest if len(rest) == 2 else ({}, None)
-        if torch.compiler.is_compiling() or module is not self._open or threading.get_ident() != self._thread:
-            return
-        self._depth -= 1
-        if self._depth:
-            return
+    def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._open = None
-        if self._began is not None and output is not None:
-            self._failsafe("module-ends", self._remember, module, args, kwargs, output)
-        self._failsafe("module-ends", self._resume)
+        try:
+            if self._began is not None and output is not None:
+                with unseen():
+                    self._remember(module, args, kwargs, output)
+        finally:
+            self._resume()
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._began is None:

@@ -232,6 +232,7 @@ def _called(
         for device, dtype in call.autocast.items():
             stack.enter_context(torch.autocast(device, dtype=dtype))
         stack.enter_context(_following(eye, paths))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled because we looked
         stack.enter_context(torch.enable_grad())
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)

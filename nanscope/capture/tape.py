@@ -11,7 +11,7 @@ has no faithful one, and a write that the tape did not see, which the tensor's v
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,16 +20,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
+from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import RING, Log
 from nanscope.capture.modules import Address
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
+from nanscope.capture.unseen import is_faked, unseen
 from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
@@ -37,7 +46,7 @@ from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 
-log = logging.getLogger("nanscope")
+Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
@@ -78,53 +87,45 @@ class Tape:
 
     # -- recording -------------------------------------------------------------------------------------------------------
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """Make the call, write it down, and return its result. Never raises on its own account."""
-        if self.broken:
-            return call()
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
+        """Note what a call is about to read; None if it is not one to be written down."""
         operator = self._operators.get(func)
         if operator is None:
             if not hasattr(func, "_schema"):  # a higher-order operator
-                return call()
+                return None
             if len(self._operators) >= RING:
                 self._operators.clear()  # somebody makes operators as he goes
             operator = self._operators[func] = Operator.of(func)
         if operator.name in SILENT:
-            return call()
-        noted: Noted | None = None
-        target: Value | None = None
+            return None
         try:
             arg = self._arg
             self.log.read.clear()
-            noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
+            noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
+            target: Value | None = None
             if operator.mutable and args and isinstance(args[0], Tensor):
                 target = self.value_of(args[0])
                 self._writes.before(target, args[0], operator.turns)
         except Unseen:
-            noted = None
-        except Exception as error:  # noqa: BLE001 - whatever fails in here must not reach the training run
-            self._break(error)
-            return call()
-        result = call()
-        try:
-            if noted is None:
-                self._forget_results(result)
-            elif operator.mutable:
-                self._after_write(operator, noted, target, args, result)
-            else:
-                self._after_call(operator, noted, result)
-            if self.known.length > self._due:
-                self.collect()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._break(error)
-        return result
+            return operator, None, None
+        return operator, noted, target
 
-    def _break(self, error: Exception) -> None:
-        self.broken = f"{type(error).__name__}: {error}"
-        log.warning("nanscope [tape-failed]: this step is not recorded (%s)", self.broken)
+    def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
+        """Write down the call that `before` was told of."""
+        operator, noted, target = noting
+        if noted is None:
+            self._forget_results(result)
+        elif operator.mutable:
+            self._after_write(operator, noted, target, args, result)
+        else:
+            self._after_call(operator, noted, result)
+        if self.known.length > self._due:
+            self.collect()
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
+            if arg.layout is not torch.strided and arg.is_nested:
+                raise Unseen  # torch may be making its history right now, under a lock: asking for it would wait for ever
             value = self.value_of(arg).id
             self.log.read.append(value)
             return Ref(value)
@@ -339,7 +340,10 @@ class Tape:
 
 
 class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves."""
+    """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves.
+
+    sleeping: who asked for silence. failsafe: is told of a failure; without one the failure is raised.
+    """
 
     supports_higher_order_operators = True
 
@@ -347,28 +351,71 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, failsafe: Failsafe | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
-        self.suspended = 0
-        self._popped = 0
+        self.sleeping: set[str] = set()
+        self._failsafe = failsafe
+        self._below: int | None = None  # modes that were under us when we stepped aside, None while we are on the stack
 
-    def suspend(self) -> None:
-        """Step aside: off the stack where we are on top of it, else passing calls through. Nests."""
-        self.suspended += 1
-        if self.suspended == 1 and _get_current_dispatch_mode() is self:
+    def sleep(self, why: str) -> None:
+        """Step aside: off the stack where we are on top of it, else passing calls through. Lasts until each who asked for it lets go."""
+        if not self.sleeping and self._below is None and _get_current_dispatch_mode() is self:
             _pop_mode()
-            self._popped = 1
+            self._below = _len_torch_dispatch_stack()
+        self.sleeping.add(why)
 
-    def resume(self) -> None:
-        """Undo one `suspend`."""
-        if self.suspended == 1 and self._popped:
+    def wake(self, why: str) -> None:
+        """Undo `sleep`; who did not ask for it changes nothing."""
+        self.sleeping.discard(why)
+        if not self.sleeping and self._below is not None:
+            # A mode that was entered meanwhile, and is not left yet, will take down what is on top.
+            above = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - self._below)]
             _push_mode(self)
-            self._popped = 0
-        self.suspended = max(0, self.suspended - 1)
+            for mode in reversed(above):
+                _push_mode(mode)
+            self._below = None
+
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Begin to listen. undo: takes us off the stack, wherever on it we are by then."""
+
+        def leave() -> None:
+            above: list[TorchDispatchMode] = []
+            if self._below is None and self in _get_current_dispatch_mode_stack():
+                while _get_current_dispatch_mode() is not self:
+                    above.append(_pop_mode())
+            else:
+                _push_mode(self)
+                self._below = None
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            for mode in reversed(above):
+                _push_mode(mode)
+
+        self.__enter__()  # type: ignore[no-untyped-call]
+        undo.callback(leave)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.suspended or torch._C._current_graph_task_id() != -1:  # or a backward pass that we did not see begin
+        crowded = _len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0  # somebody else looks, too
+        # or a backward pass that we did not see begin, or tensors without content
+        if self.sleeping or self.tape.broken or torch._C._current_graph_task_id() != -1 or (crowded and is_faked()):
             return func(*args, **kwargs)
-        return self.tape.note(func, args, kwargs, lambda: func(*args, **kwargs))
+        noting = self._door(crowded, self.tape.before, func, args, kwargs)
+        result = func(*args, **kwargs)  # what this raises is the trainer's own
+        if noting is not None:
+            self._door(crowded, self.tape.after, noting, args, result)
+        return result
+
+    def _door(self, crowded: bool, function: Callable[..., Noting | None], *args: Any) -> Noting | None:
+        """Call the tape. Once it has failed nothing more is recorded until its next `forget`."""
+        try:
+            if not crowded:
+                return function(*args)
+            with unseen():
+                return function(*args)
+        except Exception as error:
+            self.tape.broken = type(error).__name__
+            if self._failsafe is None:
+                raise
+            self._failsafe.caught("tape", error)
+            return None

@@ -129,7 +129,8 @@ class Values:
         pointer = memory_of(tensor)
         history, version = self._will_be(tensor, pointer, diff, view, read)
         self.made_by[self.length] = made
-        return self._number(tensor, history, version, pointer)
+        # torch hands out a copy of what a factory made if somebody else holds it, and a mode of the trainer's would see that being made
+        return self._number(tensor, history, version, pointer, hold=bool(read))
 
     def leaf(self, tensor: Tensor) -> Value:
         """Number a tensor that comes from outside."""
@@ -141,11 +142,11 @@ class Values:
             self._owners.setdefault(id(base), id(base) if base.requires_grad else value.history)
         return value
 
-    def _number(self, tensor: Tensor, history: int, version: int | None, pointer: int) -> Value:
+    def _number(self, tensor: Tensor, history: int, version: int | None, pointer: int, hold: bool = True) -> Value:
         key = key_of(tensor, history)
         value = Value(self.length, key, None, tensor.numel() * key[3].itemsize, version, pointer, history != PLAIN, key[1], key[3])
         self.length += 1
-        if not self.hold(value, tensor):
+        if not (hold and self.hold(value, tensor)):
             value.guard = Handle(tensor)
         self.by_id[value.id] = value
         self.by_key[key] = value.id

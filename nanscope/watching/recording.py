@@ -10,11 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from nanscope.capture import custom, kernels
 from nanscope.capture.account import Balance, Holding
+from nanscope.capture.compiler import compiles_backward
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.modules import ModuleCall
+from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
@@ -67,6 +69,8 @@ class Recording:
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
         self.holding.add(self.loss, *self.tensors.values(), *taken, needed=True)
         self.flags.append(is_finite(self.loss))
+        if compiles_backward():
+            return  # what comes out of it is looked at when the optimizer steps
         failsafe("kernel", self._watch_kernel, failsafe, limit)
         for leaf in self.program.leaves if self.program is not None else ():
             tensor = self.tensors[leaf.id]
@@ -94,33 +98,35 @@ class Recording:
         return self.holding is not None and self.holding.add(*(tensor for tensor in tensors if tensor is not None))
 
     def _watch_leaf(self, tensor: Tensor, leaf: int, failsafe: Failsafe, limit: int) -> None:
-        def look(grad: Tensor) -> None:
-            self.flags.append(is_finite(grad))
-            if grad.numel() * grad.element_size() <= limit and self._holds(grad):
-                self.grads[leaf] = grad.detach()
+        def look(grad: Tensor | None) -> None:
+            if grad is None or not self.hooks:  # None: nothing flows through there
+                return
+            with unseen():
+                self.flags.append(is_finite(grad))
+                if grad.numel() * grad.element_size() <= limit and self._holds(grad):
+                    self.grads[leaf] = grad.detach()
 
-        def hook(grad: Tensor) -> None:
-            if self.hooks:
-                failsafe("gradient-hook", look, grad)
-
-        self.hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        self.hooks.append(tensor.register_hook(failsafe.door("gradient-hook", look)))  # type: ignore[no-untyped-call]
 
     def _watch_custom(self, node: Any, leaf: int, failsafe: Failsafe, limit: int) -> None:
         def look(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
-            flags = [is_finite(grad) for grad in returned if grad is not None]
-            self.flags += flags
-            on_cpu = all(flag.is_cpu for flag in flags)
-            if on_cpu and all(bool(flag) for flag in flags):
-                return
-            found = custom.seen(node, leaf, returned, received)
-            if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
-                self.backwards.append(found)
-
-        def hook(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
             if self.hooks:
-                failsafe("function-hook", look, returned, received)
+                with unseen():
+                    self._look_at_custom(node, leaf, limit, returned, received)
 
-        self.hooks.append(node.register_hook(hook))
+        self.hooks.append(node.register_hook(failsafe.door("function-hook", look)))
+
+    def _look_at_custom(
+        self, node: Any, leaf: int, limit: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]
+    ) -> None:
+        flags = [is_finite(grad) for grad in returned if grad is not None]
+        self.flags += flags
+        on_cpu = all(flag.is_cpu for flag in flags)
+        if on_cpu and all(bool(flag) for flag in flags):
+            return
+        found = custom.seen(node, leaf, returned, received)
+        if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
+            self.backwards.append(found)
 
     def _watch_kernel(self, failsafe: Failsafe, limit: int) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""

@@ -9,10 +9,12 @@ The gates tell a `Step`, the step asks `examine`, what that returns is kept by t
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
+from nanscope.capture.unseen import unseen
 from nanscope.errors import NanscopeError
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
@@ -72,40 +75,50 @@ class Scope:
         self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None)
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         self._tape = Tape(budget, wide=budget // 32)
-        self._mode = TapeMode(self._tape)
         self._failsafe = Failsafe(self._logbook.gap)
-        self._modules = ModuleWatch(self._mode.suspend, self._mode.resume, self._failsafe)
+        self._mode = TapeMode(self._tape, self._failsafe)
+        self._modules = ModuleWatch(partial(self._mode.sleep, "module"), partial(self._mode.wake, "module"), self._failsafe)
         self._tape.module_outputs = self._modules.output_of
         self._tape.is_parameter = self._modules.parameter_name
         self._modules.account, self._modules.still_read = self._tape.account, self._tape.still_read
         examiner = Examiner(self._tape, self._modules, targets, save_tokens)
         self._step = Step(self._tape, self._modules, self._failsafe, examiner, self._logbook, on_nonfinite, frozenset(save_steps))
-        self._gates = Gates(self._step, self._mode.suspend, self._mode.resume, self._failsafe)
+        self._gates = Gates(self._step, self._mode, self._modules, self._failsafe)
+        self._undo = contextlib.ExitStack()
         self._entered = False
 
     def __enter__(self) -> Scope:
         if self._entered:
             raise NanscopeError("a scope can be entered once; call nanscope.watch again", slug="scope-reused")
         self._entered = True
-        self._failsafe("open-run", self._open)
-        for target in self._targets:
-            for module in _modules_of(target):
-                self._modules.seen.add(module)
-        self._modules.install()
-        self._gates.install()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._failsafe("open-run", self._unseen, self._open)
+        with contextlib.ExitStack() as undo:  # half of the instruments are as good as none
+            try:
+                self._install(undo)
+                self._undo = undo.pop_all()
+            except Exception as error:  # noqa: BLE001 - training goes on unwatched
+                self._failsafe.caught("watch", error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._modules.remove()
-        while self._mode.suspended:
-            self._mode.resume()
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._gates.remove()
-        self._failsafe("finish", self._step.finish)
-        self._failsafe("finish", self._close, "" if kind is None else kind.__name__)
-        self._failsafe("finish", self._step.forget)
-        self._failsafe("finish", self._tape.forget, True)
+        self._failsafe("leave", self._undo.close)
+        self._failsafe("finish", self._unseen, self._step.finish)
+        self._failsafe("close-run", self._unseen, partial(self._close, "" if kind is None else kind.__name__))
+        for forget in (self._step.forget, self._modules.forget, partial(self._tape.forget, True)):
+            self._failsafe("forget", self._unseen, forget)
+
+    def _install(self, undo: contextlib.ExitStack) -> None:
+        """Install the instruments. undo: takes them off in reverse order, each whatever becomes of the others."""
+        for target in self._targets:
+            for module in _modules_of(target):
+                self._modules.seen.add(module)
+        self._modules.install(undo)
+        self._gates.install(undo)
+        self._mode.install(undo)
+
+    def _unseen(self, function: Callable[[], object]) -> None:
+        with unseen():
+            function()
 
     def _open(self) -> None:
         place = self._place or settle_somewhere(self._logbook.folder, self._name)
@@ -131,7 +144,7 @@ class Scope:
                 raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
             if not isinstance(tensor, Tensor):
                 raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
-            self._failsafe("tag", self._tape.tag, name, tensor)
+            self._failsafe("tag", self._unseen, partial(self._tape.tag, name, tensor))
         if "response_ids" in tensors:
             self._failsafe("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
 
@@ -149,7 +162,8 @@ class Scope:
         self._step.counts.tell(whole)
 
     def _look_at_tokens(self, ids: Tensor, mask: Tensor | None) -> None:
-        words = repeated_tokens(ids, mask)
+        with self._gates.aside():
+            words = repeated_tokens(ids, mask)
         if words:
             self._logbook.note("repeated_tokens", f"step {self._step.number}: {words}", self._step.number)
 

@@ -87,11 +87,9 @@ class Step:
 
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None:
         """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves."""
-        self._modules.reset()
         if self._current is not None:
             self._current.let_go()  # its backward pass raised, and was never seen to end
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
-        self._modules.busy = True
         if self._closed:
             self._open()
         self.counts.begin()
@@ -119,9 +117,6 @@ class Step:
     def after_backward(self) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
         recording, self._current = self._current, None
-        self._modules.busy = False
-        if self._tape.broken:
-            self._logbook.gap("tape-failed", f"the loss of a backward pass could not be recorded ({self._tape.broken})")
         self._tape.forget()
         if recording is None:
             return
