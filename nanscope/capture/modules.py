@@ -205,7 +205,10 @@ class ModuleWatch:
             return
         self.seen.add(module)
         outputs = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
-        places, versions = [address(tensor) for tensor in outputs], versions_in([args, kwargs])
+        try:
+            places, versions = [address(tensor) for tensor in outputs], versions_in([args, kwargs])
+        except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it
+            return
         call = ModuleCall(module, args, kwargs, places, versions, *self._began)
         call.made = [_WeakTensorRef(tensor) for tensor in outputs]
         self._hold(call)
