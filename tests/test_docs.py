@@ -57,6 +57,14 @@ def notes(tree: ast.AST) -> Iterator[str]:
             yield text_in(node.elts[0])
 
 
+def gaps(tree: ast.AST) -> Iterator[str]:
+    """`gap("slug", …)`, unless the same is also a warning."""
+    for node in ast.walk(tree):
+        slug = text_in(node.args[0]) if isinstance(node, ast.Call) and name_of(node) == "gap" and node.args else ""
+        if slug and slug not in headings("Warnings"):
+            yield slug
+
+
 def findings(tree: ast.AST) -> Iterator[str]:
     """`Finding("slug", …)`, and what stands in for it: an argument, or the first entry of a row."""
     for node in ast.walk(tree):
@@ -69,6 +77,7 @@ def findings(tree: ast.AST) -> Iterator[str]:
 SECTIONS = {  # of messages.md: (where such slugs are collected, how)
     "Errors": (("",), errors),
     "Warnings": (("",), warnings),
+    "Gaps": (("watching",), gaps),
     "Notes": (("verdict/diagnose.py", "capture/rerun.py", "watching"), notes),
     "Findings of an audit": (("audit",), findings),
 }

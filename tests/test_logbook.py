@@ -15,13 +15,10 @@ from seen import NAN
 
 import nanscope
 from nanscope.program.program import Program
-from nanscope.snapshot.file import save
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.record import RunRecord, records
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.watching import logbook
-from nanscope.watching.logbook import NOTES, Logbook, of_other_ranks
-from nanscope.watching.look import arrived
+from nanscope.watching.logbook import NOTES, Logbook
 from nanscope.watching.place import Place
 
 
@@ -245,18 +242,3 @@ def test_what_cannot_be_written_is_kept_in_memory(book: Logbook, caplog: pytest.
     home.rename(book.folder)
     book.close()
     assert book.paths == [book.folder / "step-000003.rank0.safetensors"] and not book.verdict().notes
-
-
-def test_other_ranks_are_asked_for_the_steps_at_which_something_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those steps only, of other ranks only, and only who made it; a file that cannot be read is passed over."""
-    came = arrived("w", torch.tensor([NAN]))
-    own = [bad(3, observation=came)]
-    made, later = (save(bad(step, rank=1), tmp_path) for step in (3, 4))
-    for snapshot in (own[0], bad(3, rank=2, observation=came)):
-        save(snapshot, tmp_path)
-    (tmp_path / "step-000003.rank9.safetensors").write_bytes(b"half a file")
-    assert list(of_other_ranks(tmp_path, own, wait=False)) == [str(made)]
-    assert of_other_ranks(tmp_path, [bad(3)], wait=False) == {}
-    made.unlink()
-    monkeypatch.setattr(logbook, "PATIENCE", 0.05)
-    assert of_other_ranks(tmp_path, own, wait=True) == {} and later.exists()

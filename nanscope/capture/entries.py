@@ -21,7 +21,7 @@ Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address,
 PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
 
 
-class Unseen(Exception):
+class Unseen(LookupError):
     """The tape met something that it cannot note; the value becomes an opaque leaf."""
 
 

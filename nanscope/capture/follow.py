@@ -24,6 +24,7 @@ from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
+from nanscope.program.local import is_plain, local
 from nanscope.program.ops import FLOW, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name
 from nanscope.program.program import Program
 
@@ -47,9 +48,9 @@ FINE = Kinds()
 
 def kinds_of(tensor: Tensor) -> Kinds:
     """Return what non-finite values a tensor holds."""
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+    values = local(tensor)
+    if values is None or not values.is_floating_point() or not values.numel():
         return FINE
-    values = tensor.detach()
     values = values.float() if values.dtype.itemsize == 1 else values
     low, high = torch.aminmax(values)
     if bool(torch.isfinite(low) & torch.isfinite(high)):
@@ -120,13 +121,13 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         written, untouched = writes_of(func, args, kwargs)
-        read = [tensor for tensor in tensors_in([args, kwargs]) if tensor.layout is torch.strided and id(tensor) not in untouched]
+        read = [tensor for tensor in tensors_in([args, kwargs]) if is_plain(tensor) and id(tensor) not in untouched]
         foreign = [tensor for tensor in read if _address(tensor) not in self._writer]
         before = [kinds_of(tensor) for tensor in foreign]
         bad = next((tensor for tensor, kinds in zip(foreign, before, strict=True) if kinds), None)
         sources = tuple(self._writer.get(_address(tensor), -1) for tensor in read)
         result = func(*args, **kwargs)
-        outs = [tensor for tensor in tensors_in([result]) if tensor.layout is torch.strided]
+        outs, written = ([tensor for tensor in tensors_in([tree]) if is_plain(tensor)] for tree in (result, written))
         self._note(func, args, kwargs, sources, before, bad, [*outs, *written], bool(written))
         return result
 

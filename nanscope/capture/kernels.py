@@ -36,7 +36,7 @@ def reopen(glimpses: Sequence[Glimpse], taken: Mapping[str, Tensor], budget: int
     taken: its arguments by name. Raises whatever the formula raises.
     """
     found = kernel_of(glimpses)
-    if found is None or any(name not in taken for name in (found[0].hidden, found[0].ids)):
+    if found is None or any(name and name not in taken for name in (found[0].hidden, found[0].ids, found[0].weight)):
         return None
     kernel, seen = found
     tape = Tape(budget)

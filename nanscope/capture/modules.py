@@ -26,6 +26,7 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.unseen import is_traced, unseen
+from nanscope.program.local import is_plain, unwrapped
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
@@ -65,6 +66,15 @@ class ModuleCall:
 def address(tensor: Tensor) -> Address:
     """Return what identifies a live tensor: where it lies and how it is laid out."""
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+NOWHERE: Address = (0, (), (), torch.uint8)
+
+
+def place_of(tensor: Tensor) -> Address:
+    """Return the address of a tensor; of a wrapped one, that of what is inside, which is what is left when the wrapper is taken off."""
+    inside = tensor if is_plain(tensor) else unwrapped(tensor)
+    return address(inside) if inside is not None and is_plain(inside) else NOWHERE
 
 
 def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -206,7 +216,7 @@ class ModuleWatch:
         self.seen.add(module)
         outputs = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
         try:
-            places, versions = [address(tensor) for tensor in outputs], versions_in([args, kwargs])
+            places, versions = [place_of(tensor) for tensor in outputs], versions_in([args, kwargs])
         except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it
             return
         call = ModuleCall(module, args, kwargs, places, versions, *self._began)

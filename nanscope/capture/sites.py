@@ -12,11 +12,12 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Taken
-from nanscope.capture.modules import address, version_of
+from nanscope.capture.modules import place_of, version_of
 from nanscope.capture.source import is_open, variables
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
+from nanscope.program.local import is_plain
 
 log = logging.getLogger("nanscope")
 
@@ -81,7 +82,8 @@ class Callers:
 
     def _take(self, tensor: Tensor) -> Taken:
         """Hold an argument of a kernel until `forget`, if there is room for it."""
-        return Taken(tensor if self._holding.add(tensor) else None, version_of(tensor), address(tensor))
+        held = is_plain(tensor) and self._holding.add(tensor)
+        return Taken(tensor if held else None, version_of(tensor), place_of(tensor))
 
     def forget(self) -> None:
         """What was seen belongs to one backward pass."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -43,6 +43,7 @@ from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
+from nanscope.program.local import is_plain, local
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 
@@ -80,6 +81,7 @@ class Tape:
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._operators: dict[Any, Operator] = {}
+        self._reduced: deque[int] = deque(maxlen=NORMS)  # memory that a collective has written to
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
         self._gone_through = 0  # values numbered when it last was
@@ -115,6 +117,8 @@ class Tape:
         operator, noted, target = noting
         if noted is None:
             self._forget_results(result)
+            if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
+                self._after_norm(part for item in tensors_of(result) if (part := local(item)) is not None)
         elif operator.mutable:
             self._after_write(operator, noted, target, args, result)
         else:
@@ -140,6 +144,8 @@ class Tape:
     def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if target is None:
             self.known.unfind(tensors_of((args, result)))
+            if operator.overload.startswith("c10d"):
+                self._reduced.extend(memory_of(tensor) for tensor in tensors_of(args) if is_plain(tensor))
         elif operator.turns:
             self._writes.after_turn(operator, noted, target, args[0])
         elif not self._writes.after(operator, noted, target, args[0]):
@@ -155,18 +161,22 @@ class Tape:
         else:
             self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
         if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
-            self._after_norm(noted, list(tensors_of(result)))
+            results = list(tensors_of(result))
+            self._after_norm(results)
+            self._measure(noted, results)
 
-    def _after_norm(self, noted: Noted, results: Sequence[Tensor]) -> None:
+    def _after_norm(self, results: Iterable[Tensor]) -> None:
         self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
         self._norm_place = self.callers.caller()
+
+    def _measure(self, noted: Noted, results: Sequence[Tensor]) -> None:
         of, *rest = noted[0]
         operands = [arg for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
         if len(self.measured) > MEASURED:
             self.measured.clear()  # no backward pass is seen here
         if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
             for operand, norm in zip(operands, results, strict=True):
-                if type(norm) is Tensor and norm.numel() == 1:  # not one of a sharded tensor: reading that would be a collective
+                if type(norm) is Tensor and norm.numel() == 1:
                     value = self.known.by_id[operand.id]
                     self.measured.setdefault((value.key[0], math.prod(value.shape)), norm)
 
@@ -177,7 +187,7 @@ class Tape:
 
     def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_nested:
+            if isinstance(item, Tensor) and is_plain(item):
                 place = key_of(item, PLAIN)[:4]
                 for value in self.known.relatives(memory_of(item)):
                     if value.key[:4] == place:
@@ -192,7 +202,7 @@ class Tape:
 
     def find(self, tensor: Tensor) -> Value | None:
         """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
-        return self.known.find(tensor)
+        return self.known.find(tensor) if is_plain(tensor) else None
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
@@ -278,6 +288,11 @@ class Tape:
     def current_module(self, path: str) -> None:
         self.log.module = path
 
+    def is_of_ranks(self, leaf: int, gradient: Tensor) -> bool:
+        """Is a leaf the memory of a gradient, as backward left it, or what a collective has written to?"""
+        value, part = self.values.get(leaf), local(gradient)
+        return value is not None and (value.storage in self._reduced or (part is not None and value.storage == memory_of(part)))
+
     def norm_site(self) -> Site | None:
         """Return where the last of `norms` was taken."""
         code, lasti = self._norm_place
@@ -307,6 +322,7 @@ class Tape:
         self.norms.clear()
         self.measured.clear()
         self._opaque = {}
+        self._reduced.clear()
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version
 from nanscope.capture.modules import version_of
+from nanscope.program.local import is_plain
 
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 
@@ -195,7 +196,7 @@ class Values:
     def unfind(self, tensors: Iterator[Tensor]) -> None:
         """Whoever shares memory with these tensors becomes a leaf when it is read next, with the content that it has then."""
         for tensor in tensors:
-            if tensor.layout is torch.strided and not tensor.is_nested:
+            if is_plain(tensor):
                 self.supersede(tensor.untyped_storage().data_ptr())
 
     def supersede(self, storage: int) -> None:
@@ -246,7 +247,7 @@ class Values:
 
 def key_of(tensor: Tensor, history: int) -> Key:
     """Return what a value is found by. Raises Unseen for what has no plain memory of its own."""
-    if tensor.layout is not torch.strided or tensor.is_nested or type(tensor).__module__.startswith("torch._subclasses"):
+    if not is_plain(tensor):
         raise Unseen
     try:
         return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, history)

@@ -14,6 +14,7 @@ from nanscope.locate.names import Names
 from nanscope.locate.origin import Crossing, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
+from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
 from nanscope.program.ops import EXPONENTIALS
 from nanscope.program.program import Program
@@ -115,8 +116,8 @@ def observe_weight(name: str | None, parameter: Tensor, flat: int, group: dict[s
     """Return what an update did to a weight. group: of the optimizer, with its settings."""
     eps = group.get("eps")
     small = isinstance(eps, float) and float(torch.tensor(eps, dtype=parameter.dtype)) == 0.0
-    operands = () if parameter.grad is None else (("gradient", at(parameter.grad.detach(), flat)),)
-    origin = _element("addcdiv" if eps is not None else "add", parameter.detach(), flat, Role.OPTIMIZER)
+    operands = () if parameter.grad is None else (("gradient", at(parameter.grad, flat)),)
+    origin = _element("addcdiv" if eps is not None else "add", parameter, flat, Role.OPTIMIZER)
     origin = replace(origin, variable=name, operands=operands)
     return Observation(phase=Phase.OPTIMIZER, origin=origin, facts=Facts(eps_underflow=small), outside=True)
 
@@ -141,7 +142,9 @@ def observe_gradient(op: str, name: str | None, gradient: Tensor, flat: int, sit
 
 
 def _element(op: str, tensor: Tensor, flat: int, role: Role, site: Site | None = None) -> Origin:
-    """An element that only a watcher saw."""
+    """An element that only a watcher saw, in the part of its tensor that is here."""
+    part = local(tensor)
+    tensor = tensor if part is None else part
     return Origin(
         op=op,
         index=unravel(flat, tensor.shape),

@@ -1,4 +1,7 @@
-"""Questions to the numbers in tensors: are they finite, how large, how near to the end of their dtype. Most stay on the device."""
+"""Questions to the numbers in tensors: are they finite, how large, how near to the end of their dtype. Most stay on the device.
+
+Of a tensor that is spread over ranks, or wrapped, its part in here is asked (`local`); what cannot be read counts as finite, and as 0.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from nanscope.program.local import local
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -24,15 +29,21 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Are two tensors the same, bit by bit (a NaN equals itself)?"""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Are two tensors the same, bit by bit (a NaN equals itself)? What cannot be read is the same as nothing."""
+    one, other = local(a), local(b)
+    if one is None or other is None or a.shape != b.shape or one.shape != other.shape or one.dtype != other.dtype:
         return False
+    a, b = one, other
     same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
     return bool(same.all())
 
 
 def first_nonfinite(tensor: Tensor) -> int | None:
-    """Return the flat position of the first element that is NaN or infinite, None if there is none."""
+    """Return the flat position of the first element that is NaN or infinite, None if there is none. Counted in the part that is here."""
+    part = local(tensor)
+    if part is None:
+        return None
+    tensor = part
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return None
     bad = ~torch.isfinite(tensor.flatten() if tensor.dtype.itemsize > 1 else tensor.flatten().float())
@@ -41,8 +52,9 @@ def first_nonfinite(tensor: Tensor) -> int | None:
 
 
 def at(tensor: Tensor, flat: int) -> float:
-    """Return one element as a float."""
-    return float(tensor.detach().flatten()[flat]) if not tensor.is_complex() else math.nan
+    """Return one element as a float, of the part that is here."""
+    part = local(tensor)
+    return math.nan if part is None or part.is_complex() else float(part.flatten()[flat])
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -64,10 +76,18 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0)
-    usable = [t.detach() for t in tensors]
+    usable = [_readable(t) for t in tensors]
     special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
-    found = torch._foreach_norm(special, 2.0)
-    return torch.stack([norm.float() for norm in found])
+    found = [norm.float() for norm in torch._foreach_norm(special, 2.0)]
+    if len({norm.device for norm in found}) > 1:  # a model that lies on several devices
+        device = next(norm.device for norm in found if not norm.is_cpu)
+        found = [norm.to(device) for norm in found]
+    return torch.stack(found)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    part = local(tensor)
+    return torch.zeros(0) if part is None else part
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -79,7 +99,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> Tensor:
     """Return a bool scalar on the tensor's device: true if every element is finite. Reads the memory once, transfers nothing."""
-    values = _widened(tensor.detach()) if tensor.is_complex() or tensor.dtype.itemsize == 1 or not tensor.numel() else tensor.detach()
+    part = _readable(tensor)
+    values = _widened(part) if part.is_complex() or part.dtype.itemsize == 1 or not part.numel() else part
     if not values.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=values.device)
     low, high = torch.aminmax(values)

@@ -28,9 +28,10 @@ class Entry:
     """What one optimizer step looked like. None: not seen.
 
     seconds: wall time of the step. loss: summed over its micro-batches as they were differentiated, without a scale against underflow.
-    grad_norm: 2-norm of the gradients, before the trainer clipped them where it took that norm itself. grad_norm_clipped: of what reached
-    the optimizer, where that is another. stepped: what became of the step where an optimizer did not take it, see `Stepped`. update: which
-    one of the steps of this number, from 2 on. micro_batches: backward passes, from 2 on. optimizer: which one of several.
+    grad_norm: 2-norm of the gradients (where they are sharded, of this rank's part), before the trainer clipped them where it took that
+    norm itself. grad_norm_clipped: of what reached the optimizer, where that is another. stepped: what became of the step where an
+    optimizer did not take it, see `Stepped`. update: which one of the steps of this number, from 2 on. micro_batches: backward passes,
+    from 2 on. optimizer: which one of several.
     log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
     headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
     """

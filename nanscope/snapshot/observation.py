@@ -34,7 +34,12 @@ class Kind(StrEnum):
     SPIKE = "spike"  # everything is finite, and far out of the size that the run is used to
     SWALLOWED = "swallowed"  # a kernel dropped a NaN of its batch: finite, and wrong
     CLIP = "clip"  # a clip divided the gradients by an infinite norm
-    ARRIVED = "arrived"  # a gradient is bad that this rank's own backward makes finite: it came by all-reduce
+    ARRIVED = "arrived"  # a gradient is bad, and what this rank made is finite as far as can be seen: it came from the ranks together
+
+
+REDUCED = "all_reduce"  # what made a gradient bad: another rank, since this one's own backward, made once more, is finite
+SPREAD = "backward"  # the backward of a model that is spread over ranks, which one of them cannot make once more
+WRITTEN_LATE = "write"  # whoever wrote to it after the ranks had put theirs together
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from nanscope.program.ops import (
     STEEP,
 )
 from nanscope.roles import Role
-from nanscope.snapshot.observation import Kind, Observation, Phase
+from nanscope.snapshot.observation import REDUCED, Kind, Observation, Phase
 
 
 class Rule(NamedTuple):
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.WEIGHTS, None, lambda o: o.poisoned_at is not None, Cause.POISONED_WEIGHTS),
     Rule(Phase.WEIGHTS, None, lambda o: o.facts.whole and math.prod(o.origin.shape) > 1, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
-    Rule(None, None, lambda o: o.kind is Kind.ARRIVED, Cause.ALLREDUCE_NAN),
+    Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
     Rule(None, None, lambda o: o.facts.unwritten, Cause.UNINITIALIZED),
     Rule(Phase.INPUT, None, lambda o: o.origin.masked is True and _inf(o), Cause.INF_TIMES_ZERO_MASK),

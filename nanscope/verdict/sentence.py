@@ -11,7 +11,7 @@ from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
 from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import last_word
-from nanscope.snapshot.observation import Kind, Observation, Origin, Phase
+from nanscope.snapshot.observation import REDUCED, SPREAD, WRITTEN_LATE, Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
 
@@ -25,7 +25,7 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
 
 def what(seen: Observation) -> str:
     """Return what happened, without why and how far it got."""
-    tell = _arrived if seen.kind is Kind.ARRIVED else _BY_PHASE.get(seen.phase, _made_here)
+    tell = _among_ranks if seen.origin.op in _AMONG_RANKS else _BY_PHASE.get(seen.phase, _made_here)
     return tell(seen)
 
 
@@ -49,11 +49,19 @@ def _capital(text: str) -> str:
 # What happened.
 
 
-def _arrived(seen: Observation) -> str:
+_AMONG_RANKS = {
+    REDUCED: "while this rank's own backward gives finite numbers: it came by all-reduce",
+    SPREAD: "while this rank's loss and what it hands to the model are finite: it came later, in the backward of a model over all ranks",
+    WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
+}
+
+
+def _among_ranks(seen: Observation) -> str:
     p = seen.origin
     what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
-    return f"{what}, while this rank's own backward gives finite numbers: it came by all-reduce{source}"
+    where = f", {_where(p.file, p.line)}" if p.op == WRITTEN_LATE and p.file else ""
+    return f"{what}, {_AMONG_RANKS[p.op]}{where}{source}"
 
 
 def _came_in(seen: Observation) -> str:
@@ -82,6 +90,8 @@ def _update(seen: Observation) -> str:
 
 def _made_here(seen: Observation) -> str:
     p = seen.origin
+    if p.op == "unknown" and not p.dtype:
+        return "nobody saw where it went bad: the loss was not recorded"
     if p.op in ("unknown", "module"):
         return f"{p.variable or 'a value'} came out of the model as {number(p.value)}{_at(p)}"
     return _made(p, _inside(p), seen.suspect)
@@ -138,7 +148,7 @@ def _reached(seen: Observation, r: Reached) -> str:
     if r.bad_gradients and r.gradients:
         parts.append(_gradients(r.bad_gradients, r.gradients))
     elif r.bad_gradients == 0 and r.gradients and not r.bad_weights:
-        parts.append("weights and gradients stayed clean")
+        parts.append("gradients stayed clean" if seen.phase is Phase.WEIGHTS else "weights and gradients stayed clean")
     if r.bad_weights:
         parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")
     if r.stepped == "skipped":

@@ -27,9 +27,10 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
-from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.observation import REDUCED, SPREAD, UNSEEN, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.look import (
+    HIDING,
     NOTHING,
     Look,
     arrived,
@@ -39,9 +40,10 @@ from nanscope.watching.look import (
     swallowed_look,
     update_look,
     update_seen,
+    written_late,
 )
 from nanscope.watching.narrow import to_save
-from nanscope.watching.oddities import look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
+from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.recording import Recording
 from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
 
@@ -113,13 +115,14 @@ class Examiner:
         candidates = [r for r in recordings if r.program is not None or r.calls]
         if not candidates:
             return None
-        last = candidates[-1]
+        last, known = candidates[-1], True
         reached = Reached(last.value, len(grads), count_bad(grads), scaled=last.scaled)
         for found in candidates:
             look = look_closely(found, functools.partial(self._deeper, found, backward=True))
             if look.location is not None or look.seen is not None:
                 clipped = Observation(Kind.CLIP) if self._ruined_by_its_norm(look) else UNSEEN
                 return Hit(found, replace(reached, loss=found.value), look=look, seen=clipped)
+            known = known and look.knows_the_backward
         bad, spoilt = next(((p, grad) for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), (None, None))
         if bad is None or spoilt is None:
             return None
@@ -129,16 +132,26 @@ class Examiner:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
         changed = gradient_look(self.tape, spoilt)
         notes = look.notes  # of the last try
-        made_here = changed is not None and changed.location is not None and changed.location.origin.born
-        if not made_here and has_peers():
-            name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
-            return Hit(last, reached, look=NOTHING, seen=arrived(name, spoilt))
-        return Hit(last, reached, look=replace(changed or NOTHING, notes=notes))
+        if not has_peers() or (changed is not None and changed.location is not None and changed.location.origin.born):
+            return Hit(last, reached, look=replace(changed or NOTHING, notes=notes))
+        name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
+        if changed is not None and not self._as_it_came(changed, spoilt):
+            seen = written_late(name, spoilt, changed)
+        else:
+            seen = arrived(name, spoilt, REDUCED if known else SPREAD)
+        return Hit(last, reached, look=replace(NOTHING, notes=notes), seen=seen)
+
+    def _as_it_came(self, changed: Look, gradient: Tensor) -> bool:
+        """Did a gradient come bad from backward or from a reduction, and not from what the trainer did to it afterwards?"""
+        came = (leaf for leaf in changed.program.leaves if leaf.origin in HIDING or self.tape.is_of_ranks(leaf.id, gradient))
+        return any(not bool(is_finite(changed.tensors[leaf.id])) for leaf in came)
 
     def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:
         """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
         if self._norm_overflowed():
             seen = overflowing_norm(self._deeper(recording), self.tape.norm_site())
+            if seen is None and has_peers():
+                seen = infinite_norm(self.tape.norm_site())  # that of all ranks, or of a model which one rank cannot run again
         else:
             seen = next((found for grad in grads[:CLIPPED] if (found := overflowing_clip(self.tape, grad)) is not None), None)
         if seen is None:
@@ -167,7 +180,7 @@ class Examiner:
     def update(self, optimizer: torch.optim.Optimizer, first: bool, blank: Snapshot) -> Snapshot:
         """Loss and gradients were finite, the update was not. first: the optimizer had no state before it."""
         named = {key: name for key, (name, _) in self.modules.parameters().items()}
-        parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p.detach())))
+        parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
         name = named.get(id(parameter))
         look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
         blank = replace(blank, notes=(*blank.notes, *look.notes))

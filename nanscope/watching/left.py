@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from nanscope.program.local import local
 from nanscope.watching.recording import Recording
 
 FEW = 8  # parameters of a module that are looked at
@@ -100,7 +101,7 @@ def _spread(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _local(grad: Tensor | None) -> Tensor | None:
     """This rank's part of a gradient: asking for the whole would be a collective."""
-    return getattr(grad, "_local_tensor", grad)
+    return grad if grad is None or grad.is_sparse else local(grad)
 
 
 def _address(grad: Tensor) -> int:

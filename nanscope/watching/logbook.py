@@ -9,10 +9,9 @@ batch-000001.rank0.safetensors           a step that was asked for
 from __future__ import annotations
 
 import atexit
-import contextlib
+import logging
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -21,12 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nanscope.errors import NanscopeError
 from nanscope.program.program import Program
 from nanscope.snapshot.coverage import Gap, Status, with_gap
-from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry, History
-from nanscope.snapshot.observation import Kind
+from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import Remark, RunRecord, now
 from nanscope.snapshot.step import Reached, Snapshot
@@ -35,6 +32,7 @@ from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import MAX_BYTES, Disk
+from nanscope.watching.peers import PATIENCE, Peers, of_other_ranks
 from nanscope.watching.place import Place, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
@@ -42,7 +40,9 @@ from nanscope.watching.surroundings import environment, has_peers
 from nanscope.watching.telling import Teller
 
 NOTES = 32  # notes kept per run
-PATIENCE = 3.0  # seconds that a finished rank waits for the file of the one that made a NaN
+UNLIKE = "replicas differ from here on, and of weights that are sharded only a part was updated"
+
+log = logging.getLogger("nanscope")
 
 
 class Logbook:
@@ -71,6 +71,8 @@ class Logbook:
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = 0
         self.held_peak: int | None = None
+        self._skips: list[int] = []
+        self._peers = Peers(self.folder, self.rank)
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
 
@@ -79,6 +81,7 @@ class Logbook:
         self._record = replace(about, started=now(), process=mark(), nanscope=__version__, environment=environment(None, None))
         if place is not None:
             self.folder, self.rank = place.path, place.rank
+            self._peers = Peers(place.path, place.rank)
             self.history = History(place.path / f"history.rank{place.rank}.jsonl", place.run)
             self._record = replace(self._record, run=place.run, rank=place.rank)
             self._disk = Disk(place.path, self._max_bytes)
@@ -103,6 +106,7 @@ class Logbook:
             self.history.append(entry)
         except OSError as error:
             self._disk.failed("the history could not be written", error)
+        self._ask_peers(0.0)
 
     def note(self, slug: str, text: str, step: int) -> None:
         """Keep a note, once."""
@@ -208,6 +212,7 @@ class Logbook:
         if self._finished or self._pid != os.getpid():
             return
         self._had_peers = has_peers()
+        self._ask_peers(PATIENCE)
         self._finished, self._verdict = True, None
         for index, path in enumerate(self.paths):
             if path is None:
@@ -239,8 +244,32 @@ class Logbook:
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
 
+    def skip(self, step: int) -> None:
+        """Count a step that this rank keeps from its weights."""
+        self.skipped += 1
+        self._skips.append(step)
+
+    def _ask_peers(self, patience: float) -> None:
+        """Look up what the other ranks say of the steps at which only theirs tells what ours means. patience: seconds to wait for them."""
+        reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}
+        if not (reduced or self._skips) or not has_peers():
+            return
+        for step, entries in self._peers.lines({*reduced, *self._skips}, patience).items():
+            fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
+            if step in self._skips and fine:
+                text = f"step {step}: rank {self.rank} skipped its update, rank {', '.join(fine)} made it: {UNLIKE}"
+                log.warning("nanscope [skipped-alone]: %s", text)
+                self.note("skipped_alone", text, step)
+            if step in reduced and len(fine) == len(entries):  # a reduction would have brought it to all of them
+                for index, snapshot in enumerate(self.snapshots):
+                    seen = snapshot.observation
+                    if snapshot.step == step and seen.origin.op == REDUCED:
+                        late = replace(seen, kind=Kind.NONFINITE, origin=replace(seen.origin, op=WRITTEN_LATE))
+                        self._change(index, replace(snapshot, observation=late))
+
     def _change(self, index: int, snapshot: Snapshot) -> None:
-        if snapshot.reached != self.snapshots[index].reached or snapshot.notes != self.snapshots[index].notes:
+        old = self.snapshots[index]
+        if (snapshot.reached, snapshot.notes, snapshot.observation.kind) != (old.reached, old.notes, old.observation.kind):
             self.snapshots[index] = snapshot
             self._verdict = None
             self._write(index)
@@ -277,26 +306,3 @@ class Logbook:
             return []
         steps = f"step{'' if len(missing) == 1 else 's'} {listed([str(step) for step in missing])}"
         return [Note("not_on_disk", f"{steps} could not be kept on disk: {self._disk.problem or 'there is no folder to write to'}")]
-
-
-def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict[str, Snapshot]:
-    """Return the snapshots that other ranks wrote into the same folder for the steps at which a NaN arrived from elsewhere, by path.
-
-    Ranks tell each other through files: a collective here could be one that only some ranks enter.
-    """
-    steps = {snapshot.step for snapshot in own if snapshot.observation.kind is Kind.ARRIVED}
-    ranks = {snapshot.rank for snapshot in own}
-    found: dict[str, Snapshot] = {}
-    until = time.monotonic() + (PATIENCE if wait else 0.0)
-    while steps:
-        for path in sorted(path for step in steps for path in folder.glob(f"step-{step:06d}.rank*.safetensors")):
-            if str(path) not in found:
-                with contextlib.suppress(NanscopeError):
-                    snapshot = load(path)
-                    if snapshot.rank not in ranks:
-                        found[str(path)] = snapshot
-        made = {path: snapshot for path, snapshot in found.items() if snapshot.observation.kind is not Kind.ARRIVED}
-        if made or time.monotonic() >= until:
-            return made
-        time.sleep(0.1)
-    return {}

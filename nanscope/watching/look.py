@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture import custom, kernels
+from nanscope.capture.alone import alone
 from nanscope.capture.copies import NotIsolated
 from nanscope.capture.custom import Backward
-from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.follow import kinds_of
+from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Reruns
 from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
@@ -25,9 +27,10 @@ from nanscope.locate.observe import observe, observe_gradient, observe_made, obs
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
+from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.observation import REDUCED, UNSEEN, WRITTEN_LATE, Kind, Observation, Phase
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -36,7 +39,8 @@ log = logging.getLogger("nanscope")
 @dataclass(frozen=True, slots=True)
 class Look:
     """A program that was run, and what went wrong in it. second: the model's forward is part of the program. seen: what no program
-    shows. kernel: the program is what a kernel's loss was written out as. notes: slug and text."""
+    shows. kernel: the program is what a kernel's loss was written out as. notes: slug and text. again: the model was run once more,
+    and showed nothing."""
 
     trace: Trace | None
     location: Location | None
@@ -44,6 +48,12 @@ class Look:
     seen: Observation | None = None
     kernel: bool = False
     notes: tuple[tuple[str, str], ...] = ()
+    again: bool = False
+
+    @property
+    def knows_the_backward(self) -> bool:
+        """Was all of this rank's backward made once more, from the loss to the weights?"""
+        return self.again or (self.trace is not None and not any(leaf.diff and leaf.origin in HIDING for leaf in self.program.leaves))
 
     @property
     def program(self) -> Program:
@@ -55,6 +65,8 @@ class Look:
         """Its leaves, by id."""
         return {} if self.trace is None else self.trace.tensors
 
+
+HIDING = ("module", "opaque", "cut")  # leaves that were computed, where the tape did not see it
 
 LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
@@ -70,6 +82,7 @@ def second_look(recording: Recording, reruns: Reruns) -> Look | None:
     return Look(trace, locate(trace), second=True)
 
 
+@alone()
 def kernel_look(recording: Recording, reruns: Reruns) -> Look | None:
     """Look into a kernel that computed the loss, by running its formula on what it was given; None if there was none."""
     try:
@@ -119,6 +132,7 @@ def _kernel_note(recording: Recording, trace: Trace) -> tuple[str, str]:
     return ("kernel_differs", f"{name} gives {theirs:.6g}, its formula on the same batch {ours:.6g}")
 
 
+@alone()
 def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward: bool = False) -> Look | None:
     """Look into a kernel, then into the model: by running it as a program, and where that does not reach the origin, by following its
     calls.
@@ -142,10 +156,22 @@ def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None
     look = _run_again(reruns.notes, lambda: second_look(recording, reruns)) or opened
     if look is not None and look.location is not None and is_settled(look.location):
         return look
-    if recording.program is None:
-        return look
     follow = _followed_back if backward else _followed
-    return _run_again(reruns.notes, lambda: follow(recording, reruns)) or look
+    followed = _run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
+    return followed or _given_bad(recording, reruns.watch) or look
+
+
+def _given_bad(recording: Recording, watch: ModuleWatch) -> Look | None:
+    """Return what was bad in a model before it ran, a weight or an argument; None if nothing was. One that cannot be run again needs no
+    other reason."""
+    for name, parameter in watch.parameters().values():
+        if not bool(is_finite(parameter)):
+            return _seen(observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name))
+    made = {place for call in recording.calls for place in call.outputs}
+    for tensor in tensors_in([[call.args, call.kwargs] for call in recording.calls]):
+        if place_of(tensor) not in made and kinds_of(tensor).nan:  # infinity is what masks are made of
+            return _seen(observe_made("input", tensor, first_nonfinite(tensor) or 0, None, "", Phase.INPUT))
+    return None
 
 
 def _run_again(notes: list[tuple[str, str]], look: Callable[[], Look | None], what: str = "the model") -> Look | None:
@@ -190,7 +216,8 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     assert recording.program is not None
     result = recording.tensors[found.leaf].detach()
     bad = ~torch.isfinite(result)
-    alike = [~torch.isfinite(grad) for grad in found.returned if grad is not None and grad.shape == result.shape]
+    returned = [local(grad) for grad in found.returned if grad is not None]
+    alike = [~torch.isfinite(grad) for grad in returned if grad is not None and grad.shape == result.shape]
     both = next((bad & other for other in alike if bool((bad & other).any())), bad)
     trace = Trace.of(recording.program, recording.tensors, backward=False)
     location = came_in(trace, found.leaf, int(both.flatten().int().argmax()))
@@ -209,7 +236,7 @@ def _counted(recording: Recording, leaf: int, location: Location) -> Observation
 
 def is_settled(location: Location) -> bool:
     """Does a location name the operation, or data, that made the harm, and not only something that hides it?"""
-    return location.origin.leaf is None or location.origin.leaf.origin not in ("module", "opaque", "cut")
+    return location.origin.leaf is None or location.origin.leaf.origin not in HIDING
 
 
 def _followed(recording: Recording, reruns: Reruns) -> Look | None:
@@ -244,6 +271,7 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     return _seen(observe_made(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
 
 
+@alone()
 def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look:
     """Make the update of one parameter once more and walk through it; what cannot be made again shows nothing. first: the optimizer's
     first step.
@@ -251,6 +279,8 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
     An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
     """
     notes: list[tuple[str, str]] = []
+    if not is_plain(parameter):
+        return NOTHING  # an optimizer may ask for all of a weight that this process holds a part of
 
     def again() -> Look | None:
         made = update_again(optimizer, parameter, name, budget, first)
@@ -258,8 +288,8 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
             return None
         look = _walked(*made)
         if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
-            flat = first_nonfinite(parameter.detach()) or 0
-            return _seen(observe_made("parameter", parameter.detach(), flat, None, "", Phase.WEIGHTS, name))
+            flat = first_nonfinite(parameter) or 0
+            return _seen(observe_made("parameter", parameter, flat, None, "", Phase.WEIGHTS, name))
         return look
 
     look = _run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
@@ -284,7 +314,7 @@ def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
 def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look:
     """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
     if recording.program is None:
-        return NOTHING
+        return again() or NOTHING
     trace = Trace.of(recording.program, recording.tensors)
     first = Look(trace, locate(trace))
     if first.location is not None and is_settled(first.location):
@@ -292,21 +322,27 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     deeper = again()
     if deeper is None or deeper.location is not None or deeper.seen is not None:
         return deeper or first
-    return replace(first, notes=deeper.notes)
+    return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
 
 
 def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Observation:
     """Return what an update did to the first weight that it made non-finite. names: by id of the parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            flat = first_nonfinite(parameter.detach())
+            flat = first_nonfinite(parameter)
             if flat is not None:
                 seen = observe_weight(names.get(id(parameter)), parameter, flat, group)
                 return replace(seen, optimizer=type(optimizer).__name__)
     return Observation(phase=Phase.OPTIMIZER, outside=True)
 
 
-def arrived(name: str, gradient: Tensor) -> Observation:
-    """Return a gradient that is bad although this rank's own backward, made once more, is not."""
-    flat = first_nonfinite(gradient.detach()) or 0
-    return replace(observe_gradient("all_reduce", name, gradient, flat, None), kind=Kind.ARRIVED)
+def arrived(name: str, gradient: Tensor, by: str = REDUCED) -> Observation:
+    """Return a gradient that is bad although this rank's own backward, made once more, is not. by: SPREAD where it could not be made."""
+    flat = first_nonfinite(gradient) or 0
+    return replace(observe_gradient(by, name, gradient, flat, None), kind=Kind.ARRIVED)
+
+
+def written_late(name: str, gradient: Tensor, look: Look) -> Observation:
+    """Return a gradient into which the trainer wrote what is bad. look: through what was done to it after backward."""
+    site = next((site for call in reversed(look.program.calls) if (site := look.program.site_of(call)) is not None), None)
+    return observe_gradient(WRITTEN_LATE, name, gradient, first_nonfinite(gradient) or 0, site)

@@ -15,6 +15,7 @@ from nanscope.locate.observe import observe, observe_gradient
 from nanscope.locate.spike import spike
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Site
+from nanscope.program.local import local
 from nanscope.program.numbers import at, norms
 from nanscope.snapshot.observation import Kind, Observation, Phase
 from nanscope.watching.look import Look, is_settled
@@ -94,6 +95,12 @@ def overflowing_norm(look: Look | None, site: Site | None) -> Observation | None
     return replace(observe_gradient("linalg_vector_norm", largest.name, gradient, flat, site), kind=Kind.CLIP)
 
 
+def infinite_norm(site: Site | None) -> Observation:
+    """Return that the norm by which a clip divides was infinite, where no gradient of this rank tells why."""
+    norm = observe_gradient("linalg_vector_norm", "the norm of all gradients", torch.tensor(torch.inf), 0, site)
+    return replace(norm, origin=replace(norm.origin, operands=()), kind=Kind.CLIP)
+
+
 def overflowing_clip(tape: Tape, gradient: Tensor) -> Observation | None:
     """Return what overflowed while the trainer's own code turned a gradient into zeros; None if nothing did."""
     try:
@@ -115,6 +122,10 @@ def repeated_tokens(ids: Tensor, mask: Tensor | None = None) -> str:
 
     ids: token ids, [B, T]. mask: [B, T], which tokens count; by default all. A model whose weights are NaN emits token id 0 for ever.
     """
+    here, mask = local(ids), None if mask is None else local(mask)
+    if here is None:
+        return ""
+    ids = here
     if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
         return ""
     counted = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()

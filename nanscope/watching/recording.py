@@ -18,6 +18,7 @@ from nanscope.capture.feeding import feeding
 from nanscope.capture.modules import ModuleCall
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
+from nanscope.program.local import local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.watching.scale import LossScale
@@ -94,6 +95,15 @@ class Recording:
         if self.holding is not None:
             self.holding.close()
 
+    def is_whole(self) -> bool:
+        """Is all that the program reads still there? A sharded model lets go of the memory of its weights when backward is over."""
+        return all(local(tensor) is not None for tensor in self.tensors.values())
+
+    def forget_program(self) -> None:
+        """What it reads is gone."""
+        self.program, self.tensors = None, {}
+        self.backwards.clear()
+
     def _holds(self, *tensors: Tensor | None) -> bool:
         return self.holding is not None and self.holding.add(*(tensor for tensor in tensors if tensor is not None))
 
@@ -103,8 +113,9 @@ class Recording:
                 return
             with unseen():
                 self.flags.append(is_finite(grad))
-                if grad.numel() * grad.element_size() <= limit and self._holds(grad):
-                    self.grads[leaf] = grad.detach()
+                part = local(grad)
+                if part is not None and part.numel() * part.element_size() <= limit and self._holds(part):
+                    self.grads[leaf] = part.detach()  # a tensor that is held is not taken over by the parameter, but copied
 
         self.hooks.append(tensor.register_hook(failsafe.door("gradient-hook", look)))  # type: ignore[no-untyped-call]
 

@@ -32,6 +32,7 @@ from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import Sizes
 from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.scale import LossScale, Search, scale_of
@@ -102,7 +103,7 @@ class Step:
         recording = Recording(
             program,
             tensors,
-            root.detach(),
+            readable([root], "losses", self._logbook.gap)[0],
             self._modules.finish(),
             scale_of(program, tensors, self._tape.scaler),
             glimpses=tuple(self._tape.glimpses.values()),
@@ -122,6 +123,9 @@ class Step:
             return
         self._logbook.backwards += 1
         recording.close()
+        if not recording.is_whole():
+            recording.forget_program()
+            self._logbook.gap("weights-released", "the inside of a loss that read weights which their sharded model has let go of")
         self._recordings.append(recording)
         self._tape.leave_room()
         self._failsafe("gradients-left", self._ending.left.take, recording)
@@ -151,7 +155,7 @@ class Step:
         self._overflowed = found_inf is not None and bool(found_inf)
         self._look_at_waiting(None if self._overflowed else optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [p.grad if not p.grad.is_sparse else p.grad.coalesce().values() for p in parameters if p.grad is not None]
+        grads = readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
         if self._overflowed and self._recordings[-1:] and (scale := self._recordings[-1].scale) is not None:
             self._skip(scale)
         if not grads or self._overflowed:
@@ -174,7 +178,7 @@ class Step:
         for parameter, grad in self._held:
             parameter.grad = grad
         self._held.clear()
-        weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
         bad = count_bad(weights)
         self._logbook.poisoning.weights(self.counts.number, bad)
         if bad and not (self._bad or self._foreign):
@@ -250,7 +254,7 @@ class Step:
     def _look_at_gradients(self) -> None:
         """Nobody else does: no optimizer came, or a scaler that skips every step."""
         parameters = [p for _, p in self._modules.parameters().values() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
         if count_bad(grads):
             self._keep(self._examiner.gradients(self._recordings, parameters, grads))
             self._note_gone()
@@ -391,7 +395,7 @@ class Step:
         self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in self._held:
             parameter.grad = None
-        self._logbook.skipped += 1
+        self._logbook.skip(self.number)
 
     def _stop(self) -> None:
         self._mark(stepped=Stepped.STOPPED)

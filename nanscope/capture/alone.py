@@ -1,0 +1,52 @@
+"""While we look at a step, no call may need another rank: he looks at nothing, and would be waited for without end.
+
+A second look runs what is the trainer's own code: a module, a custom backward, the step of an optimizer. Any of them may gather, reduce or
+wait at a barrier. Such a call is refused before it is issued, and the look comes to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanscope.program.local import is_wrapper
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
+_FAKE = "torch._subclasses"  # what is not there asks nobody
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # they end what was issued before
+
+
+class NeedsOthers(LookupError):
+    """A call was refused, because it needs other ranks."""
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives. A tensor that is spread over ranks takes its calls apart first: only then is seen what they ask of others."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL:
+            raise NeedsOthers(f"{func} needs the other ranks, and this one looks alone")
+        if any(is_wrapper(kind) and not kind.__module__.startswith(_FAKE) for kind in types or ()):
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Refuse whatever needs other ranks, if there are any."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        with Alone():  # type: ignore[no-untyped-call]
+            yield
+    else:
+        yield

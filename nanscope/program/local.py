@@ -1,0 +1,94 @@
+"""The one door through which a tensor of the trainer's is read: the part of it that this process holds, as a plain tensor.
+
+A tensor may be more than the memory that is here. Whoever counts the NaN of a DTensor asks all ranks, and hangs if he is the only one to
+ask; a jagged or a quantised tensor refuses most questions; that of a sharded model may have no memory at the moment. Nothing of ours is
+ever computed on any of these: on its part in here, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# A class of its own dispatch → the attribute that is the tensor inside, had without a word to another rank. Others cannot be read.
+_INSIDE = {
+    "torch.distributed.tensor.DTensor": "_local_tensor",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "elem",
+    "torch.nested._internal.nested_tensor.NestedTensor": "_values",
+}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@lru_cache(maxsize=256)
+def is_wrapper(kind: type) -> bool:
+    """Does a class answer calls on its tensors itself?"""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+@lru_cache(maxsize=256)
+def _inside(kind: type) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_INSIDE[name] for name in names if name in _INSIDE), None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Is a tensor memory and nothing else: no wrapper around others, not nested, not sparse?"""
+    kind = type(tensor)
+    return (kind is Tensor or not is_wrapper(kind)) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def local(tensor: Tensor) -> Tensor | None:
+    """Return the part of a tensor that this process holds, None if it cannot be read. Issues no collective, and has no gradient.
+
+    What is an ordinary tensor without gradient is returned as it is: this is done twice to every gradient and weight of a step.
+    """
+    if not is_plain(tensor):
+        with torch.no_grad():
+            opened = _values_of(unwrapped(tensor, wait=True))
+        if opened is None:
+            return None
+        tensor = opened
+    if not _has_memory(tensor):
+        return None
+    return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
+
+
+def unwrapped(tensor: Tensor, wait: bool = False) -> Tensor | None:
+    """Return the tensor inside all wrappers, None if one of them is unknown. wait: for what the trainer's own collective still writes."""
+    while is_wrapper(type(tensor)):
+        inside = _inside(type(tensor))
+        if inside is None:
+            return None
+        if wait and inside == "elem":
+            tensor.trigger_wait()  # type: ignore[attr-defined]
+        tensor = getattr(tensor, inside)
+    return tensor
+
+
+def _values_of(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.is_nested or tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return tensor if tensor.layout is torch.strided else None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """A sharded model lets go of the memory of its weights between two uses; what is empty needs none. A view into what is gone has an
+    address, too."""
+    try:
+        if tensor.data_ptr() and not tensor.storage_offset():
+            return True
+        return not tensor.numel() or (bool(tensor.untyped_storage().nbytes()) and not tensor.is_meta)
+    except RuntimeError:  # a wrapper of some transform
+        return False
+
+
+def unreadable(tensors: Iterable[Tensor]) -> list[str]:
+    """Return the classes of the tensors that cannot be read, each once."""
+    return sorted({type(tensor).__qualname__ for tensor in tensors if local(tensor) is None})
