@@ -173,7 +173,7 @@ def case(name: str, out: str) -> dict[str, Any]:
 def main(rank: int, port: int, out: str, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     patience = datetime.timedelta(seconds=15)
     store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=patience)
     for name in cases:
