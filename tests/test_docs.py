@@ -60,7 +60,7 @@ def notes(tree: ast.AST) -> Iterator[str]:
 def gaps(tree: ast.AST) -> Iterator[str]:
     """`gap("slug", …)`, unless the same is also a warning."""
     for node in ast.walk(tree):
-        slug = text_in(node.args[0]) if isinstance(node, ast.Call) and name_of(node) == "gap" and node.args else ""
+        slug = text_in(node.args[0]) if isinstance(node, ast.Call) and name_of(node) in {"gap", "Gap"} and node.args else ""
         if slug and slug not in headings("Warnings"):
             yield slug
 
@@ -77,8 +77,8 @@ def findings(tree: ast.AST) -> Iterator[str]:
 SECTIONS = {  # of messages.md: (where such slugs are collected, how)
     "Errors": (("",), errors),
     "Warnings": (("",), warnings),
-    "Gaps": (("watching",), gaps),
-    "Notes": (("verdict/diagnose.py", "capture/rerun.py", "watching"), notes),
+    "Gaps": (("verdict/run.py", "watching"), gaps),
+    "Notes": (("verdict/diagnose.py", "verdict/run.py", "capture/rerun.py", "watching"), notes),
     "Findings of an audit": (("audit",), findings),
 }
 
