@@ -53,7 +53,10 @@ class Gates:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or self._elsewhere("a backward pass") or torch.compiler.is_compiling():
+            if self._inside or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if threading.get_ident() != self._thread:
+                self._failsafe("before-backward", self._elsewhere, "a backward pass")
                 return original(*args, **kwargs)
             self._inside = True
             ours = torch.autograd.backward is backward and torch._C._len_torch_function_stack() > 0
@@ -127,14 +130,9 @@ class Gates:
         self._modules.busy = False
         self._mode.wake("backward")
 
-    def _elsewhere(self, what: str) -> bool:
-        """Is this done by another thread? It is not watched then, and told."""
-        if threading.get_ident() == self._thread:
-            return False
-        self._failsafe(
-            "before-backward", self._observer.elsewhere, f"{what} in thread {threading.current_thread().name}, which was not watched"
-        )
-        return True
+    def _elsewhere(self, what: str) -> None:
+        """Tell what another thread does: it is not watched."""
+        self._observer.elsewhere(f"{what} in thread {threading.current_thread().name}, which was not watched")
 
     def _in_closure(self) -> bool:
         """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
@@ -150,7 +148,10 @@ class Gates:
         self._failsafe("resume", self._mode.wake, "step")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside or self._elsewhere("an optimizer step"):
+        if self._inside:
+            return
+        if threading.get_ident() != self._thread:
+            self._elsewhere("an optimizer step")
             return
         self._end_step()
         if all(value is None for value in (*args[1:], *kwargs.values())):
