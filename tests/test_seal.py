@@ -109,3 +109,11 @@ def test_nothing_is_compiled_in_here() -> None:
     assert counter.frame_count == 0
     double(torch.ones(2))
     assert counter.frame_count == 1
+
+
+def test_what_torch_hands_over_fresh_may_be_written_to() -> None:
+    """An optimizer counts its steps in a tensor that it has just made."""
+    with sealed(Seal()):
+        count = torch.tensor(0.0)
+        count += 1
+    assert count == 1

@@ -811,7 +811,7 @@ def hidden_write_by_numpy(mode: TapeMode) -> Tensor:
 )
 def test_a_write_that_leaves_no_trace_is_noticed_in_the_end(loss: Callable[[TapeMode], Tensor]) -> None:
     """`.data` and numpy change memory without a word. The program then gives another loss: it is seen to be another, never taken for the same."""
-    from nanscope.replay.tries import same_bits
+    from nanscope.program.numbers import same_bits
 
     tape = Tape()
     mode = TapeMode(tape)

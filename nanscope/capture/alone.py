@@ -20,6 +20,11 @@ _FAKE = "torch._subclasses"  # what is not there asks nobody
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # they end what was issued before
 
 
+def is_collective(func: Any) -> bool:
+    """Does an operator need the other ranks?"""
+    return getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL
+
+
 class NeedsOthers(LookupError):
     """A call was refused, because it needs other ranks."""
 
@@ -34,7 +39,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL:
+        if is_collective(func):
             raise NeedsOthers(f"{func} needs the other ranks, and this one looks alone")
         if any(is_wrapper(kind) and not kind.__module__.startswith(_FAKE) for kind in types or ()):
             return NotImplemented

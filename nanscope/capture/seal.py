@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanscope.capture.alone import is_collective
 from nanscope.capture.copies import NotIsolated
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.reach import Reach
 from nanscope.program.ops import OVERWRITES
 
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")  # namespaces of their operators
+FRESH = torch.ops.aten.lift_fresh.default  # hands over what `torch.tensor` has just made, where nobody sees it
 
 
 class Written(NotIsolated):
@@ -52,7 +53,7 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") in COLLECTIVES:
+        if is_collective(func):
             raise NotIsolated("it takes part in a collective, and the other ranks do not look")
         targets = writes_of(func, args, kwargs)[0]
         for tensor in targets:
@@ -63,7 +64,7 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._drawn.setdefault(id(value), (value, value.get_state()))
-        before = {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+        before = set() if func is FRESH else {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
         result = func(*args, **kwargs)
         self._own |= {storage_of(tensor) for tensor in (*tensors_in([result]), *targets)} - before  # a view's memory is not new
         return result
