@@ -84,6 +84,7 @@ class Tape:
         self._reduced: deque[int] = deque(maxlen=NORMS)  # memory that a collective has written to
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
+        self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
         self._gone_through = 0  # values numbered when it last was
         self._over = self._usual = 0  # values numbered at the last `forget`, and how many usually are until the next
 
@@ -323,6 +324,9 @@ class Tape:
         self.measured.clear()
         self._opaque = {}
         self._reduced.clear()
+        if len(self.entries) > self._lasting:
+            self.collect()  # between two large tensors, small ones that nobody needs keep the allocator from using their memory again
+            self._lasting = 4 * PATIENCE + 2 * len(self.entries)
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
