@@ -117,10 +117,12 @@ class Logbook:
 
     def gap(self, slug: str, text: str, step: int | None = None) -> None:
         """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
-        self._in_this_process()
-        known = len(self.gaps)
-        self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
-        self._verdict = None
+        try:
+            self._in_this_process()
+        finally:  # kept whatever becomes of the files: nothing else stands between a failure of ours and a false all-clear
+            known = len(self.gaps)
+            self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
+            self._verdict = None
         if len(self.gaps) > known:
             self._put()
 
