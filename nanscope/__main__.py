@@ -231,7 +231,9 @@ def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
     except OSError as error:
         why = f"{path} cannot be written ({error.strerror or error})"
     except Exception as error:  # noqa: BLE001 - the verdict was told; what cannot be drawn is one line after it
-        why = f"{path} could not be drawn ({type(error).__name__}: {error})"
+        from nanscope.text import words_of
+
+        why = f"{path} could not be drawn ({words_of(error)})"
     else:
         return True
     with suppress(OSError):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 class NanscopeError(Exception):
     """A request that nanscope cannot serve: the message says what, where, and what to do next.

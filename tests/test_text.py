@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanscope.text import count, listed, ravel, show_index, unravel
+from nanscope.text import count, listed, ravel, show_index, unravel, words_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -55,3 +55,12 @@ def test_a_count_and_its_noun_agree(many: int, noun: str, words: str) -> None:
 def test_a_list_is_said(words: list[str], text: str) -> None:
     """Commas, and one "and"."""
     assert listed(words) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ValueError("a\nb"), "ValueError: a"), (MemoryError(), "MemoryError"), (OSError(" \n"), "OSError"), (KeyError("k"), "KeyError: 'k'")],
+)
+def test_an_error_is_told_in_one_line(error: Exception, expected: str) -> None:
+    """What torch says of an operator that it does not have fills a screen."""
+    assert words_of(error) == expected

@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nanscope.capture.reach import is_foreign
+from nanscope.text import words_of
 
 Copied = TypeVar("Copied")
 
@@ -100,7 +101,7 @@ class Copies:
         except NotIsolated:
             raise
         except Exception as error:  # whatever the objects of others do when they are copied
-            raise NotIsolated(f"it holds what cannot be copied ({type(error).__name__}: {error})") from error
+            raise NotIsolated(f"it holds what cannot be copied ({words_of(error)})") from error
         return result
 
     def stand_in(self, original: object, copy: object) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from nanscope.capture.unseen import is_traced
 from nanscope.errors import Deliberate
+from nanscope.text import words_of
 
 log = logging.getLogger("nanscope")
 
@@ -58,7 +59,7 @@ class Failsafe:
         self.failures += [] if known else [slug]
         try:
             if not known:
-                log.warning("nanscope [%s]: %s: %s; training goes on, this was not observed", slug, type(error).__name__, error)
+                log.warning("nanscope [%s]: %s; training goes on, this was not observed", slug, words_of(error))
             self._missed(slug, f"an observation of ours failed ({what}: {type(error).__name__})")
         except Exception:  # noqa: BLE001 - it is on the list, and there is no other way to say it
             return

@@ -18,6 +18,7 @@ from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
 from nanscope.program.local import is_plain
+from nanscope.text import words_of
 
 log = logging.getLogger("nanscope")
 
@@ -76,7 +77,7 @@ class Callers:
                 if isinstance(tensor, Tensor):
                     self.taken[name] = self._take(tensor)
         except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
-            log.warning("nanscope [settings-unread]: %s of %s (%s: %s)", site.function, site.file, type(error).__name__, error)
+            log.warning("nanscope [settings-unread]: %s of %s (%s)", site.function, site.file, words_of(error))
         if type(variables) is dict:
             variables.clear()  # a copy, which would keep alive what the function lets go of
 

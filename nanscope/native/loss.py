@@ -13,6 +13,7 @@ from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter
 from nanscope.objective.settings import LossInputs
+from nanscope.text import words_of
 
 
 def native_loss(key: str, inputs: LossInputs, **settings: Setting) -> Tensor:
@@ -59,7 +60,7 @@ def import_failure(prefix: str) -> str | None:
     try:
         adapter.load()
     except Exception as error:  # noqa: BLE001 - the import of a framework runs anybody's code
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return words_of(error)
     return None
 
 

@@ -29,6 +29,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import REDUCED, SPREAD, UNSEEN, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.text import words_of
 from nanscope.watching.look import (
     HIDING,
     NOTHING,
@@ -167,7 +168,7 @@ class Examiner:
                 look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
             return self.described(snapshot, hit.recording, look, hit.loss_bad)
         except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
-            log.warning("nanscope [not-explained]: step %d: %s: %s", snapshot.step, type(error).__name__, error)
+            log.warning("nanscope [not-explained]: step %d: %s", snapshot.step, words_of(error))
             return snapshot
 
     def asked(self, recording: Recording, blank: Snapshot) -> Snapshot | None:

@@ -31,6 +31,7 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import REDUCED, UNSEEN, WRITTEN_LATE, Kind, Observation, Phase
+from nanscope.text import words_of
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -92,7 +93,7 @@ def kernel_look(recording: Recording, reruns: Reruns) -> Look | None:
         trace = Trace.of(*opened)
         return Look(trace, locate(trace), second=True, kernel=True, notes=(_kernel_note(recording, trace),))
     except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
-        log.warning("nanscope [kernel-unopened]: %s: %s", type(error).__name__, error)
+        log.warning("nanscope [kernel-unopened]: %s", words_of(error))
         return None
 
 
@@ -179,8 +180,8 @@ def _run_again(notes: list[tuple[str, str]], look: Callable[[], Look | None], wh
     try:
         return look()
     except Exception as error:  # noqa: BLE001 - it is anybody's code, and may not like to be run again
-        log.warning("nanscope [second-look-failed]: %s: %s", type(error).__name__, error)
-        why = str(error) if isinstance(error, NotIsolated) else f"{type(error).__name__}: {error}"
+        log.warning("nanscope [second-look-failed]: %s", words_of(error))
+        why = str(error) if isinstance(error, NotIsolated) else words_of(error)
         note = ("not_run_again", f"{what} could not be run again on a copy: {why}; what is told is what the step itself has shown")
         if note not in notes:
             notes.append(note)
