@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
-from nanscope.errors import NanscopeError
+from nanscope.errors import NanscopeError, words_of
 from nanscope.report.clean import clean
 from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence, unwrapped
 
@@ -231,8 +231,6 @@ def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
     except OSError as error:
         why = f"{path} cannot be written ({error.strerror or error})"
     except Exception as error:  # noqa: BLE001 - the verdict was told; what cannot be drawn is one line after it
-        from nanscope.text import words_of
-
         why = f"{path} could not be drawn ({words_of(error)})"
     else:
         return True

@@ -1,6 +1,10 @@
-"""What nanscope raises. Every error carries a slug, so that a log line can be looked up and a test can name it."""
+"""What nanscope raises, and how an error is told. Every one carries a slug, so that a log line can be looked up and a test can name it."""
 
 from __future__ import annotations
+
+import functools
+import re
+import unicodedata
 
 
 class NanscopeError(Exception):
@@ -14,6 +18,21 @@ class NanscopeError(Exception):
         self.slug = slug
 
 
+def visible(text: str) -> str:
+    """Return text that commands no terminal: control, bidi and other invisible characters, line ends too, are spelled out, as ⟨U+001B⟩."""
+    return re.sub(r"[^\x20-\x7e]", lambda match: _spelled(match.group()), text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelled(char: str) -> str:
+    return f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error in one line: its class, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+
+
 LONGEST = 600  # characters of a message that speaks of a file, its path included
 
 
@@ -21,7 +40,7 @@ class _OfFile(NanscopeError):
     """What is said of a file quotes it: one line of printable characters, and no long one, whatever stands there."""
 
     def __init__(self, message: str, *, slug: str) -> None:
-        shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[: 2 * LONGEST])
+        shown = visible(message[: 2 * LONGEST])
         super().__init__(shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…", slug=slug)
 
 

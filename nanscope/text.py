@@ -39,11 +39,6 @@ def number(value: float | None) -> str:
     return f"{value:.4g}".replace("-", "−")
 
 
-def words_of(error: BaseException) -> str:
-    """Return an error in one line: its class, and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
-
-
 def count(many: int, noun: str) -> str:
     """Return "1 row", "3 rows", "2 batches", "4 passes"."""
     return f"{many} {noun}" if many == 1 else f"{many} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"

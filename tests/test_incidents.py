@@ -84,7 +84,7 @@ class Result:
 def result_of(path: Path, folder: Path) -> Result:
     """Run a script. folder: where its snapshots go."""
     verdict = new.watched(new.load(path), folder)
-    snapshots = [load(file) for file in sorted(folder.glob("*.safetensors"))]
+    snapshots = [load(file) for file in sorted(folder.glob("2*/*.safetensors"))]
     cases = [(new.load(path).EXPECTED.cause[0], examine(snapshot)[0]) for snapshot in snapshots[:1]]
     if len(snapshots) > 1 and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
         cases.append(("poisoned_weights", examine(snapshots[1], poisoned_at=snapshots[0].step)[0]))
@@ -180,7 +180,7 @@ def test_a_healthy_run_has_no_incident(path: Path, tmp_path: Path) -> None:
     """Nothing is said that would wake anybody."""
     verdict = new.watched(new.load(path), tmp_path)
     assert verdict.healthy, verdict.sentence
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.glob("2*/*.safetensors"))
 
 
 @pytest.fixture(scope="module")

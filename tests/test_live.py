@@ -218,7 +218,7 @@ def test_a_config_that_fails_costs_a_warning(tmp_path: Path, trainer_class: Any,
     type(trainer).args = property(lambda self: Hostile().args)
     with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(model, out=tmp_path / "run") as scope:
         trainer._compute_loss(model, batch(bad=True)).backward()
-    assert [record.message.split("]")[0] for record in caplog.records] == ["nanscope [settings-unread"]
+    assert [record.message.split("]")[0] for record in caplog.records] == ["nanscope [settings-unread", "nanscope [bad-step"]
     (incident,) = scope.verdict.incidents
     assert incident.origin.variable == "coef_1" and incident.origin.role == "ratio"
 

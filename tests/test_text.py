@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanscope.text import count, listed, ravel, show_index, unravel, words_of
+from nanscope.errors import words_of
+from nanscope.text import count, listed, ravel, show_index, unravel
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

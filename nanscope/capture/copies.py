@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nanscope.capture.reach import is_foreign
-from nanscope.text import words_of
+from nanscope.errors import words_of
 
 Copied = TypeVar("Copied")
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from nanscope.capture.unseen import is_traced
-from nanscope.errors import Deliberate
-from nanscope.text import words_of
+from nanscope.errors import Deliberate, words_of
 
 log = logging.getLogger("nanscope")
 

@@ -14,11 +14,11 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Taken
 from nanscope.capture.modules import place_of, version_of
 from nanscope.capture.source import is_open, variables
+from nanscope.errors import words_of
 from nanscope.frameworks.live import Glimpse, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
 from nanscope.program.local import is_plain
-from nanscope.text import words_of
 
 log = logging.getLogger("nanscope")
 

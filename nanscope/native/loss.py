@@ -8,12 +8,11 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from nanscope.errors import NanscopeError
+from nanscope.errors import NanscopeError, words_of
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.rows import Setting
 from nanscope.native.adapter import Adapter
 from nanscope.objective.settings import LossInputs
-from nanscope.text import words_of
 
 
 def native_loss(key: str, inputs: LossInputs, **settings: Setting) -> Tensor:

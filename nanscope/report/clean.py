@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import unicodedata
 from dataclasses import dataclass, replace
 
+from nanscope.errors import visible
 from nanscope.text import number
 
 
@@ -42,17 +41,8 @@ def clean(value: object, limit: int = LIMITS[0].long) -> str:
     """
     raw = value if isinstance(value, str) else str(value)
     text = re.sub(r"\s*[\r\n]+\s*", " ", raw[: 4 * limit].replace("\t", "    "))
-    text = re.sub(r"[^\x20-\x7e]", _visible, text[: limit + 1])
+    text = visible(text[: limit + 1])
     return text if len(text) <= limit and len(raw) <= 4 * limit else text[: limit - 1] + "…"
-
-
-def _visible(match: re.Match[str]) -> str:
-    return _spelled(match.group())
-
-
-@functools.lru_cache(maxsize=4096)
-def _spelled(char: str) -> str:
-    return f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char
 
 
 def real(value: object) -> float | None:

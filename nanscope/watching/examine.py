@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
+from nanscope.errors import words_of
 from nanscope.frameworks.live import objective_of
 from nanscope.frameworks.table import recognise
 from nanscope.locate.location import spotted
@@ -29,7 +30,6 @@ from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import REDUCED, SPREAD, UNSEEN, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.text import words_of
 from nanscope.watching.look import (
     HIDING,
     NOTHING,

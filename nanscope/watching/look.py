@@ -21,7 +21,7 @@ from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Reruns
 from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
-from nanscope.errors import ProgramError
+from nanscope.errors import ProgramError, words_of
 from nanscope.locate.location import came_in, is_masked, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
@@ -31,7 +31,6 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import REDUCED, UNSEEN, WRITTEN_LATE, Kind, Observation, Phase
-from nanscope.text import words_of
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
