@@ -117,7 +117,7 @@ def _leave(found: bool) -> NoReturn:
 
 def _leave_with(verdict: Verdict) -> NoReturn:
     """End a verb that shows a verdict."""
-    raise typer.Exit(FOUND if verdict.incidents else HEALTHY if verdict.healthy else UNSEEN)
+    raise typer.Exit({"proven": HEALTHY, "doubt": UNSEEN, "harm": FOUND}[verdict.status.tone])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -190,6 +191,13 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert [run.wait(120) for run in runs] == [3, 0]
     (bad,), (good,) = ((tmp_path / "nanscope-runs").glob(f"2*-{name}") for name in ("bad", "good"))
     assert len(list(bad.glob("*.safetensors"))) == 1 and len((good / "history.rank0.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_whose_files_are_gone_is_not_called_healthy(run_dir: Path, tmp_path: Path) -> None:
+    """Its record knows that a step was bad, also where a full disk or a person has taken the snapshot away."""
+    shutil.copytree((run_dir / "run" / "latest").resolve(), tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert call("report", tmp_path / "run", "-o", tmp_path / "report.txt").returncode == 3
+    assert "1 backward pass watched, 1 bad, and nothing of that was kept" in (tmp_path / "report.txt").read_text()
 
 
 def test_the_report_of_a_run_is_its_verdict(run_dir: Path, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_a_run_is_suspect_where_everything_stayed_finite() -> None:
         (Verdict((), steps=3), "3 steps watched, no non-finite loss, gradient or weight"),
         (Verdict((), (Note("x", "y"), Note("nonfinite_absorbed", "it was absorbed")), 3), "3 steps watched, no non-finite loss, gradient or weight; it was absorbed"),
         (Verdict((INCIDENT,), steps=3), "it overflowed."),
+        (Verdict((), steps=9, bad_steps=2), "9 steps watched, 2 bad, and nothing of that was kept"),
         (Verdict((), backwards=2), "2 backward passes watched, no non-finite loss, gradient or weight"),
         (Verdict(()), "nothing was watched, so nothing can be said of this run: no backward pass and no optimizer step ran here"),
         (Verdict((), gaps=(Gap("x", "a thread"),)), "nothing was watched, so nothing can be said of this run: not seen: a thread"),
@@ -100,7 +101,7 @@ def test_a_run_is_suspect_where_everything_stayed_finite() -> None:
 def test_the_sentence_of_a_run_is_that_of_its_first_incident(found: Verdict, expected: str) -> None:
     """Of one without: how much of it was watched, what was not, and what came close."""
     assert found.sentence == expected
-    assert found.healthy == (not found.incidents and not found.gaps and bool(found.steps or found.backwards))
+    assert found.healthy == (not found.incidents and not found.gaps and not found.bad_steps and bool(found.steps or found.backwards))
 
 
 def test_an_error_carries_what_was_found() -> None:

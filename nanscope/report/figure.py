@@ -43,7 +43,7 @@ COUNTED, MASKED = "#2a5a8c", "#9a6b12"
 COLOURS = (  # of Grid.level, −LEVELS to LEVELS
     "#2a5f92", "#5083b0", "#7da3c6", "#a9c1d8", "#cfdbe7", "#ececE6", "#eadfc6", "#dec798", "#cdab68", "#b58c3d", "#936c1d",
 )  # fmt: skip
-STATES = {"harm": HARM, "proven": PROVEN}
+STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN}
 ROWS = 9  # of the replay table
 
 
@@ -63,7 +63,7 @@ def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
 def _calm(canvas: Canvas, verdict: Verdict) -> None:
     _head(canvas, verdict, ())
     canvas.y += 56
-    canvas.text(MARGIN, canvas.y, f"● {verdict.status}", 18, PROVEN if verdict.healthy else DOUBT, "bold")
+    canvas.text(MARGIN, canvas.y, f"● {verdict.status}", 18, STATES[verdict.status.tone], "bold")
     canvas.y += 6
     canvas.paragraph(calm(verdict), 26, INK, "bold")
     for note in verdict.notes[:4]:

@@ -80,7 +80,7 @@ class Page:
     version: str
     counts: tuple[Fact, ...]
     status: str
-    healthy: bool
+    tone: str
     sentence: str
     heads: tuple[str, ...]
     sections: tuple[Section, ...]
@@ -112,7 +112,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         version=clean(verdict.version, 40),
         counts=tuple(counts),
         status=str(verdict.status),
-        healthy=verdict.healthy,
+        tone=verdict.status.tone,
         sentence="" if verdict.incidents else calm(verdict, limits.long),
         heads=HEADS,
         sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),

@@ -26,7 +26,7 @@ from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
 
 CHAIN = 12  # links shown
-STATES = {"harm": HARM, "proven": PROVEN, "quiet": QUIET}
+STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
 
 
 def render_text(verdict: Verdict) -> str:
@@ -50,7 +50,7 @@ def _wrote(path: str) -> Text:
 
 def _verdict(verdict: Verdict) -> RenderableType:
     if not verdict.incidents:
-        parts: list[RenderableType] = [Text.assemble(("● ", PROVEN if verdict.healthy else DOUBT), clean(verdict.sentence))]
+        parts: list[RenderableType] = [Text.assemble(("● ", STATES[verdict.status.tone]), clean(verdict.sentence))]
         parts += [Text(f"  note: {clean(note.text)}", QUIET) for note in verdict.notes if note.slug != "nonfinite_absorbed"]
         return Group(*parts)
     parts = []

@@ -24,6 +24,11 @@ class Status(StrEnum):
     SUSPECT = "suspect"
     NONFINITE = "non-finite"
 
+    @property
+    def tone(self) -> str:
+        """How a report shows it: "proven", "doubt" or "harm"."""
+        return {Status.HEALTHY: "proven", Status.PARTLY: "doubt", Status.UNWATCHED: "doubt"}.get(self, "harm")
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:

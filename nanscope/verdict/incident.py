@@ -157,6 +157,8 @@ class Verdict:
         """What was found; without an incident, how much of the run was watched."""
         if self.incidents:
             return Status.SUSPECT if all(incident.suspect for incident in self.incidents) else Status.NONFINITE
+        if self.bad_steps:
+            return Status.NONFINITE
         if not self.steps and not self.backwards:
             return Status.UNWATCHED
         return Status.PARTLY if self.gaps else Status.HEALTHY
@@ -170,6 +172,8 @@ class Verdict:
         if self.status is Status.UNWATCHED:
             return f"nothing was watched, so nothing can be said of this run: {unseen or 'no backward pass and no optimizer step ran here'}"
         looked = count(self.steps, "step") if self.steps else count(self.backwards, "backward pass")
+        if self.bad_steps:  # the disk was full, or somebody took the files away
+            return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
         absorbed = [note.text for note in self.notes if note.slug == "nonfinite_absorbed"][:1]
         return "; ".join(filter(None, [f"{looked} watched, no non-finite loss, gradient or weight", unseen, *absorbed]))
 
