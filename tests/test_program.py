@@ -498,7 +498,7 @@ def test_no_call_reaches_outside_of_its_tensors(call: Any) -> None:
 def test_what_a_loss_does_with_them_is_no_attack(call: Any) -> None:
     """The same operators on what they are made for."""
     tensors = {0: torch.ones(4), 1: torch.ones(1, 3).expand(5, 3), 2: torch.tensor([LEAST, 1]), 3: torch.tensor([-1, 1])}
-    replace(chain(call, leaves=4, diff=False), foreign=True).execute(tensors)
+    replace(chain(call, leaves=4, diff=False), foreign=True, output=0).execute(tensors)
 
 
 @pytest.mark.parametrize("op", ["aten.remainder.int", "aten.add.str", "aten.slice.str", "aten.pow.int_to_int", "aten.to.prim_dtype"])
@@ -628,3 +628,13 @@ def test_sizes_of_a_real_step_are_fine() -> None:
     ):
         program = Program((Leaf(0, "x", "data", False),), (Call(op, args, (), (1,)),), 1)
         program.execute({0: torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize("op", ["aten.isnan.default", "aten.argmax.default"])
+def test_a_file_whose_program_ends_in_no_numbers_is_refused(op: str) -> None:
+    """What is asked of a loss or of an update, how large it is and whether it is finite, cannot be asked of a truth value."""
+    program = Program((Leaf(0, "x", "data", False),), (Call(op, (Ref(0),), (), (1,)),), 1)
+    assert program.execute({0: torch.ones(3)}).values[1].dtype in (torch.bool, torch.int64)  # of what was recorded here
+    with pytest.raises(ProgramError) as caught:
+        replace(program, foreign=True).execute({0: torch.ones(3)})
+    assert caught.value.slug == "program-output"

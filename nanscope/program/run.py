@@ -14,6 +14,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf
 from nanscope.program.cost import Allowance
+from nanscope.program.numbers import dtype_name
 from nanscope.program.perform import perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
@@ -118,6 +119,8 @@ def run_calls(
         if output not in values:
             raise ProgramError("the program does not make its output", slug="program-missing-value")
         root = values[output]
+        if foreign and not (root.is_floating_point() or root.is_complex()):
+            raise ProgramError(f"the program ends in {dtype_name(root.dtype)}, which is no loss and no update", slug="program-output")
         kept = {value: tensor.detach() for value, tensor in values.items()}
         values.clear()
         if backward and root.requires_grad:
