@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanscope.frameworks.rows import ALL_CLAMPS, Framework, Kernel, Loss, LossSite, Remedy, Settings, Term, roles
-from nanscope.frameworks.trl import SEQUENCE, TYPES, VESPO, Family
+from nanscope.frameworks.trl import SEQUENCE, TO_CISPO, TO_TOKENS, TO_VESPO, TYPES, VESPO, Family
 from nanscope.objective.reduction import Over, Reduction
 from nanscope.objective.settings import LossSettings
 from nanscope.roles import Role
@@ -83,13 +83,8 @@ FRAMEWORK = Framework(
     files=("liger_kernel/chunked_loss/", "liger_kernel/ops/grpo_loss.py", "liger_kernel/transformers/grpo_loss.py"),
     options=(_CHUNKED,),
     remedies=(
-        Remedy(
-            _EXP,
-            "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
-            'loss_type="cispo"',
-            Term.RATIO,
-        ),
-        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO),
+        TO_CISPO,
+        TO_VESPO,
         Remedy(_EXP, "no option of Liger 0.8 clamps a log-ratio or a KL before exp; mask the log-probs before they are passed in"),
         Remedy(
             ("exp_overflow", "inf_times_zero_mask", "nan_times_zero_mask", "inf_minus_inf"),
@@ -97,12 +92,7 @@ FRAMEWORK = Framework(
             "beta=0.0",
             Term.KL,
         ),
-        Remedy(
-            ("seq_ratio_overflow",),
-            "ratios of single tokens overflow later than those of sequences",
-            'importance_sampling_level="token"',
-            Term.RATIO,
-        ),
+        TO_TOKENS,
         Remedy(("bad_input", "nan_times_zero_mask", "unknown"), "plain Python that a debugger can step through", "compiled=False"),
     ),
     sites=(

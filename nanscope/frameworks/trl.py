@@ -33,6 +33,21 @@ from nanscope.objective.surrogates import Cispo, ImportanceSampling, Ppo, Sapo, 
 
 _VERSION = "1.16.0"
 _EXP = ("exp_overflow", "inf_times_zero_mask", "inf_times_zero_coef", "where_grad_trap", "seq_ratio_overflow")
+
+# what whoever computes TRL's losses can switch to
+TO_CISPO = Remedy(
+    _EXP,
+    "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
+    'loss_type="cispo"',
+    Term.RATIO,
+)
+TO_VESPO = Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO)
+TO_TOKENS = Remedy(
+    ("seq_ratio_overflow",),
+    "ratios of single tokens overflow later than those of sequences",
+    'importance_sampling_level="token"',
+    Term.RATIO,
+)
 _GRPO = "trl/trainer/grpo_trainer.py"
 _RLOO = "trl/trainer/rloo_trainer.py"
 _GMPO = "trl/experimental/gmpo/gmpo_trainer.py"
@@ -223,13 +238,8 @@ FRAMEWORK = Framework(
     settings=_OPTIONS,
     options=("trl/trainer/grpo_config.py", "trl/trainer/base_config.py"),
     remedies=(
-        Remedy(
-            _EXP,
-            "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
-            'loss_type="cispo"',
-            Term.RATIO,
-        ),
-        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO),
+        TO_CISPO,
+        TO_VESPO,
         Remedy(_EXP, "no option of TRL 1.16 clamps the log-ratio before exp for the other loss types; the line itself has to be patched"),
         Remedy(
             ("exp_overflow", "inf_times_zero_mask", "nan_times_zero_mask", "inf_minus_inf"),
@@ -244,12 +254,7 @@ FRAMEWORK = Framework(
             Term.KL,
             unless=(("beta", 0.0),),
         ),
-        Remedy(
-            ("seq_ratio_overflow",),
-            "ratios of single tokens overflow later than those of sequences",
-            'importance_sampling_level="token"',
-            Term.RATIO,
-        ),
+        TO_TOKENS,
         Remedy(
             ("inf_times_zero_coef", "zero_div_zero"),
             "divides by the deviation of the batch, which is 0 less often than that of a group",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanscope.frameworks.rows import Framework, Loss, LossSite, Remedy, Settings, Term, roles
-from nanscope.frameworks.trl import CORRECTIONS, SEQUENCE, TYPES, Family
+from nanscope.frameworks.trl import CORRECTIONS, SEQUENCE, TO_CISPO, TO_VESPO, TYPES, Family
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Masking
 from nanscope.objective.settings import Level, LossSettings
@@ -74,13 +74,8 @@ FRAMEWORK = Framework(
     files=("unsloth_zoo/rl_replacements.py", "unsloth_compiled_cache/"),
     options=(_LOSS,),
     remedies=(
-        Remedy(
-            _EXP,
-            "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
-            'loss_type="cispo"',
-            Term.RATIO,
-        ),
-        Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO),
+        replace(TO_CISPO, causes=_EXP),
+        replace(TO_VESPO, causes=_EXP),
         Remedy(
             _EXP,
             "clamps the log-ratio to ±20 before exp; only where the rollout's log-probs stand in for the old ones",

@@ -297,10 +297,9 @@ class Logbook:
 
     def _status(self) -> Status:
         """What the verdict will call itself, without a diagnosis."""
-        if self.snapshots or self.bad_steps:
-            suspect = self.snapshots and all(snapshot.observation.suspect for snapshot in self.snapshots)
-            return Status.SUSPECT if suspect else Status.NONFINITE
-        return Verdict((), steps=self.steps, backwards=self.backwards, gaps=tuple(self.gaps)).status
+        if self.snapshots:
+            return Status.SUSPECT if all(snapshot.observation.suspect for snapshot in self.snapshots) else Status.NONFINITE
+        return Verdict((), steps=self.steps, bad_steps=self.bad_steps, backwards=self.backwards, gaps=tuple(self.gaps)).status
 
     def _not_on_disk(self) -> list[Note]:
         missing = sorted({snapshot.step for snapshot, path in zip(self.snapshots, self.paths, strict=True) if path is None})
