@@ -20,6 +20,8 @@ from nanscope.plain import checked, show
 from nanscope.plain import frame as frame_of
 from nanscope.snapshot.runs import latest
 
+SUFFIX = ".jsonl"
+
 TAIL = 200  # steps kept in memory and copied into a snapshot
 
 
