@@ -20,10 +20,15 @@ LATEST = "latest"
 _OURS = re.compile(r"run(\.rank\d+)?\.json|history\.rank\d+\.jsonl|step-\d+\.rank\d+.*\.safetensors")
 
 
+def wrote(name: str) -> bool:
+    """Is this what a file of a run is called?"""
+    return _OURS.fullmatch(name) is not None
+
+
 def is_run(folder: Path) -> bool:
     """Did a watched run write into this folder?"""
     try:
-        return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
+        return any(wrote(path.name) for path in folder.iterdir())
     except (OSError, ValueError):  # the latter for a name that no path can have
         return False
 
@@ -34,19 +39,33 @@ def runs_in(folder: Path) -> list[Path]:
         found = [path for path in folder.iterdir() if path.name != LATEST and path.is_dir() and is_run(path)]
     except OSError:
         return []
-    return sorted(found, key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])
+    return sorted(found, key=lambda path: in_order(path.name))
+
+
+def in_order(name: str) -> list[int | str]:
+    """Return by what runs are sorted, so that the tenth of a second comes after the ninth."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def latest(folder: Path) -> Path | None:
     """Return the run that began last in a folder of runs, None if there is none."""
-    pointer = folder / LATEST
-    try:  # a link, or a line of text where there are no links; only its name counts: it may come from a stranger
-        name = pointer.readlink().name if pointer.is_symlink() else _first_line(pointer)
-    except (OSError, ValueError):
-        name = ""
-    if name not in ("", "..") and is_run(folder / name):
+    name = pointed(folder)
+    if name and is_run(folder / name):
         return folder / name
     return next(reversed(runs_in(folder)), None)
+
+
+def pointed(folder: Path) -> str:
+    """Return the name that `latest` says, "" if it says none: a link, or a line of text where there are no links.
+
+    Only its name counts: it may come from a stranger.
+    """
+    pointer = folder / LATEST
+    try:
+        name = pointer.readlink().name if pointer.is_symlink() else _first_line(pointer)
+    except (OSError, ValueError):
+        return ""
+    return "" if name == ".." else name
 
 
 def _first_line(path: Path) -> str:

@@ -1,0 +1,83 @@
+"""Reads a run or a file that lies in a remote folder: what an address means is fetched into a folder of temporary files.
+
+with fetched("s3://bucket/nanscope-runs") as found:
+    found.path                        # of the run that began last, on this machine, until the block is left
+    found.address(found.path / "run.json")      # s3://bucket/nanscope-runs/2026-11-21T20-15-03-train/run.json
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanscope.errors import NanscopeError
+from nanscope.snapshot.remote import Remote, is_remote
+from nanscope.snapshot.runs import LATEST, in_order, pointed, wrote
+
+FILE = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a path or an address means, on this machine. path: of the file or folder. above, url: of what was fetched, "" for a path."""
+
+    path: Path
+    above: Path
+    url: str = ""
+
+    def address(self, path: Path | str) -> str:
+        """Return how somebody else would call a file in it."""
+        path = Path(path)
+        if not self.url or not path.is_relative_to(self.above):
+            return str(path)
+        return "/".join((self.url, *path.relative_to(self.above).parts))
+
+
+@contextmanager
+def fetched(where: str | Path, patterns: tuple[str, ...] = ("*",), every: bool = False) -> Iterator[Fetched]:
+    """Give what a path or an address means: a file, a run, or of a folder of runs the one that began last; with `every` all of them.
+
+    patterns: names of the files that are wanted of a run. Raises NanscopeError with the slug "no-run" for an address that nothing is at.
+    """
+    if not is_remote(where):
+        yield Fetched(Path(where), Path(where))
+        return
+    with tempfile.TemporaryDirectory(prefix="nanscope-") as temporary:
+        try:
+            yield _fetch(str(where).rstrip("/"), Path(temporary), patterns, every)
+        except _Unreachable as error:
+            raise NanscopeError(str(error), slug="no-run") from None
+
+
+class _Unreachable(OSError):
+    pass
+
+
+def _fetch(url: str, above: Path, patterns: tuple[str, ...], every: bool) -> Fetched:
+    try:
+        if url.endswith(FILE):
+            parent, _, name = url.rpartition("/")
+            if not Remote(parent).fetch(above, name):
+                raise _Unreachable(f"there is no file {url}")
+            return Fetched(above / name, above, parent)
+        folder = Remote(url)
+        names = folder.names()
+        if any(wrote(name) for name in names):
+            for pattern in patterns:
+                folder.fetch(above, pattern)
+            return Fetched(above, above, url)
+        runs = sorted((name.rstrip("/") for name in names if name.endswith("/")), key=in_order)
+        if not runs:
+            raise _Unreachable(f"there is no run at {url}")
+        if LATEST in names:
+            folder.get(LATEST, above / LATEST)
+        last = pointed(above)
+        for run in runs if every else [last if last in runs else runs[-1]]:
+            for pattern in patterns:
+                (folder / run).fetch(above / run, pattern)
+        return Fetched(above, above, url)
+    except OSError as error:
+        raise _Unreachable(str(error)) from None
