@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.autograd.function import BackwardCFunction
 
+from nanscope.capture.counting import counts_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.ops import FLOW, HISTORY_ENDS
@@ -75,6 +76,7 @@ class Operator:
     turns: bool  # in place, but what it changes is how a tensor lies or whether it has a gradient, not its elements
     replayable: bool
     ends: bool  # no gradient flows through it
+    counts_inside: bool  # what it writes is counted by the calls that it is made of
 
     @staticmethod
     def of(func: Any) -> Operator:
@@ -91,6 +93,7 @@ class Operator:
             pure is not None and _is_view(pure._schema),
             name in FLOW,
             name in HISTORY_ENDS,
+            counts_inside(func),
         )
 
 

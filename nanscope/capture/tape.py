@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import (
 )
 
 from nanscope.capture.account import Balance
+from nanscope.capture.counting import COUNTER, is_counted_here
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.layout import is_dense, is_turned
@@ -47,6 +48,7 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 
+Answer = TypeVar("Answer")
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
@@ -70,6 +72,7 @@ class Tape:
         self.known = Values(self.account, wide)
         self.callers = Callers(self.account)
         self.log = Log(self.known, self.callers)
+        self.operators: dict[Any, Operator] = {}
         self.broken = ""
         self.tags: dict[str, int] = {}
         self.norms: deque[Tensor] = deque(maxlen=NORMS)
@@ -80,7 +83,6 @@ class Tape:
         self._slicing = Slicing(self.log, self.known)
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
-        self._operators: dict[Any, Operator] = {}
         self._reduced: deque[int] = deque(maxlen=NORMS)  # memory that a collective has written to
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
@@ -90,15 +92,17 @@ class Tape:
 
     # -- recording -------------------------------------------------------------------------------------------------------
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
+    def look_up(self, func: Any) -> Operator | None:
+        """Add what there is to know of an overload to `operators`; None if it is not one."""
+        if not hasattr(func, "_schema"):  # a higher-order operator
+            return None
+        if len(self.operators) >= RING:
+            self.operators.clear()  # somebody makes operators as he goes
+        operator = self.operators[func] = Operator.of(func)
+        return operator
+
+    def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
-        operator = self._operators.get(func)
-        if operator is None:
-            if not hasattr(func, "_schema"):  # a higher-order operator
-                return None
-            if len(self._operators) >= RING:
-                self._operators.clear()  # somebody makes operators as he goes
-            operator = self._operators[func] = Operator.of(func)
         if operator.name in SILENT:
             return None
         try:
@@ -417,16 +421,23 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         crowded = _len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0  # somebody else looks, too
-        # or a backward pass that we did not see begin, or tensors without content
-        if self.sleeping or self.tape.broken or torch._C._current_graph_task_id() != -1 or (crowded and is_faked()):
+        operator = self.tape.operators.get(func) or self._door(crowded, self.tape.look_up, func)
+        if operator is None:
             return func(*args, **kwargs)
-        noting = self._door(crowded, self.tape.before, func, args, kwargs)
-        result = func(*args, **kwargs)  # what this raises is the trainer's own
+        noting = None
+        # or a backward pass that we did not see begin, or tensors without content
+        if not (self.sleeping or self.tape.broken or torch._C._current_graph_task_id() != -1 or (crowded and is_faked())):
+            noting = self._door(crowded, self.tape.before, operator, args, kwargs)
+        if operator.counts_inside and self._door(crowded, is_counted_here):
+            with torch._C._SetExcludeDispatchKeyGuard(COUNTER, False):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)  # what this raises is the trainer's own
         if noting is not None:
             self._door(crowded, self.tape.after, noting, args, result)
         return result
 
-    def _door(self, crowded: bool, function: Callable[..., Noting | None], *args: Any) -> Noting | None:
+    def _door(self, crowded: bool, function: Callable[..., Answer], *args: Any) -> Answer | None:
         """Call the tape. Once it has failed nothing more is recorded until its next `forget`."""
         try:
             if not crowded:
