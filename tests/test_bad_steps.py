@@ -347,7 +347,9 @@ def train(row: Row, around: AbstractContextManager[Any]) -> dict[str, Any]:
         "weights": dict(model.named_parameters()),
         "grads": [p.grad for p in model.parameters()],
         "buffers": dict(model.named_buffers()),
-        "versions": [t._version for t in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))],
+        "versions": [
+            t._version for t in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
+        ],
         "optimizer": [*optimizer.state.values(), {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}],
         "modules": modules,
         "globals": [CALLS, list(SEEN), Elsewhere.calls, list(Elsewhere.norms), counted.times, Elsewhere.forward.__defaults__],  # type: ignore[attr-defined]
