@@ -129,6 +129,43 @@ def test_a_finite_loss_whose_gradient_was_dropped_is_not_said_to_be_absorbed(tmp
 
 
 @pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize(("bad", "last"), [((1,), 2), ((1, 2), 2), ((1,), 3)])
+def test_gradients_that_come_with_the_last_micro_batch_are_waited_for(tmp_path: Path, drops: bool, bad: tuple[int, ...], last: int) -> None:
+    """A sharded model keeps them elsewhere until then: the first micro-batch made the NaN, it was not absorbed, and no clip did it.
+
+    last: the micro-batch whose backward hands them over, a third one for nobody: they come when all are over.
+    """
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        kept: dict[nn.Parameter, Tensor] = {}
+
+        def keep(parameter: nn.Parameter) -> None:
+            kept[parameter] = kept.get(parameter, 0) + parameter.grad  # type: ignore[operator]
+            parameter.grad = kept[parameter] if micro == last else None
+
+        hooks = [parameter.register_post_accumulate_grad_hook(keep) for parameter in model.parameters()]
+        for step in range(1, 4):
+            for micro in (1, 2):
+                values = model(torch.ones(8, 4)).squeeze(-1)
+                divisor = torch.tensor([0.0 if step == 2 and micro in bad else 1.0] + [1.0] * 7)
+                torch.where(divisor == 0, 0.0, values / divisor).mean().backward()
+            for parameter in model.parameters():
+                parameter.grad = kept.pop(parameter)
+            if norm_of(model).isfinite() or not drops:
+                optimizer.step()
+            optimizer.zero_grad()
+        for hook in hooks:
+            hook.remove()
+
+    scope = watched(tmp_path, loop)
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.micro_batch, incident.phase, incident.origin.op, incident.cause) == (2, 1, "backward", "div", "where_grad_trap")
+    assert "stayed clean" not in incident.sentence and "clip" not in incident.sentence
+    assert scope.notes == [] and told(scope)[1] == (2, SKIPPED if drops else None, True)
+
+
+@pytest.mark.usefixtures("looked_at")
 def test_a_step_that_is_dropped_for_its_size_is_one(tmp_path: Path) -> None:
     """A trainer may drop a step with a finite norm: healthy, and counted as its loop counts."""
 

@@ -37,9 +37,10 @@ class Ending:
         scale = next((recording.scale for recording in reversed(recordings) if recording.scale is not None), None)
         if (last or fate is not Fate.KEPT) and scale is not None and scale.backed_off():
             return Stepped.BY_SCALER
-        if fate is Fate.KEPT or (fate is Fate.UNSEEN and not counted):
+        measured = self.norm_is_bad()
+        if fate is Fate.KEPT or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
-        bad = bad or self.norm_is_bad()
+        bad = bad or measured
         if self.left.weights_moved():
             if self._optimizers.of(self.left.parameters) is None:
                 return Stepped.BY_HAND
@@ -52,6 +53,10 @@ class Ending:
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""
         return count_bad([norm for norm in self._tape.norms if type(norm) is Tensor]) > 0
+
+    def norm_may_be_bad(self) -> bool:
+        """Does no norm say that the gradients were finite?"""
+        return self.norm_is_bad() or not self._tape.norms
 
     def norm(self) -> float | None:
         """Return the norm that the trainer took of the gradients before it dropped them, None if it was not seen."""

@@ -79,15 +79,20 @@ class Examiner:
     def loss(self, recording: Recording) -> Hit | None:
         """Return what a non-finite value at the edge of the loss harmed, None if nothing."""
         loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(recording.value or 0.0))
+        grads = self.at_hand(recording)
+        bad = count_bad(grads)
+        if not loss_bad and not bad:
+            return None
+        return Hit(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
+
+    def at_hand(self, recording: Recording) -> list[Tensor]:
+        """Return the gradients that can be counted: none yet while a sharded model keeps them elsewhere, none any more once they are dropped."""
         named = self.modules.parameters()
         grads = [p.grad for _, p in named.values() if p.grad is not None]
         if recording.program is not None:
             own = [t for leaf in recording.program.leaves if leaf.diff and (t := recording.tensors[leaf.id]).is_leaf and id(t) not in named]
             grads += [t.grad for t in own if t.grad is not None]
-        bad = count_bad(grads)
-        if not loss_bad and not bad:
-            return None
-        return Hit(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
+        return grads
 
     def absorbed(self, recording: Recording) -> Location | None:
         """Return what overflowed in a loss and did no harm, None if nothing or if nobody can say in which line."""
@@ -234,7 +239,7 @@ class Examiner:
             return False
         grads = look.trace.run.grads
         raw = [grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads]
-        return not any(bool(torch.isnan(grad).any()) for grad in raw)
+        return bool(raw) and not any(bool(torch.isnan(grad).any()) for grad in raw)  # a program that ends at the model cannot tell
 
 
 def _found(look: Look, seen: Observation) -> Observation:

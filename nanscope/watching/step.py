@@ -129,10 +129,14 @@ class Step:
         self._recordings.append(recording)
         self._tape.leave_room()
         self._failsafe("gradients-left", self._ending.left.take, recording)
-        if not recording.waits:
+        fine = recording.waits or all(bool(flag) for flag in recording.flags)
+        waits = recording.waits or not (fine or self._examiner.at_hand(recording))  # for gradients that a sharded model keeps elsewhere
+        if not waits and len(self._waiting()) > 1:
+            self._look_at_waiting()  # what went bad first is told first
+        elif not waits:
             if recording.value is not None:
                 self._line.add_loss(float(recording.unscaled))
-            if not all(bool(flag) for flag in recording.flags):
+            if not fine:
                 self._examine(recording)
             elif not all(bool(flag) for flag in recording.given):
                 self._keep(self._examiner.swallowed(recording))
@@ -142,7 +146,7 @@ class Step:
                 self._look_at_gradients()
         if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._save_asked, recording)
-        recording.looked = not recording.waits
+        recording.looked = not waits
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
@@ -281,12 +285,12 @@ class Step:
                 self._keep(self._examiner.swallowed(recording))
 
     def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
-        """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: nobody can count gradients."""
+        """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone."""
         recording.examined = True
         hit = self._examiner.loss(recording)
         if recording.scaled and optimizer is None and not self._search.stuck and not (hit is not None and hit.loss_bad):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
-        if hit is None and dropped and (self._ending.norm_is_bad() or not self._tape.norms):
+        if hit is None and (dropped or not self._examiner.at_hand(recording)) and self._ending.norm_may_be_bad():
             hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
         if hit is None:
             self._note_absorbed(recording)
