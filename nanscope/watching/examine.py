@@ -86,7 +86,7 @@ class Examiner:
         return Hit(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
 
     def at_hand(self, recording: Recording) -> list[Tensor]:
-        """Return the gradients that can be counted: none yet while a sharded model keeps them elsewhere, none any more once they are dropped."""
+        """Return the gradients that can be counted: none while a sharded model still keeps them elsewhere, none once they were dropped."""
         named = self.modules.parameters()
         grads = [p.grad for _, p in named.values() if p.grad is not None]
         if recording.program is not None:
