@@ -119,3 +119,72 @@ def test_a_weight_that_forward_writes_to_is_copied_after_all(tmp_path: Path) -> 
     version = model.linear.weight._version
     incident = train(model, tmp_path)
     assert incident.origin.op == "exp" and not slugs(incident) and model.linear.weight._version == version
+
+
+class Loses(nn.Module):
+    """A model that returns its loss, as those of a trainer do, and logits. how: what goes wrong inside."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(3, 3), how
+        if how == "weight":
+            nn.init.constant_(self.linear.weight, float("nan"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x)
+        loss = logits.pow(2).mean()
+        if self.how == "forward":
+            loss = loss + torch.log(logits[0, 0] * 0)
+        if self.how == "backward":
+            loss = loss + torch.sqrt(logits[0, 0] * 0)
+        return loss, logits
+
+
+IN_PLACE: list[Callable[[Tensor], object]] = [
+    lambda loss: loss.mul_(1),  # what the trainer of transformers does on one device
+    lambda loss: loss.mul_(2).div_(torch.tensor(4.0)),
+    lambda loss: loss.add_(loss.detach()),
+    lambda loss: loss.view(1).mul_(2),
+]
+
+
+@pytest.mark.parametrize("write", IN_PLACE)
+@pytest.mark.parametrize(("how", "op"), [("weight", "parameter"), ("forward", "log"), ("backward", "sqrt")])
+def test_a_loss_that_is_written_to_after_the_model_returned_it_leads_into_the_model(
+    tmp_path: Path, how: str, op: str, write: Callable[[Tensor], object]
+) -> None:
+    """`loss *= 2` on what a module returned: the origin is in the module, and nothing says that it came out differently."""
+    model = Loses(how)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        loss, _ = model(torch.ones(2, 3))
+        write(loss)
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.op == op and not slugs(incident)
+
+
+@pytest.mark.parametrize("bad", range(6))
+def test_losses_that_are_written_to_are_told_apart_when_their_memory_is_used_again(tmp_path: Path, bad: int) -> None:
+    """Of several losses in the same few bytes, each written to and added up, the one that is bad leads into its own call."""
+    models = [Loses("forward" if n == bad else "") for n in range(6)]
+    with nanscope.watch(*models, out=tmp_path) as scope:
+        total = torch.zeros(())
+        for n, model in enumerate(models):
+            loss, _ = model(torch.full((2, 3), n + 1.0))
+            loss *= 0.5
+            total = total + loss
+            del loss
+        total.backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.op == "log" and not slugs(incident)
+
+
+def test_gradients_beside_a_loss_that_was_written_to_are_not_held_against_the_replay(tmp_path: Path) -> None:
+    """What the model returns beside its loss is a part of that loss as well: the gradient that came to it is no measure of a replay."""
+    model = Loses("")
+    with nanscope.watch(model, out=tmp_path) as scope:
+        loss, logits = model(torch.ones(2, 3))
+        loss *= 2
+        (loss + torch.log((logits - logits.detach())[0, 0])).backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.reproduction.words == "loss reproduces bit for bit"

@@ -49,12 +49,14 @@ class Again(Generic[Eye]):
 class Reruns:
     """The calls of a model in one step, to be made again. budget: bytes of tensors that are copied, and recorded.
 
+    places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else.
     notes: slug and text of what did not come out as it was.
     """
 
     calls: list[ModuleCall]
     watch: ModuleWatch
     budget: int
+    places: Mapping[int, Address] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def second_look(self, program: Program | None, tensors: Mapping[int, Tensor]) -> tuple[Program, dict[int, Tensor]] | None:
@@ -66,7 +68,8 @@ class Reruns:
             return None
         parts: list[Program] = []
         leaves: dict[int, Tensor] = dict(tensors)
-        wanted = {address(tensor): value for value, tensor in tensors.items() if tensor.is_floating_point()}
+        floating = {value: tensor for value, tensor in tensors.items() if tensor.is_floating_point()}
+        wanted, current = self._wanted(floating), {address(tensor): value for value, tensor in floating.items()}
         offset = program.new_id()
         for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
             if call.args is None or not any(place in wanted for place in call.outputs):
@@ -75,8 +78,8 @@ class Reruns:
                 tape = again.eye
             mapping: dict[int, int] = {}
             for place, tensor in zip(call.outputs, again.outputs, strict=False):
-                target, value = wanted.get(place), tape.find(tensor)
-                if target is None or value is None or not self._comes_out(call, again, tensor, leaves[target]):
+                target, value = self._comes_out(call, again, place, tensor, wanted, leaves), tape.find(tensor)
+                if target is None or value is None:
                     continue  # not read by the loss, or transient: it does not come out again
                 try:
                     part, own = tape.program(value)
@@ -86,12 +89,13 @@ class Reruns:
                     mapping.setdefault(old, offset + old)
                 for leaf in part.leaves:
                     origin = address(again.copies.original(own[leaf.id]))
-                    known = wanted.get(origin)
+                    known = current.get(origin)
                     if known is not None and leaf.origin != "parameter":
                         mapping[leaf.id] = known
                     leaves[mapping[leaf.id]] = own[leaf.id]
                     if leaf.origin not in ("parameter", "data"):
-                        wanted.setdefault(origin, mapping[leaf.id])
+                        wanted.setdefault(origin, [mapping[leaf.id]])
+                        current.setdefault(origin, mapping[leaf.id])
                 mapping[part.output] = target
                 leaves_of = tuple(_as_made(leaf, again.copies.original(own[leaf.id])) for leaf in part.leaves)
                 parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
@@ -115,7 +119,7 @@ class Reruns:
 
         tensors: leaves of the recorded program, by id.
         """
-        bad = {address(tensor): tensor for tensor in tensors.values() if kinds_of(tensor)}
+        bad = self._wanted({value: tensor for value, tensor in tensors.items() if kinds_of(tensor)})
         for call in reversed(self.calls):
             if call.args is None or not any(place in bad for place in call.outputs):
                 continue
@@ -124,7 +128,7 @@ class Reruns:
             for place, tensor in zip(call.outputs, again.outputs, strict=False):
                 if place not in bad:
                     continue
-                self._comes_out(call, again, tensor, bad[place])
+                self._comes_out(call, again, place, tensor, bad, tensors)
                 made = again.eye.made(tensor) if kinds_of(tensor) else None
                 if made is not None:
                     return replace(made, result=again.copies.original(made.result))
@@ -135,8 +139,9 @@ class Reruns:
 
         tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
         """
+        wanted = self._wanted({value: tensor for value, tensor in tensors.items() if value in grads})
         for call in reversed(self.calls):
-            seeds = {address(tensor): grads[value] for value, tensor in tensors.items() if value in grads}
+            seeds = {place: grads[values[-1]] for place, values in wanted.items() if values}
             if call.args is None or not any(place in seeds for place in call.outputs):
                 continue
             with self._again(call, Follower, seeds) as again:
@@ -154,14 +159,34 @@ class Reruns:
     def _tape(self) -> Tape:
         return Tape(self.budget)
 
-    def _comes_out(self, call: ModuleCall, again: Again[Eye], tensor: Tensor, recorded: Tensor) -> bool:
-        """Is an output that was made again the one of the step, bit by bit? If not, it is noted."""
-        if same_bits(tensor, recorded):
-            return True
+    def _wanted(self, tensors: Mapping[int, Tensor]) -> dict[Address, list[int]]:
+        """Return where tensors that the loss read lay when it did, as ids; memory is used again once what lay there is gone."""
+        found: dict[Address, list[int]] = {}
+        for value, tensor in sorted(tensors.items()):
+            found.setdefault(self.places.get(value) or address(tensor), []).append(value)
+        return found
+
+    def _comes_out(
+        self,
+        call: ModuleCall,
+        again: Again[Eye],
+        place: Address,
+        tensor: Tensor,
+        wanted: Mapping[Address, list[int]],
+        recorded: Mapping[int, Tensor],
+    ) -> int | None:
+        """Return what of the step an output that was made again is, bit by bit, which is wanted no more; None, and a note, if nothing is."""
+        waiting = wanted.get(place, [])
+        for value in reversed(waiting):
+            if same_bits(tensor, recorded[value]):
+                waiting.remove(value)
+                return value
+        if not waiting or sum(place in other.outputs for other in self.calls) > 1:  # it may be what another call has made there
+            return None
         left = list(dict.fromkeys(again.copies.dropped))
         why = again.stale or (f"hooks are not run again ({', '.join(left[:3])})" if left else "it depends on what has moved on since")
         self.note("runs_differently", f"{type(call.module).__name__}, run again on a copy, gives other numbers than in this step: {why}")
-        return False
+        return None
 
     def _parameter_name(self, copies: Copies, tensor: Tensor) -> str | None:
         return self.watch.parameter_name(copies.original(tensor))

@@ -259,6 +259,10 @@ class Tape:
         """What is known of values, by id."""
         return self.known.by_id
 
+    def places(self, values: Iterable[int]) -> dict[int, Address]:
+        """Return where values lay when they were read; what was written to since is held as a copy, somewhere else."""
+        return {value: self.known.by_id[value].key[:4] for value in values}
+
     @property
     def length(self) -> int:
         """How many values were numbered so far."""

@@ -102,7 +102,7 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
     taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     if found is None or not kernels.swallowed(found[0], taken):
         return None
-    return kernel_look(recording, Reruns(recording.calls, watch, budget))
+    return kernel_look(recording, Reruns(recording.calls, watch, budget, recording.places))
 
 
 def _given(recording: Recording, reruns: Reruns) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
 
     backward: the loss is finite, a gradient is not.
     """
-    reruns = Reruns(recording.calls, watch, budget)
+    reruns = Reruns(recording.calls, watch, budget, recording.places)
     look = _deeper(recording, reruns, backward)
     if not reruns.notes:
         return look

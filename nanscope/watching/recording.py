@@ -15,7 +15,7 @@ from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
-from nanscope.capture.modules import ModuleCall
+from nanscope.capture.modules import Address, ModuleCall
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import local
@@ -44,7 +44,8 @@ class Recording:
     the device until somebody asks. grads: leaf id → gradient. scale: what the loss was multiplied by. glimpses: what was seen of the
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
-    looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1.
+    looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
+    lay when they were read.
     """
 
     program: Program | None
@@ -63,6 +64,7 @@ class Recording:
     looked: bool = False
     holding: Holding | None = None
     micro_batch: int = 1
+    places: dict[int, Address] = field(default_factory=dict)
 
     def watch(self, failsafe: Failsafe, account: Balance) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
@@ -159,7 +161,10 @@ class Recording:
 
     def own_grads(self) -> dict[int, Tensor]:
         """Return the kept gradients that the program makes by itself: not of what other leaves were computed from."""
-        fed = feeding({leaf.id: self.tensors[leaf.id] for leaf in self.program.leaves if leaf.diff}) if self.program is not None else set()
+        edge = {leaf.id: self.tensors[leaf.id] for leaf in self.program.leaves if leaf.diff} if self.program is not None else {}
+        if not all(tensor.requires_grad for tensor in edge.values()):
+            return {}  # a copy of what was written to since has no history: it may have been computed from any of the others
+        fed = feeding(edge)
         return {leaf: grad for leaf, grad in self.grads.items() if leaf not in fed}
 
     @property

@@ -43,7 +43,7 @@ def _by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> float | 
     for arg in program.calls[-1].args:
         factor: object = arg
         if isinstance(arg, Ref) and arg.id in tensors and tensors[arg.id].numel() == 1 and tensors[arg.id].is_cpu:
-            factor = float(tensors[arg.id])  # elsewhere reading it would wait for the device in every step
+            factor = float(tensors[arg.id].detach())  # elsewhere reading it would wait for the device in every step
         if isinstance(factor, (int, float)) and factor >= BY_HAND:
             return float(factor)
     return None

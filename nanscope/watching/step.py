@@ -109,6 +109,7 @@ class Step:
             glimpses=tuple(self._tape.glimpses.values()),
             taken=dict(self._tape.taken),
             micro_batch=self.counts.micro_batch,
+            places=self._tape.places(tensors),
         )
         self._current = recording
         if program is not None:
