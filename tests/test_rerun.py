@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import nanscope
+from nanscope.capture.modules import KEPT_FROZEN
 from nanscope.verdict.incident import Incident
 
 
@@ -188,3 +190,89 @@ def test_gradients_beside_a_loss_that_was_written_to_are_not_held_against_the_re
         (loss + torch.log((logits - logits.detach())[0, 0])).backward()
     (incident,) = scope.verdict.incidents
     assert incident.reproduction.words == "loss reproduces bit for bit"
+
+
+class Frozen(nn.Module):
+    """A reference model. how: what is wrong with it."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+        self.dropout = nn.Dropout(0.3)
+        if how == "weight":
+            with torch.no_grad():
+                self.first.weight[1, 2] = float("nan")
+
+    def forward(self, x: Tensor, cache: object = None) -> Tensor:
+        hidden = self.dropout(torch.tanh(self.first(x)))
+        out: Tensor = self.last(hidden)
+        return torch.log(out * 0) - torch.log(out * 0) if self.how == "forward" else out
+
+
+def distil(model: nn.Module, reference: nn.Module, out: Path, *targets: nn.Module, before: int = 0, **given: object) -> Incident:
+    """A loss of two models, of which one has no gradient. before: healthy backward passes between its forward pass and that loss."""
+    x = torch.ones(2, 3)
+    with nanscope.watch(*targets, out=out) as scope:
+        with torch.no_grad():
+            wanted = reference(x, **given)
+        for _ in range(before):
+            model(x).sum().backward()
+        (model(x) - wanted).pow(2).mean().backward()
+    return scope.verdict.incidents[0]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_weight_of_a_model_without_gradient_is_told_from_those_of_the_model(
+    tmp_path: Path, watched: bool, before: int, training: bool
+) -> None:
+    """A reference that is NaN did not come with the batch, and its weight is not the weight of that name which is trained."""
+    model, reference = Frozen(), Frozen("weight").train(training)
+    incident = distil(model, reference, tmp_path, *([model, reference] if watched else [model]), before=before)
+    assert (incident.phase, incident.cause, incident.origin.index) == ("weights", "poisoned_weights", (1, 2))
+    assert incident.origin.variable == "first.weight of a Frozen that ran without gradient" and not slugs(incident)
+
+
+def test_a_weight_that_is_trained_keeps_its_name_when_the_model_also_runs_without_gradient(tmp_path: Path) -> None:
+    """A policy that also made the old log-probs is one model."""
+    model = Frozen("weight")
+    incident = distil(model, model, tmp_path, model)
+    assert incident.origin.variable == "first.weight"
+
+
+def test_the_line_inside_a_model_without_gradient_is_found(tmp_path: Path) -> None:
+    """What a reference computes wrong has an origin in its own forward pass."""
+    incident = distil(Frozen(), Frozen("forward"), tmp_path)
+    assert (incident.phase, incident.origin.op) == ("forward", "log") and "forward" in str(incident.origin.function)
+
+
+def test_a_model_without_gradient_that_cannot_run_again_is_still_the_origin(tmp_path: Path) -> None:
+    """It was given something that may be large and is not ours to keep: NaN came out of it, and nobody kept the thing."""
+
+    class Cache:
+        pass
+
+    cache = Cache()
+    alive = weakref.ref(cache)
+    with nanscope.watch(out=tmp_path) as scope:
+        model, reference = Frozen(), Frozen("weight")
+        with torch.no_grad():
+            wanted = reference(torch.ones(2, 3), cache=cache)
+        del cache
+        assert alive() is None
+        (model(torch.ones(2, 3)) - wanted).pow(2).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.cause != "bad_input" and "came out of the model as NaN" in incident.sentence
+
+
+def test_a_rollout_without_gradient_holds_little(tmp_path: Path) -> None:
+    """Of thousands of calls without gradient only the last ones are remembered, and none whose results are gone."""
+    reference = Frozen()
+    with nanscope.watch(out=tmp_path) as scope, torch.no_grad():
+        kept = [reference(torch.ones(64, 3)) for _ in range(500)]
+        assert len(scope._modules._frozen) <= KEPT_FROZEN and scope._tape.account.held <= 6000 * KEPT_FROZEN
+        kept.clear()
+        for _ in range(KEPT_FROZEN + 1):
+            reference(torch.ones(64, 3))
+        assert len(scope._modules._frozen) <= 1

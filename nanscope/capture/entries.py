@@ -165,7 +165,9 @@ def history_of(tensor: Tensor) -> int:
         return id(tensor)
     try:
         node: object = tensor.grad_fn
-        # A view that was made under no_grad leads nowhere, and one that a custom function returns leads where the function wants.
+        if node is None and base.requires_grad:
+            return PLAIN  # a view that was made under no_grad leads nowhere, whatever it says
+        # one that a custom function returns leads where the function wants
         return id(tensor if node is None or isinstance(node, BackwardCFunction) else base)
     except RuntimeError:  # a view made without gradient, of a tensor that was written to since: autograd itself will not have it
         return PLAIN

@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from nanscope.capture.unseen import is_traced, unseen
 from nanscope.program.local import is_plain, unwrapped
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
+KEPT_FROZEN = 16  # outermost calls without gradient that are
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
 
 _HOOK_WARNING = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE), Warning, None, 0)
@@ -38,12 +39,12 @@ Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(slots=True)
 class ModuleCall:
-    """An outermost module call with gradients enabled, and what is needed to run it again.
+    """An outermost module call, and what is needed to run it again.
 
-    args, kwargs: None where they were too large to hold. outputs: addresses of its output tensors, in order; the tensors themselves are
-    not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU generator and of the CUDA generators
-    in use when it began. autocast: device type → dtype, where on. holding: what is on the account for it. made: weak handles on its output
-    tensors.
+    args, kwargs: None where they were too large to hold, or may hold on to more than tensors. outputs: addresses of its output tensors, in
+    order; the tensors themselves are not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU
+    generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad: were
+    gradients enabled? number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors.
     """
 
     module: nn.Module
@@ -53,6 +54,8 @@ class ModuleCall:
     versions: list[int]
     rng: tuple[Tensor, ...]
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
+    grad: bool = True
+    number: int = 0
     holding: Holding | None = None
     made: list[Any] = field(default_factory=list)
 
@@ -61,6 +64,10 @@ class ModuleCall:
         self.args, self.kwargs, self.versions = None, {}, []
         if self.holding is not None:
             self.holding.close()
+
+    def is_gone(self) -> bool:
+        """Is nothing left of what it has made?"""
+        return all(made.expired() for made in self.made)
 
 
 def address(tensor: Tensor) -> Address:
@@ -90,6 +97,15 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and depth < 6:
         for member in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, member.name, None), depth + 1)
+
+
+def is_simple(tree: Any, depth: int = 0) -> bool:
+    """Are arguments nothing but tensors and plain values? A cache among them would be kept alive by whoever holds them."""
+    if isinstance(tree, dict):
+        return depth < 6 and all(is_simple(item, depth + 1) for item in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return depth < 6 and all(is_simple(item, depth + 1) for item in tree)
+    return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype, torch.device))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -132,8 +148,13 @@ class ModuleWatch:
         self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
-        self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype]] | None = None
+        self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool] | None = None
         self._outputs: dict[Address, str] = {}
+        self._count = 0  # calls so far
+        self._frozen: list[ModuleCall] = []  # without gradient: of a reference model, or before the epochs over a batch
+        self._frozen_outputs: dict[Address, tuple[str, Any]] = {}  # class, and weak handle on the tensor
+        self._without: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that made them
+        self._with: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that were called with gradients enabled
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
@@ -179,8 +200,9 @@ class ModuleWatch:
     def forget(self) -> None:
         """Let go of the calls that are remembered."""
         self.reset()
-        for call in self.finish():
+        for call in self.finish()[0]:
             call.let_go()
+        self._let_go_of_frozen(())
 
     def reset(self) -> None:
         """Close what an exception left open."""
@@ -195,9 +217,10 @@ class ModuleWatch:
             weighted = self._weighted[module] = next(module.parameters(), None) is not None
         if weighted:
             with unseen():
+                grad = torch.is_grad_enabled()
                 # a transform (vmap, grad) hands over tensors that stand for others
-                known = torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
-                self._began = (rng_state(), autocast_state()) if known else None
+                known = torch._C._functorch.peek_interpreter_stack() is None
+                self._began = (rng_state() if grad or module.training else (), autocast_state(), grad) if known else None
             self._suspend()
             self._open, self._depth = module, 1
 
@@ -213,27 +236,49 @@ class ModuleWatch:
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._began is None:
             return
-        self.seen.add(module)
+        grad, self._count = self._began[2], self._count + 1
         outputs = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
         try:
             places, versions = [place_of(tensor) for tensor in outputs], versions_in([args, kwargs])
         except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it
             return
-        call = ModuleCall(module, args, kwargs, places, versions, *self._began)
+        call = ModuleCall(module, args, kwargs, places, versions, *self._began, self._count)
         call.made = [_WeakTensorRef(tensor) for tensor in outputs]
-        self._hold(call)
+        name = type(module).__name__
+        if not grad:
+            self._remember_frozen(call, name)
+            return
+        self.seen.add(module)
+        self._with.add(module)
+        self._hold(call, self.calls, KEPT_BYTES)
         self.calls.append(call)
         if len(self.calls) > self._due:
             self._collect()
-        name = type(module).__name__
         self._outputs = {place: name for call in self.calls for place in call.outputs}
 
-    def _hold(self, call: ModuleCall) -> None:
+    def _remember_frozen(self, call: ModuleCall, name: str) -> None:
+        """Remember a call without gradient while something that it made is alive: no backward pass says that it is over."""
+        self._without.add(call.module)
+        self._hold(call, [], self.account.budget // KEPT_CALLS if is_simple([call.args, call.kwargs]) else -1)
+        self._frozen.append(call)
+        self._frozen_outputs.update((place, (name, made)) for place, made in zip(call.outputs, call.made, strict=True))
+        if len(self._frozen) > KEPT_FROZEN:
+            kept = [known for known in self._frozen if not known.is_gone()][-KEPT_FROZEN:]
+            self._let_go_of_frozen({known.number for known in kept})
+
+    def _let_go_of_frozen(self, but: Collection[int]) -> None:
+        for call in self._frozen:
+            if call.number not in but:
+                call.let_go()
+        self._frozen = [call for call in self._frozen if call.number in but]
+        self._frozen_outputs = {place: known for place, known in self._frozen_outputs.items() if not known[1].expired()} if but else {}
+
+    def _hold(self, call: ModuleCall, older: list[ModuleCall], limit: int) -> None:
         """Hold the arguments of a call if they are small enough; older calls that nobody has differentiated so far make room."""
         given = list(tensors_in([call.args, call.kwargs]))
         call.holding = Holding(self.account)
-        waiting = (known for known in self.calls if known.args is not None)
-        if sum(tensor.numel() * tensor.element_size() for tensor in given) > KEPT_BYTES:
+        waiting = (known for known in older if known.args is not None)
+        if sum(tensor.numel() * tensor.element_size() for tensor in given) > limit:
             call.let_go()
         while call.args is not None and not (call.holding.add(*given, *call.rng) or call.holding.add(*given)):
             next(waiting, call).let_go()
@@ -242,7 +287,7 @@ class ModuleWatch:
         """Let go of calls whose outputs are gone, together with all that was made of them: nobody will differentiate those."""
         read = self.still_read()
         for call in reversed(self.calls):  # what one was given may be what an earlier one made
-            if read is not None and all(made.expired() for made in call.made) and read.isdisjoint(call.outputs):
+            if read is not None and call.is_gone() and read.isdisjoint(call.outputs):
                 call.let_go()
                 call.outputs.clear()
         self.calls = [call for call in self.calls if call.outputs][-KEPT_CALLS:]
@@ -250,7 +295,11 @@ class ModuleWatch:
 
     def output_of(self, tensor: Tensor) -> str | None:
         """Return the class of the outermost module that a tensor is an output of, None if it is none's."""
-        return self._outputs.get(address(tensor)) if self._outputs else None
+        if not (self._outputs or self._frozen_outputs):
+            return None
+        place = address(tensor)
+        name, made = self._frozen_outputs.get(place, ("", None))
+        return self._outputs.get(place) or (name if made is not None and not made.expired() else None)
 
     def parameter_name(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter of the modules seen, None if the tensor is not one."""
@@ -258,14 +307,27 @@ class ModuleWatch:
             return None
         if not self._names:
             self._names = {key: name for key, (name, _) in self.parameters().items()}
-        return self._names.get(id(tensor), "parameter")
+        if id(tensor) not in self._names:
+            self._names = {key: name for key, (name, _) in self._parameters_of(self._without).items()} | self._names
+        return self._names.setdefault(id(tensor), "parameter")
 
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
-        return {id(parameter): (name, parameter) for module in list(self.seen) for name, parameter in module.named_parameters()}
+        return self._parameters_of(self.seen)
 
-    def finish(self) -> list[ModuleCall]:
-        """Return the calls remembered since the last time, and forget them."""
+    def _parameters_of(self, modules: Iterable[nn.Module]) -> dict[int, tuple[str, nn.Parameter]]:
+        """The parameters of modules; a frozen copy of a model has the names of the model itself, and is told apart."""
+        trained = {id(parameter) for module in list(self._with) for parameter in module.parameters()} if self._without else set()
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for module in list(modules):
+            of = f" of a {type(module).__name__} that ran without gradient" if module in self._without else ""
+            for name, parameter in module.named_parameters():
+                found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
+        return found
+
+    def finish(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
+        """Return the calls with gradient remembered since the last time, and forget them; and those without of which something is left."""
         calls, self.calls, self._outputs, self._names = self.calls, [], {}, {}
         self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
-        return calls
+        self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
+        return calls, list(self._frozen)

@@ -175,7 +175,7 @@ class Reruns:
         wanted: Mapping[Address, list[int]],
         recorded: Mapping[int, Tensor],
     ) -> int | None:
-        """Return what of the step an output that was made again is, bit by bit, which is wanted no more; None, and a note, if nothing is."""
+        """Return what of the step an output that was made again is, bit by bit; None, and a note, if it is nothing that is wanted."""
         waiting = wanted.get(place, [])
         for value in reversed(waiting):
             if same_bits(tensor, recorded[value]):
@@ -249,7 +249,8 @@ def _called(
     call: ModuleCall, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], eye: Tape | Follower
 ) -> list[Tensor]:
     """Call a copy of a module as it was called, and return its outputs."""
-    torch.set_rng_state(call.rng[0])
+    if call.rng:
+        torch.set_rng_state(call.rng[0])
     if len(call.rng) > 1:
         torch.cuda.set_rng_state(call.rng[1])
     paths = {part: f"{path} ({type(part).__name__})" if path else type(part).__name__ for path, part in module.named_modules()}
@@ -258,7 +259,7 @@ def _called(
             stack.enter_context(torch.autocast(device, dtype=dtype))
         stack.enter_context(_following(eye, paths))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled because we looked
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(call.grad))
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)
     return [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]

@@ -272,7 +272,7 @@ def _came(trace: Trace, value: int, flat: int) -> Birth:
     leaf = trace.program.leaf(value)
     if _number(trace, (value, flat)) != -math.inf or leaf is None:
         return Birth.FED
-    if leaf.origin in ("module", "opaque", "cut"):
+    if leaf.origin in ("opaque", "cut") or (leaf.diff and leaf.origin == "module"):
         return Birth.INTENDED  # the model masks its own logits
     tensor = trace.values[value]
     finite = tensor[torch.isfinite(tensor)]

@@ -102,7 +102,7 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
     taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     if found is None or not kernels.swallowed(found[0], taken):
         return None
-    return kernel_look(recording, Reruns(recording.calls, watch, budget, recording.places))
+    return kernel_look(recording, Reruns(recording.all_calls(), watch, budget, recording.places))
 
 
 def _given(recording: Recording, reruns: Reruns) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
 
     backward: the loss is finite, a gradient is not.
     """
-    reruns = Reruns(recording.calls, watch, budget, recording.places)
+    reruns = Reruns(recording.all_calls(), watch, budget, recording.places)
     look = _deeper(recording, reruns, backward)
     if not reruns.notes:
         return look
@@ -167,8 +167,8 @@ def _given_bad(recording: Recording, watch: ModuleWatch) -> Look | None:
     for name, parameter in watch.parameters().values():
         if not bool(is_finite(parameter)):
             return _seen(observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name))
-    made = {place for call in recording.calls for place in call.outputs}
-    for tensor in tensors_in([[call.args, call.kwargs] for call in recording.calls]):
+    made = {place for call in recording.all_calls() for place in call.outputs}
+    for tensor in tensors_in([[call.args, call.kwargs] for call in recording.all_calls()]):
         if place_of(tensor) not in made and kinds_of(tensor).nan:  # infinity is what masks are made of
             return _seen(observe_made("input", tensor, first_nonfinite(tensor) or 0, None, "", Phase.INPUT))
     return None

@@ -45,7 +45,7 @@ class Recording:
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
-    lay when they were read.
+    lay when they were read. frozen: calls of models without gradient, which outlast this.
     """
 
     program: Program | None
@@ -65,6 +65,7 @@ class Recording:
     holding: Holding | None = None
     micro_batch: int = 1
     places: dict[int, Address] = field(default_factory=dict)
+    frozen: list[ModuleCall] = field(default_factory=list)
 
     def watch(self, failsafe: Failsafe, account: Balance) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
@@ -82,6 +83,10 @@ class Recording:
                 node = tensor.grad_fn
                 if node is not None and custom.is_custom(node):
                     self._watch_custom(node, leaf.id, failsafe, limit)
+
+    def all_calls(self) -> list[ModuleCall]:
+        """Return all calls of models that it may have come of, in order."""
+        return sorted([*self.frozen, *self.calls], key=lambda call: call.number)
 
     def close(self) -> None:
         """Take the hooks off: what comes later belongs to another backward pass."""

@@ -96,7 +96,7 @@ class Step:
         self.counts.begin()
         program: Program | None = None
         tensors: dict[int, Tensor] = {}
-        root = roots[0]
+        root, (calls, frozen) = roots[0], self._modules.finish()
         if len(roots) == 1 and seeds[0] is None and not self._tape.broken:
             with contextlib.suppress(LookupError):
                 program, tensors = self._tape.program(self._tape.value_of(root))
@@ -104,12 +104,13 @@ class Step:
             program,
             tensors,
             readable([root], "losses", self._logbook.gap)[0],
-            self._modules.finish(),
+            calls,
             scale_of(program, tensors, self._tape.scaler),
             glimpses=tuple(self._tape.glimpses.values()),
             taken=dict(self._tape.taken),
             micro_batch=self.counts.micro_batch,
             places=self._tape.places(tensors),
+            frozen=frozen,
         )
         self._current = recording
         if program is not None:
