@@ -43,8 +43,8 @@ class ModuleCall:
 
     args, kwargs: None where they were too large to hold, or may hold on to more than tensors. outputs: addresses of its output tensors, in
     order; the tensors themselves are not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU
-    generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad: were
-    gradients enabled? number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors.
+    generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad:
+    were gradients enabled? number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors.
     """
 
     module: nn.Module

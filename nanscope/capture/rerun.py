@@ -139,9 +139,9 @@ class Reruns:
 
         tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
         """
-        wanted = self._wanted({value: tensor for value, tensor in tensors.items() if value in grads})
+        read = self._wanted({value: tensor for value, tensor in tensors.items() if value in grads})
         for call in reversed(self.calls):
-            seeds = {place: grads[values[-1]] for place, values in wanted.items() if values}
+            seeds = {place: grads[values[-1]] for place, values in read.items() if values}
             if call.args is None or not any(place in seeds for place in call.outputs):
                 continue
             with self._again(call, Follower, seeds) as again:
