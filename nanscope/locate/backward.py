@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.drops import one_of
-from nanscope.locate.forward import DEEP, Birth, Root, Spot, bad_sources, walk_back
-from nanscope.locate.trace import Trace
+from nanscope.locate.forward import DEEP, Birth, Root, bad_sources, walk_back
+from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call, refs
 from nanscope.program.flow import spread
 from nanscope.program.numbers import at, first_nonfinite

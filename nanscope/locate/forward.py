@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from nanscope.locate.drops import one_of
-from nanscope.locate.trace import Trace
+from nanscope.locate.left_out import left_out
+from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
@@ -32,8 +32,6 @@ FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 
 _REPORTED = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
-
-Spot: TypeAlias = tuple[int, int]  # id of a value, and a flat position in it
 
 
 class Birth(StrEnum):
@@ -66,8 +64,9 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
     """Follow a bad element to where it comes from.
 
     At every call the same questions in the same order: does nobody make it (then it came in); is no operand bad (then it was written
-    as a constant, is arithmetic on masks, hides an x / inf, or was born here); did infinities meet and become NaN (then the fault is an
-    infinity's, if one is an overflow); otherwise the first bad operand goes on, NaN before infinity, since NaN explains NaN.
+    as a constant, is arithmetic on masks, hides an x / inf, is a mean over nothing but numbers that were left out as bad, or was born
+    here); did infinities meet and become NaN (then the fault is an infinity's, if one is an overflow); otherwise the first bad operand
+    goes on, NaN before infinity, since NaN explains NaN.
     """
     path = [(value, flat)]
     for _ in range(DEEP):
@@ -82,7 +81,7 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
             if call.name in LITERALS:
                 return _root_of_literal(trace, path)
             intended = is_intended(trace, call)
-            hidden = None if intended else _divided_by(trace, call, value, flat)
+            hidden = None if intended else _divided_by(trace, call, value, flat) or left_out(trace, call, value, flat)
             if hidden is None:
                 return Root(Birth.INTENDED if intended else Birth.BORN, tuple(path))
             bad = [hidden]

@@ -7,9 +7,9 @@ import math
 from torch import Tensor
 
 from nanscope.locate.describe import crossing_at, element_at, phase_of
-from nanscope.locate.forward import DEEP, Spot
+from nanscope.locate.forward import DEEP
 from nanscope.locate.origin import Location
-from nanscope.locate.trace import Trace
+from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import sources
 from nanscope.program.numbers import at

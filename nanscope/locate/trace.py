@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from nanscope.locate.drops import Drops
 from nanscope.locate.names import Names
 from nanscope.program.program import Program
 from nanscope.program.run import Run
+
+Spot: TypeAlias = tuple[int, int]  # id of a value, and a flat position in it
 
 
 @dataclass(frozen=True)  # without slots: what is derived is kept

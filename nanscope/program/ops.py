@@ -88,6 +88,10 @@ SELECTORS = _family("""
     logical_and logical_not logical_or logical_xor lt ne nonzero one_hot searchsorted signbit""")
 
 
+# What says of each element whether it is a number; so does a comparison with itself.
+CHECKS = _family("isfinite isinf isnan")
+EQUALITIES = _family("eq ne")
+
 # The same elements, at most in another dtype.
 COPIES = _family("_to_copy alias clone contiguous detach lift lift_fresh")
 
