@@ -21,7 +21,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "picked as finite": lambda x: x[torch.isfinite(x)].mean(),
     "masked_select": lambda x: torch.masked_select(x, ~x.isnan()).mean(),
     "filled": lambda x: torch.where(x.isnan(), 0.0, x).sum() / (~x.isnan()).sum(),
-    "counted in float": lambda x: x.nansum() / (x == x).float().sum(),  # noqa: PLR0124
+    "counted in float": lambda x: x.nansum() / (x == x).float().sum(),
     "a mean of picked rows": lambda x: x.mean(1)[~x.mean(1).isnan()].mean(),
 }
 
