@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture import copies as module_under_test
-from nanscope.capture.copies import Copies, NotIsolated, belongs, lent
+from nanscope.capture.alone import NotIsolated
+from nanscope.capture.copies import Copies, belongs, lent
 
 
 def copied(thing: Any, budget: int = 1 << 20) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from nanscope.capture.copies import NotIsolated
+from nanscope.capture.alone import NotIsolated
 from nanscope.capture.seal import Seal, Written, sealed
 
 WRITES: dict[str, Callable[[Tensor], object]] = {

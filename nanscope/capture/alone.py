@@ -20,13 +20,14 @@ _FAKE = "torch._subclasses"  # what is not there asks nobody
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # they end what was issued before
 
 
-def is_collective(func: Any) -> bool:
-    """Does an operator need the other ranks?"""
-    return getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL
+class NotIsolated(LookupError):
+    """Something cannot be run again by this process alone, without touching what is the trainer's; the message says why."""
 
 
-class NeedsOthers(LookupError):
-    """A call was refused, because it needs other ranks."""
+def refuse_collective(func: Any) -> None:
+    """Raise NotIsolated if an operator needs the other ranks."""
+    if getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL:
+        raise NotIsolated(f"it takes part in a collective ({func}), and the other ranks do not look")
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,8 +40,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if is_collective(func):
-            raise NeedsOthers(f"{func} needs the other ranks, and this one looks alone")
+        refuse_collective(func)
         if any(is_wrapper(kind) and not kind.__module__.startswith(_FAKE) for kind in types or ()):
             return NotImplemented
         return func(*args, **(kwargs or {}))

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nanscope.capture.reach import is_foreign
+from nanscope.capture.alone import NotIsolated
+from nanscope.capture.foreign import is_foreign
 from nanscope.errors import words_of
 
 Copied = TypeVar("Copied")
@@ -41,10 +42,6 @@ HEAP_TYPE = 1 << 9  # the flag of classes that are written in Python
 WRAPPED = 4  # functions around functions that are looked through
 
 LARGEST_STATE = 64 << 20  # bytes of everything beside tensors
-
-
-class NotIsolated(LookupError):
-    """Something cannot be run again without touching what is the trainer's; the message says why."""
 
 
 def lent(parameter: nn.Parameter) -> nn.Parameter:

@@ -9,6 +9,7 @@ it reaches twice.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import random
 import sys
@@ -19,21 +20,29 @@ from typing import Any
 
 import torch
 
+from nanscope.capture.foreign import is_foreign
+from nanscope.capture.iterators import Twins, hands_over, lacks_twin
+
 DEPTH = 3  # containers within containers that are looked into
 LARGEST = 10_000  # items of one container; what is larger is left alone
 
 CONTAINERS: tuple[Any, ...] = (list, dict, set, deque)
 
 _MISSING = object()
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "nanscope", "triton"})
-_ENTRIES = {"forward", "__call__", "step", "backward"}  # what of a class is called from outside
+_OF_GLOBALS = ("_GLOBAL", "_NAME")  # how instructions are called that read or write one; a class in a function has the second
+_ENTRIES = {"forward", "__call__", "__next__", "step", "backward"}  # what of a class is called from outside
 
 
 class Reach:
-    """What some code leads to, as it is now. code: functions and classes."""
+    """What some code leads to, as it is now. code: functions and classes.
+
+    Raises NotIsolated if that hands over something only once, and has no twin that could do it instead.
+    """
 
     def __init__(self, code: Iterable[object]) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._lend: list[Callable[[], None]] = []
+        self._twins = Twins(lambda thing: self._visit(thing, 1))
         self._seen: dict[int, object] = {}  # by id, which stays its own as long as it is held
         self._names = set(_ENTRIES)
         self._spaces: dict[int, tuple[Any, set[str]]] = {}  # classes and dicts of attributes, with the names that were looked up in them
@@ -47,6 +56,11 @@ class Reach:
                 done |= names
                 self._look_up(space, names)
 
+    def lend(self) -> None:
+        """Put twins in the place of what hands over each thing once, until `put_back`."""
+        for lend in self._lend:
+            lend()
+
     def put_back(self) -> None:
         """Undo what has changed since."""
         for undo in self._undo:
@@ -56,15 +70,20 @@ class Reach:
         if id(thing) in self._seen or depth > DEPTH:
             return
         self._seen[id(thing)] = thing
+        if hands_over(thing):  # and stands where no twin can be put
+            raise lacks_twin(thing)
         if isinstance(thing, type):
             for base in thing.__mro__:
                 if not is_foreign(base.__module__):
                     self._spaces.setdefault(id(base), (base, set()))
         elif isinstance(thing, types.FunctionType):
             self._function(thing)
-        elif isinstance(thing, types.MethodType):
-            self._visit(thing.__func__, depth)
+        elif isinstance(thing, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
+            self._visit(getattr(thing, "__func__", None), depth)
             self._visit(thing.__self__, depth)
+        elif isinstance(thing, functools.partial):
+            for part in (thing.func, *thing.args, *thing.keywords.values()):
+                self._visit(part, depth)
         elif isinstance(thing, types.ModuleType):
             if not is_foreign(thing.__name__):
                 self._spaces.setdefault(id(vars(thing)), (vars(thing), set()))
@@ -80,24 +99,27 @@ class Reach:
         self._visit(getattr(function, "__wrapped__", None), 0)
         if is_foreign(function.__module__ or ""):
             return
-        names = set(_names_in(function.__code__))
-        self._names |= names
-        self._look_up(function.__globals__, names & function.__globals__.keys())
+        named, bound = _names_in(function.__code__)
+        self._names |= named
+        self._look_up(function.__globals__, bound & function.__globals__.keys())
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
-                content = cell.cell_contents
-                self._undo.append(functools.partial(_refill_cell, cell, content))
-                self._visit(content, 1)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(value, 1)
+                self._stands(functools.partial(_refill_cell, cell), cell.cell_contents)
+        self._stands(functools.partial(_set_defaults, function), function.__defaults__)
+        self._visit(function.__kwdefaults__, 0)
         self._spaces.setdefault(id(vars(function)), (vars(function), set()))
 
     def _look_up(self, space: Any, names: Iterable[str]) -> None:
         for name in sorted(names):
-            value = vars_of(space)[name]
-            self._undo.append(functools.partial(_rebind, space, name, value))
-            value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value  # of a static method, a property
-            self._visit(value, 1)
+            self._stands(functools.partial(_rebind, space, name), vars_of(space)[name])
+
+    def _stands(self, place: Callable[[Any], None], value: Any) -> None:
+        """Note what stands in a place that can be written to."""
+        self._undo.append(functools.partial(place, value))
+        if self._twins.needed(value):
+            self._lend.append(functools.partial(place, self._twins.of(value)))
+        else:
+            self._visit(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, 1)  # of a static method, a property
 
     def _generator(self, thing: Any) -> bool:
         for kind, read, write in _generators():
@@ -107,17 +129,17 @@ class Reach:
         return False
 
     def _container(self, thing: Any, depth: int) -> None:
-        if len(thing) <= LARGEST:
-            before = list(thing.items() if isinstance(thing, dict) else thing)
-            if not isinstance(thing, tuple):
-                self._undo.append(functools.partial(_refill, thing, before))
-            for item in before:
-                self._visit(item[1] if isinstance(thing, dict) else item, depth + 1)
-
-
-def is_foreign(module: str) -> bool:
-    """Is a Python module one of the language's, of torch or of ours, whose code keeps nothing of the trainer's?"""
-    return module.partition(".")[0] in _FOREIGN
+        if len(thing) > LARGEST:
+            return
+        pairs = isinstance(thing, dict)
+        before = list(thing.items() if pairs else thing)
+        if not isinstance(thing, tuple):
+            self._undo.append(functools.partial(_refill, thing, before))
+            if any(map(self._twins.needed, before)):
+                self._lend.append(functools.partial(_refill, thing, [self._twins.of(item) for item in before]))
+                return
+        for item in before:
+            self._visit(item[1] if pairs else item, depth + 1)
 
 
 def vars_of(space: Any) -> Any:
@@ -125,11 +147,15 @@ def vars_of(space: Any) -> Any:
     return space if isinstance(space, dict) else vars(space)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return what code names, and which of that are globals: `x.data` is none of them."""
+    named, bound = set(code.co_names), {str(step.argval) for step in dis.get_instructions(code) if step.opname.endswith(_OF_GLOBALS)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            inner = _names_in(constant)
+            named |= inner[0]
+            bound |= inner[1]
+    return named, bound
 
 
 def _generators() -> Iterator[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]]:
@@ -155,6 +181,11 @@ def _refill_cell(cell: types.CellType, value: object) -> None:
         if cell.cell_contents is value:
             return
     cell.cell_contents = value
+
+
+def _set_defaults(function: types.FunctionType, values: tuple[Any, ...] | None) -> None:
+    if function.__defaults__ is not values:
+        function.__defaults__ = values
 
 
 def _refill(thing: Any, before: list[Any]) -> None:

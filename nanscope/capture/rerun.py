@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from nanscope.capture.copies import Copies, NotIsolated, cloned, lent
+from nanscope.capture.alone import NotIsolated
+from nanscope.capture.copies import Copies, cloned, lent
 from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
 from nanscope.capture.seal import Seal, Written, sealed, storage_of

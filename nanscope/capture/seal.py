@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanscope.capture.alone import is_collective
-from nanscope.capture.copies import NotIsolated
+from nanscope.capture.alone import NotIsolated, refuse_collective
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.reach import Reach
 from nanscope.program.ops import OVERWRITES
@@ -53,8 +52,7 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if is_collective(func):
-            raise NotIsolated("it takes part in a collective, and the other ranks do not look")
+        refuse_collective(func)
         targets = writes_of(func, args, kwargs)[0]
         for tensor in targets:
             place = storage_of(tensor)
@@ -79,7 +77,9 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def sealed(seal: Seal, code: Iterable[object] = ()) -> Iterator[None]:
     """Let somebody's code run in here. code: functions and classes that may run."""
     with contextlib.ExitStack() as stack:
-        stack.callback(Reach(code).put_back)
+        reach = Reach(code)
+        stack.callback(reach.put_back)
+        reach.lend()
         stack.enter_context(_generators_kept())
         stack.callback(seal.put_back)
         stack.enter_context(_hooks_asleep())

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture import custom, kernels
-from nanscope.capture.alone import alone
-from nanscope.capture.copies import NotIsolated
+from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
 from nanscope.capture.follow import kinds_of
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
