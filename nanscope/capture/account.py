@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanscope.program.local import memory_of
+
 
 class Balance:
     """Bytes that are held by reference, never more than `budget`. held: now. peak: the most so far.
@@ -98,4 +100,4 @@ def _pieces(tensor: Tensor, budget: int) -> list[tuple[int, int]]:
         return []
     storage = tensor.untyped_storage()
     whole = storage.nbytes()
-    return [(storage.data_ptr(), whole)] if whole <= budget else [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+    return [(memory_of(tensor), whole)] if whole <= budget else [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]

@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.foreign import is_foreign
 from nanscope.errors import words_of
+from nanscope.program.local import is_wrapper
 
 Copied = TypeVar("Copied")
 
@@ -59,12 +59,6 @@ def cloned(tensor: Tensor) -> Tensor:
         return twin
     twin.requires_grad_()
     return twin if tensor.is_leaf else twin.view_as(twin)  # what has a history seems to have one
-
-
-def more_than_memory(tensor: Tensor) -> bool:
-    """Is a tensor one that wraps others, as sharded and quantised ones do?"""
-    wraps: Callable[[object], bool] = is_traceable_wrapper_subclass
-    return wraps(tensor) or tensor.is_nested
 
 
 class Copies:
@@ -129,7 +123,7 @@ class Copies:
         return copy
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if more_than_memory(tensor):
+        if is_wrapper(type(tensor)) or tensor.is_nested:
             raise NotIsolated(f"it holds a {type(tensor).__name__}, which is more than the memory it lies in")
         if is_lazy(tensor):  # nothing is in it yet
             copy: Tensor = deepcopy(tensor)

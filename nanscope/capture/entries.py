@@ -181,12 +181,6 @@ def node_of(tensor: Tensor) -> object | None:
         return None
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor is a part of."""
-    pointer = tensor.data_ptr()
-    return pointer - int(tensor.storage_offset()) * tensor.element_size() if pointer else 0
-
-
 def next_version(tensor: Tensor) -> int:
     """The count that a tensor will have when the write which is being seen has been counted."""
     return 0 if tensor.is_inference() else tensor._version + 1

@@ -24,7 +24,7 @@ from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
-from nanscope.program.local import is_plain, local
+from nanscope.program.local import is_plain, local, memory_of
 from nanscope.program.ops import FLOW, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name
 from nanscope.program.program import Program
 
@@ -164,8 +164,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._writes(tensor, len(self.marks) - 1, writes)
 
     def _writes(self, tensor: Tensor, number: int, in_place: bool) -> None:
-        address, storage = _address(tensor), tensor.untyped_storage().data_ptr()
-        if in_place:  # whoever shares the memory holds a part of what was written, beside what was there before
+        address, storage = _address(tensor), memory_of(tensor)
+        if in_place and storage:  # whoever shares the memory holds a part of what was written, beside what was there before
             for other in self._addresses.get(storage, ()):
                 if other != address and other in self._writer:
                     old = self.marks[self._writer[other]]

@@ -21,9 +21,10 @@ from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent
 from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
-from nanscope.capture.seal import Seal, Written, sealed, storage_of
+from nanscope.capture.seal import Seal, Written, sealed
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.calls import Arg, Leaf, substitute
+from nanscope.program.local import memory_of
 from nanscope.program.numbers import same_bits
 from nanscope.program.program import Program, join
 
@@ -206,7 +207,7 @@ class Reruns:
         module = _without_others(call.module)
         copied: set[int] = set()  # storages of parameters
         while True:
-            copies = Copies(self.budget, lambda parameter: cloned(parameter) if storage_of(parameter) in copied else lent(parameter))
+            copies = Copies(self.budget, lambda parameter: cloned(parameter) if memory_of(parameter) in copied else lent(parameter))
             twin, args, kwargs, own_seeds = copies.of((module, call.args or (), call.kwargs, dict(seeds or {})))
             seen = eye()
             if isinstance(seen, Tape):
@@ -216,11 +217,11 @@ class Reruns:
                 try:
                     outputs = _called(call, twin, args, kwargs, seen)
                 except Written as error:
-                    if error.storage in copied or not any(storage_of(p) == error.storage for p in module.parameters()):
+                    if error.storage in copied or not any(memory_of(p) == error.storage for p in module.parameters()):
                         raise
                     copied.add(error.storage)
                     continue
-                given = {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+                given = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
                 stale = "what it was given has been written to since" if versions_in([call.args, call.kwargs]) != call.versions else ""
                 stale = stale or ("it writes to what it is given" if given & seal.written else "")
                 yield Again(seen, twin, copies, outputs, own_seeds, stale)
@@ -240,8 +241,7 @@ def _without_others(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
     kinds = {type(part).__name__ for part in module.modules()}
-    sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
-    if sharded or any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds):
+    if any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds):
         raise NotIsolated("it is spread over several ranks, and one of them alone cannot run it")
     return module
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanscope.capture.alone import NotIsolated, refuse_collective
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.reach import Reach
+from nanscope.program.local import memory_of
 from nanscope.program.ops import OVERWRITES
 
 FRESH = torch.ops.aten.lift_fresh.default  # hands over what `torch.tensor` has just made, where nobody sees it
@@ -32,7 +33,7 @@ class Written(NotIsolated):
 
     def __init__(self, tensor: Tensor, op: str) -> None:
         super().__init__(f"it writes to memory that it did not make ({op})")
-        self.storage = storage_of(tensor)
+        self.storage = memory_of(tensor)
 
 
 class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +48,7 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, own: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()  # storages
-        self._own = {storage_of(tensor) for tensor in own}
+        self._own = {memory_of(tensor) for tensor in own}
         self._drawn: dict[int, tuple[torch.Generator, Tensor]] = {}  # generators of others, as they were
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -55,16 +56,16 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refuse_collective(func)
         targets = writes_of(func, args, kwargs)[0]
         for tensor in targets:
-            place = storage_of(tensor)
+            place = memory_of(tensor)
             if place and place not in self._own:
                 raise Written(tensor, str(func))
             self.written.add(place)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._drawn.setdefault(id(value), (value, value.get_state()))
-        before = set() if func is FRESH else {storage_of(tensor) for tensor in tensors_in([args, kwargs])}
+        before = set() if func is FRESH else {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
         result = func(*args, **kwargs)
-        self._own |= {storage_of(tensor) for tensor in (*tensors_in([result]), *targets)} - before  # a view's memory is not new
+        self._own |= {memory_of(tensor) for tensor in (*tensors_in([result]), *targets)} - before  # a view's memory is not new
         return result
 
     def put_back(self) -> None:
@@ -124,14 +125,6 @@ def _hooks_asleep() -> Iterator[None]:
 
 def _elsewhere(thread: int, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return None if threading.get_ident() == thread else hook(*args, **kwargs)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the memory that a tensor is a part of, 0 if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def writes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:

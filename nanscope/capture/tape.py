@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import (
 
 from nanscope.capture.account import Balance
 from nanscope.capture.counting import COUNTER, is_counted_here
-from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, memory_of, node_of, tensors_of
+from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import RING, Log
@@ -44,7 +44,7 @@ from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
-from nanscope.program.local import is_plain, local
+from nanscope.program.local import is_plain, local, memory_of
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
-from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, memory_of, next_version
+from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, next_version
 from nanscope.capture.modules import version_of
-from nanscope.program.local import is_plain
+from nanscope.program.local import is_plain, memory_of
 
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 
@@ -98,7 +98,7 @@ class Values:
             return
         if guarded:
             value.guard = Handle(value.tensor)
-        self.account.give(value.tensor.untyped_storage().data_ptr() if value.copied else value.storage)
+        self.account.give(memory_of(value.tensor) if value.copied else value.storage)
         value.tensor = None
 
     def keep_copy(self, value: Value, copy: Callable[[], Tensor]) -> None:
@@ -106,7 +106,7 @@ class Values:
         size = value.bytes
         if self.account.held + size <= self.account.budget or self._make_room(value, size):
             value.tensor, value.copied = copy(), True
-            self.account.take(value.tensor.untyped_storage().data_ptr(), value.tensor.untyped_storage().nbytes())
+            self.account.take(memory_of(value.tensor), value.tensor.untyped_storage().nbytes())
 
     def is_wanted(self, value: Value) -> bool:
         """May somebody else come back with the tensor of this value?"""
@@ -197,7 +197,7 @@ class Values:
         """Whoever shares memory with these tensors becomes a leaf when it is read next, with the content that it has then."""
         for tensor in tensors:
             if is_plain(tensor):
-                self.supersede(tensor.untyped_storage().data_ptr())
+                self.supersede(memory_of(tensor))
 
     def supersede(self, storage: int) -> None:
         """Nobody in this memory is any more what he was. What is known of them stays: calls have read it."""

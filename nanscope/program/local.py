@@ -78,6 +78,15 @@ def _values_of(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor.layout is torch.strided else None
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a part of, 0 if it has none of its own or no element."""
+    try:
+        pointer = tensor.data_ptr()
+        return pointer - int(tensor.storage_offset()) * tensor.element_size() if pointer else 0
+    except RuntimeError:  # a wrapper of some transform
+        return 0
+
+
 def _has_memory(tensor: Tensor) -> bool:
     """A sharded model lets go of the memory of its weights between two uses; what is empty needs none. A view into what is gone has an
     address, too."""

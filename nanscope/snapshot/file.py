@@ -47,6 +47,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError, SnapshotError
 from nanscope.plain import checked, read, show
+from nanscope.program.local import memory_of
 from nanscope.program.program import Program
 from nanscope.snapshot.checksum import UNSEALED, seal
 from nanscope.snapshot.files import whole
@@ -152,9 +153,9 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.numel() * own.element_size():
+        if memory_of(own) in seen or storage.nbytes() != own.numel() * own.element_size():
             own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
+        seen.add(memory_of(own))
         found[name] = own
     return found
 
