@@ -131,10 +131,25 @@ def test_hooks_left_behind_are_named() -> None:
     assert not copies.of(model)._forward_hooks and "<lambda>" in copies.dropped[0] and model._forward_hooks
 
 
+class Wraps(Tensor):
+    """Somebody's own class of tensor, around another one."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Wraps:
+        wrapper: Wraps = Tensor._make_wrapper_subclass(cls, inside.shape)  # type: ignore[attr-defined]
+        wrapper.inside = inside
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.inside if isinstance(arg, Wraps) else arg for arg in args), **(kwargs or {}))
+
+
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "a stream": (lambda: (n for n in range(3)), "generator"),
     "too large": (lambda: torch.zeros(1 << 20), "more than 1 MB"),
     "too much else": (lambda: "x" * (65 << 20), "beside its tensors"),
+    "a wrapper": (lambda: Wraps(torch.ones(2)), "Wraps, which is more than the memory"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "more than the memory"),
 }
 
