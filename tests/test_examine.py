@@ -17,7 +17,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import UNSEEN, Kind
+from nanscope.snapshot.observation import CHANGED, UNSEEN, Kind
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.watching import examine
@@ -138,13 +138,13 @@ def test_a_step_that_was_asked_for_says_so() -> None:
 
 
 def test_a_gradient_that_was_changed_after_backward_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, by what changed it; with peers and nothing seen here, it came from one of them."""
+    """Alone, as what somebody changed; with peers and nothing seen here, it came from one of them."""
     module = nn.Linear(2, 1, bias=False)
     examiner, recording = examined(lambda: module.weight.sum() * 1.0, module)
     gradient = torch.tensor([[1.0, NAN]])
     module.weight.grad = gradient
     hit = examiner.gradients([recording], [module.weight], [gradient])
-    assert hit is not None and hit.seen == UNSEEN and (hit.reached.gradients, hit.reached.bad_gradients) == (1, 1)
+    assert hit is not None and hit.seen.origin.op == CHANGED and (hit.reached.gradients, hit.reached.bad_gradients) == (1, 1)
     monkeypatch.setattr(examine, "has_peers", lambda: True)
     hit = examiner.gradients([recording], [module.weight], [gradient])
     assert hit is not None and hit.seen.kind is Kind.ARRIVED and hit.seen.origin.index == (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,82 @@ def test_a_gradient_that_goes_bad_after_backward_is_an_incident_in_every_mode(tm
     became = {"record": "taken", "skip": "skipped", "stop": "stopped"}[mode]
     assert incident.step == 2 and incident.reached["gradients"] == [3, 3] and incident.reached["stepped"] == became
     assert (scope.out / "step-000002.rank0.safetensors").is_file()
+
+
+def element(model: nn.Module) -> None:
+    *_, parameter = model.parameters()
+    assert parameter.grad is not None
+    parameter.grad[0] = math.nan
+
+
+def hooked(model: nn.Module) -> None:
+    list(model.parameters())[-1].register_hook(lambda grad: grad * math.nan)
+
+
+def unseen_write(model: nn.Module) -> None:
+    spoil(model, "data")
+
+
+SPOILT = [  # when, how -> what is said of it
+    (False, element, "finite when backward was over: it was written between backward and the optimizer's step, test_step.py:"),
+    (
+        True,
+        hooked,
+        "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote",
+    ),
+    (
+        False,
+        unseen_write,
+        "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "spoils", "words"), SPOILT)
+@pytest.mark.parametrize("clip", [False, True])
+def test_nan_that_somebody_writes_into_a_gradient_is_told_as_what_it_is(
+    tmp_path: Path, clip: bool, before: bool, spoils: Callable[[nn.Module], None], words: str
+) -> None:
+    """It is in the gradient of that weight, backward did not make it, and where the write was seen its line is named."""
+    model = policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        if before:
+            spoils(model)
+        model(torch.tensor([1, 2])).square().sum().backward()
+        if not before:
+            spoils(model)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    first, *_, last = dict(model.named_parameters())
+    assert incident.sentence.startswith(f"the gradient of {first if spoils is unseen_write else last} is NaN at [0")
+    assert words in incident.sentence
+    if spoils is element:
+        assert "= math.nan" in dict(incident.origin.source)[incident.origin.line or 0]
+
+
+def test_nan_in_the_gradient_of_a_model_that_cannot_run_again_is_not_laid_at_a_door(tmp_path: Path) -> None:
+    """Backward or somebody after it: which, nobody knows."""
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.runs = nn.Linear(2, 1), iter([1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * next(self.runs)
+            return out
+
+    model = Once()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(3, 2)).sum().backward()
+        unseen_write(model)
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert "it came in the model's own backward, or was written after it" in incident.sentence
 
 
 def test_a_step_that_is_skipped_without_a_backward_pass_is_an_incident(tmp_path: Path) -> None:

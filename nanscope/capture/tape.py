@@ -237,6 +237,23 @@ class Tape:
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 
+    def before_unseen_writes(self, tensor: Tensor) -> Value:
+        """Return the last that was made here in the place of a tensor, whatever has been written to it since that has no other form.
+
+        Raises LookupError if nothing was.
+        """
+        part = local(tensor)
+        place = None if part is None else key_of(part, PLAIN)[:4]
+        made = [value for number in self.known.made_by if (value := self.values.get(number)) is not None and value.key[:4] == place]
+        if not made:
+            raise LookupError("nothing was made there")
+        return max(made, key=lambda value: value.id)
+
+    def norm_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the first 2-norm that was taken of a gradient since the last `forget`."""
+        part = local(tensor)
+        return None if part is None or not is_plain(part) else self.measured.get((part.data_ptr(), part.numel()))
+
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     @property

@@ -11,7 +11,7 @@ from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
 from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import last_word
-from nanscope.snapshot.observation import REDUCED, SPREAD, WRITTEN_LATE, Kind, Observation, Origin, Phase
+from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
 
@@ -25,7 +25,7 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
 
 def what(seen: Observation) -> str:
     """Return what happened, without why and how far it got."""
-    tell = _among_ranks if seen.origin.op in _AMONG_RANKS else _BY_PHASE.get(seen.phase, _made_here)
+    tell = _after_the_loss if seen.origin.op in _AFTER_THE_LOSS else _BY_PHASE.get(seen.phase, _made_here)
     return tell(seen)
 
 
@@ -49,19 +49,22 @@ def _capital(text: str) -> str:
 # What happened.
 
 
-_AMONG_RANKS = {
+_AFTER_THE_LOSS = {
     REDUCED: "while this rank's own backward gives finite numbers: it came by all-reduce",
     SPREAD: "while this rank's loss and what it hands to the model are finite: it came later, in the backward of a model over all ranks",
+    WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
+    CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
+    UNTRACED: "while the loss and what it hands to the model are finite: it came in the model's own backward, or was written after it",
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
 }
 
 
-def _among_ranks(seen: Observation) -> str:
+def _after_the_loss(seen: Observation) -> str:
     p = seen.origin
     what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
-    where = f", {_where(p.file, p.line)}" if p.op == WRITTEN_LATE and p.file else ""
-    return f"{what}, {_AMONG_RANKS[p.op]}{where}{source}"
+    where = f", {_where(p.file, p.line)}" if p.op in (WRITTEN, WRITTEN_LATE) and p.file else ""
+    return f"{what}, {_AFTER_THE_LOSS[p.op]}{where}{source}"
 
 
 def _came_in(seen: Observation) -> str:

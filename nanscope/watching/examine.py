@@ -28,7 +28,7 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
-from nanscope.snapshot.observation import REDUCED, SPREAD, UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNSEEN, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.look import (
     HIDING,
@@ -37,11 +37,12 @@ from nanscope.watching.look import (
     arrived,
     deeper_look,
     gradient_look,
+    late,
     look_closely,
     swallowed_look,
     update_look,
     update_seen,
-    written_late,
+    written,
 )
 from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
@@ -129,23 +130,28 @@ class Examiner:
                 clipped = Observation(Kind.CLIP) if self._ruined_by_its_norm(look) else UNSEEN
                 return Hit(found, replace(reached, loss=found.value), look=look, seen=clipped)
             known = known and look.knows_the_backward
-        bad, spoilt = next(((p, grad) for p, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))), (None, None))
-        if bad is None or spoilt is None:
+        bad = [(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))]
+        if not bad:
             return None
+        # a clip multiplies all of them by the norm of one that is bad
+        parameter, spoilt = next((pair for pair in bad if (norm := self.tape.norm_of(pair[1])) is not None and not is_finite(norm)), bad[0])
         if self._norm_overflowed():
             overflowed = overflowing_norm(self._deeper(last), self.tape.norm_site())
             if overflowed is not None:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
         changed = gradient_look(self.tape, spoilt)
-        notes = look.notes  # of the last try
-        if not has_peers() or (changed is not None and changed.location is not None and changed.location.origin.born):
-            return Hit(last, reached, look=replace(changed or NOTHING, notes=notes))
-        name = self.modules.parameters().get(id(bad), ("a weight", bad))[0]
+        if changed is not None and changed.location is not None and changed.location.origin.born:
+            return Hit(last, reached, look=replace(changed, notes=look.notes))  # notes: of the last try
+        name = self.modules.parameters().get(id(parameter), ("a weight", parameter))[0]
         if changed is not None and not self._as_it_came(changed, spoilt):
-            seen = written_late(name, spoilt, changed)
-        else:
+            seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN)
+        elif has_peers():
             seen = arrived(name, spoilt, REDUCED if known else SPREAD)
-        return Hit(last, reached, look=replace(NOTHING, notes=notes), seen=seen)
+        elif all(recording.program is not None for recording in candidates):
+            seen = late(name, spoilt, CHANGED if known else UNTRACED)
+        else:
+            seen = UNSEEN
+        return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=seen)
 
     def _as_it_came(self, changed: Look, gradient: Tensor) -> bool:
         """Did a gradient come bad from backward or from a reduction, and not from what the trainer did to it afterwards?"""

@@ -25,11 +25,11 @@ from nanscope.locate.location import came_in, is_masked, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Computes
+from nanscope.program.calls import Computes, Site
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import REDUCED, UNSEEN, WRITTEN_LATE, Kind, Observation, Phase
+from nanscope.snapshot.observation import REDUCED, UNSEEN, Kind, Observation, Phase
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -297,11 +297,12 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
 
 def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
     """Walk through what the trainer did to a gradient between backward and the optimizer; None if the tape did not see it made."""
-    try:
-        program, tensors = tape.program(tape.value_of(gradient))
-        return _walked(replace(program, computes=Computes.GRADIENT), tensors) if program.calls else None
-    except (ProgramError, LookupError):
-        return None
+    for find in (tape.value_of, tape.before_unseen_writes):
+        with contextlib.suppress(ProgramError, LookupError):
+            program, tensors = tape.program(find(gradient))
+            if program.calls and (look := _walked(replace(program, computes=Computes.GRADIENT), tensors)) is not None:
+                return look
+    return None
 
 
 def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
@@ -337,11 +338,17 @@ def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> O
 
 def arrived(name: str, gradient: Tensor, by: str = REDUCED) -> Observation:
     """Return a gradient that is bad although this rank's own backward, made once more, is not. by: SPREAD where it could not be made."""
-    flat = first_nonfinite(gradient) or 0
-    return replace(observe_gradient(by, name, gradient, flat, None), kind=Kind.ARRIVED)
+    return replace(late(name, gradient, by), kind=Kind.ARRIVED)
 
 
-def written_late(name: str, gradient: Tensor, look: Look) -> Observation:
+def late(name: str, gradient: Tensor, by: str, site: Site | None = None) -> Observation:
+    """Return a gradient that is bad although nothing was at the edge of the loss. by: what is known of how. site: where."""
+    return observe_gradient(by, name, gradient, first_nonfinite(gradient) or 0, site)
+
+
+def written(name: str, gradient: Tensor, look: Look, by: str) -> Observation:
     """Return a gradient into which the trainer wrote what is bad. look: through what was done to it after backward."""
-    site = next((site for call in reversed(look.program.calls) if (site := look.program.site_of(call)) is not None), None)
-    return observe_gradient(WRITTEN_LATE, name, gradient, first_nonfinite(gradient) or 0, site)
+    maker = None if look.location is None else look.program.maker(look.location.origin.value_id)
+    calls = [*([] if maker is None else [maker]), *reversed(look.program.calls)]
+    site = next((site for call in calls if (site := look.program.site_of(call)) is not None), None)
+    return late(name, gradient, by, site)
