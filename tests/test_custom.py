@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,53 @@ def test_a_backward_that_cannot_be_recorded_is_named_by_its_function(tmp_path: P
     scope, _ = train(Opaque, (2, 3), tmp_path)
     (incident,) = scope.verdict.incidents
     assert incident.phase == "backward" and incident.origin.op == "Opaque" and incident.origin.index == (2, 3)
+    assert "def backward" in dict(incident.origin.source)[incident.origin.line or 0] and "unknown line" not in incident.sentence
+    assert f"Opaque.backward gave −inf at [2, 3] of [4, 5], test_custom.py:{incident.origin.line}." in incident.sentence
+
+
+class Seldom(torch.autograd.Function):
+    """Its backward goes wrong once, and never again."""
+
+    left = iter([math.nan])
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output * next(Seldom.left, 1.0)
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Opaque.apply(torch.sigmoid(self.layer(x) - 1e3), 1e-6)
+        return found
+
+
+def test_a_function_whose_backward_does_not_repeat_itself_is_named_with_its_line(tmp_path: Path) -> None:
+    """What it gave in the step was seen; where it is written is known."""
+    model = nn.Linear(3, 3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        Seldom.apply(model(torch.ones(2, 3))).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert "Seldom.backward gave NaN at [0, 0] of [2, 3], test_custom.py:" in incident.sentence
+    assert "def backward" in dict(incident.origin.source)[incident.origin.line or 0]
+
+
+def test_a_function_inside_a_model_is_named_with_its_line(tmp_path: Path) -> None:
+    """Its backward cannot be replayed, and is followed node by node."""
+    model = Inside()
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(2, 3)).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert "Opaque.backward gave" in incident.sentence and "Inside" in (incident.origin.module or "")
+    assert "def backward" in dict(incident.origin.source)[incident.origin.line or 0]
 
 
 @pytest.mark.parametrize("zero_at", [None, (2, 3)])

@@ -146,3 +146,4 @@ def test_attention_that_goes_bad_in_backward_is_placed_in_the_model(tmp_path: Pa
     incident = scope.verdict.incidents[0]
     assert incident.origin.module is not None and "block" in incident.origin.module
     assert incident.origin.op != "unknown"
+    assert "scaled_dot_product_attention" in dict(incident.origin.source)[incident.origin.line or 0]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from nanscope.capture.copies import Copies
 from nanscope.capture.seal import Seal, sealed
+from nanscope.capture.source import definition_of
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.program.calls import Computes
+from nanscope.program.calls import Computes, Site
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 
@@ -49,6 +50,12 @@ def is_custom(node: Any) -> bool:
     """Is an autograd node that of a function in Python, and not one of torch's own?"""
     function = getattr(node, "_forward_cls", None)
     return function is not None and not str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def backward_of(node: Any) -> tuple[str, Site | None]:
+    """Return what a function is called, and where its backward is written."""
+    name: str = node._forward_cls.__name__
+    return name, definition_of(node._forward_cls.backward, f"{name}.backward")
 
 
 def seen(node: Any, leaf: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Backward:

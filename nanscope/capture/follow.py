@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanscope.capture.custom import backward_of, is_custom
 from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import is_user
@@ -65,6 +66,7 @@ class Mark:
     reads:     numbers of earlier marks, or -1 for what came from outside. outside: kinds of the latter; foreign: one of them that is bad.
     operands:  its arguments, kept where it seems to have made something non-finite.
     unwritten: its result is memory with nothing in it yet.
+    number:    of autograd nodes that were made before it returned.
     """
 
     op: str
@@ -81,6 +83,7 @@ class Mark:
     position: int = 0
     unwritten: bool = False
     foreign: Tensor | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             kinds = FINE if unwritten else kinds_of(tensor)
             mark = Mark(name, str(func), sources, outside, kinds, code, lasti, self.current_module, position=position, unwritten=unwritten)
-            mark.foreign = foreign
+            mark.foreign, mark.number = foreign, torch._C._autograd._get_sequence_nr()
             if _makes(kinds, came) and FLOW.get(name) not in (Flow.MOVE, Flow.CREATE) and name not in OVERWRITES:
                 size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs, tensor]))
                 if self._kept + size <= KEPT:
@@ -206,6 +209,11 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if fits(mark.outside):
                 return -1
         return None
+
+    def site_of(self, node: int) -> Site | None:
+        """Return where the call was made that an autograd node belongs to. node: its number."""
+        mark = next((mark for mark in self.marks if mark.number == node + 1), None)
+        return None if mark is None or mark.code is None else site_of(mark.code, mark.lasti)
 
     def _describe(self, mark: Mark, kinds: Kinds) -> Made | None:
         if mark.result is None:
@@ -274,12 +282,16 @@ def _caller() -> tuple[CodeType | None, int]:
 
 @dataclass(frozen=True, slots=True)
 class MadeBackward:
-    """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation."""
+    """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation.
+
+    site: of its forward, or of the backward of a custom function, where known.
+    """
 
     op: str
     number: int
     gradient: Tensor
     flat: int
+    site: Site | None = None
 
 
 def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> MadeBackward | None:
@@ -296,7 +308,8 @@ def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Se
                 return
             for grad in returned:
                 if grad is not None and (kinds := kinds_of(grad)):
-                    found.append(MadeBackward(_op_of(node), node._sequence_nr(), grad.detach(), _first(grad, kinds)))
+                    op, site = backward_of(node) if is_custom(node) else (_op_of(node), None)
+                    found.append(MadeBackward(op, node._sequence_nr(), grad.detach(), _first(grad, kinds), site))
                     return
 
         return hook

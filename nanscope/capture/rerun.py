@@ -155,7 +155,7 @@ class Reruns:
                 if pairs and wanted:
                     made = made_backward([tensor for tensor, _ in pairs], [seed for _, seed in pairs], wanted)
             if made is not None:
-                return made, part_of(made.number, again.eye.spans)
+                return replace(made, site=made.site or again.eye.site_of(made.number)), part_of(made.number, again.eye.spans)
         return None
 
     def _tape(self) -> Tape:

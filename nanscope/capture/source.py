@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -79,6 +79,18 @@ def site_of(code: CodeType, lasti: int) -> Site:
         args=_args(node) if node is not None else (),
         source=_excerpt(code.co_filename, statement),
     )
+
+
+def definition_of(function: Callable[..., Any], expression: str) -> Site | None:
+    """Return where a function is defined, None if it is not written in Python. expression: what a call of it is called."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    numbers = range(code.co_firstlineno, code.co_firstlineno + CONTEXT)  # below its decorators
+    line = next((n for n in numbers if f"def {code.co_name}" in linecache.getline(code.co_filename, n)), code.co_firstlineno)
+    around = range(max(1, line - CONTEXT), line + 2 * CONTEXT + 1)
+    source = tuple((n, text.rstrip("\n")[:LONGEST]) for n in around if (text := linecache.getline(code.co_filename, n)))
+    return Site(code.co_filename, line, code.co_qualname, end_line=line, expression=expression, source=source)
 
 
 def _chars(file: str, line: int, column: int) -> int:

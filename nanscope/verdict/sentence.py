@@ -117,7 +117,8 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
         head = f"{subject} overflowed to +inf" if p.value == math.inf else f"{subject} gave {result}"
     else:
         head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
-    return f"{head}{_at(p)}{inside}, {_where(p.file, p.line)}: {p.op}({args}) = {result}{limit}"
+    numbers = f": {p.op}({args}) = {result}" if p.operands else ""
+    return f"{head}{_at(p)}{inside}, {_where(p.file, p.line)}{numbers}{limit}"
 
 
 def _where(file: str | None, line: int | None) -> str:

@@ -193,12 +193,12 @@ def function_look(recording: Recording, reruns: Reruns) -> Look | None:
             continue
         if not bool(is_finite(recording.tensors[found.leaf])):
             return _of_forward(recording, found)
-        name = found.node._forward_cls.__name__
+        name, site = custom.backward_of(found.node)
         look = _run_again(reruns.notes, functools.partial(_function_again, recording, found, reruns.budget), f"the backward of {name}")
         if look is not None:
             return look
         gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
-        return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, None, "", Phase.BACKWARD))
+        return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, site, "", Phase.BACKWARD))
     return None
 
 
@@ -267,7 +267,7 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     if found is None:
         return None
     made, module = found
-    return _seen(observe_made(made.op, made.gradient, made.flat, None, module, Phase.BACKWARD))
+    return _seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
 
 
 @alone()
