@@ -170,7 +170,7 @@ def test_a_function_inside_a_model_is_named_with_its_line(tmp_path: Path) -> Non
     with nanscope.watch(model, out=tmp_path) as scope:
         model(torch.ones(2, 3)).sum().backward()
     (incident,) = scope.verdict.incidents
-    assert "Opaque.backward gave" in incident.sentence and "Inside" in (incident.origin.module or "")
+    assert "Opaque.backward " in incident.sentence and "Inside" in (incident.origin.module or "")
     assert "def backward" in dict(incident.origin.source)[incident.origin.line or 0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -239,6 +240,67 @@ def test_training_goes_on_after_an_exception_that_the_loop_catches(tmp_path: Pat
             fragile(torch.tensor([[1]]), True)
         grpo_steps(model, 3, stale_at(0, 3))
     assert scope.verdict.incidents[0].origin.variable == "ratio"
+
+
+def forward_fault(model: nn.Module, loss: Tensor) -> Tensor:
+    return torch.log(loss * 0)
+
+
+def backward_fault(model: nn.Module, loss: Tensor) -> Tensor:
+    return loss + torch.sqrt(loss - loss.detach())
+
+
+def model_fault(model: nn.Module, loss: Tensor) -> Tensor:
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    return loss * math.nan
+
+
+def update_fault(model: nn.Module, loss: Tensor) -> Tensor:
+    return loss * 1e30
+
+
+def late_fault(model: nn.Module, loss: Tensor) -> Tensor:
+    list(model.parameters())[-1].register_hook(lambda grad: grad * math.nan)
+    return loss
+
+
+FAULTS = [forward_fault, backward_fault, model_fault, update_fault, late_fault]
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_of_two_scopes_neither_takes_the_work_of_the_other_for_the_trainers(
+    tmp_path: Path, fault: Callable[[nn.Module, Tensor], Tensor], closure: bool
+) -> None:
+    """Looking closer differentiates, runs the model and the optimizer again: the other scope sees none of it, and both tell the same."""
+
+    def train(*folders: str) -> list[nanscope.Scope]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), 1e10 if fault is update_fault else 0.1)
+        with contextlib.ExitStack() as stack:
+            scopes = [stack.enter_context(nanscope.watch(out=tmp_path / folder)) for folder in folders]
+            for step in range(3):
+
+                def loss_of(step: int = step) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(3, 4)).pow(2).mean()
+                    loss = fault(model, loss) if step == 1 else loss
+                    loss.backward()
+                    return loss
+
+                optimizer.step(loss_of) if closure else (loss_of(), optimizer.step())
+        return scopes
+
+    def told(scope: nanscope.Scope) -> object:
+        found = [(i.step, i.micro_batch, i.micro_batches, i.phase, i.cause, i.origin.op, i.sentence) for i in scope.verdict.incidents]
+        files = sorted(path.name for path in scope.out.glob("*.safetensors"))
+        return scope.steps, scope.backwards, scope.bad_steps, found, files, [(n.slug, n.text) for n in scope.verdict.notes]
+
+    (alone,) = train("alone")
+    outer, inner = train("outer", "inner")
+    assert alone.backwards == 3 and told(outer) == told(alone) and told(inner) == told(alone)
 
 
 def test_scopes_nest_and_repeat(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.source import variables
 from nanscope.capture.tape import TapeMode
-from nanscope.capture.unseen import is_traced, unseen
+from nanscope.capture.unseen import is_ours, is_traced, unseen
 
 
 class Observer(Protocol):
@@ -53,7 +53,7 @@ class Gates:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or torch.compiler.is_compiling():
+            if self._inside or torch.compiler.is_compiling() or is_ours():
                 return original(*args, **kwargs)
             if threading.get_ident() != self._thread:
                 self._failsafe("before-backward", self._elsewhere, "a backward pass")
@@ -148,7 +148,7 @@ class Gates:
         self._failsafe("resume", self._mode.wake, "step")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside:
+        if self._inside or is_ours():
             return
         if threading.get_ident() != self._thread:
             self._elsewhere("an optimizer step")
@@ -165,7 +165,7 @@ class Gates:
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepping is None or threading.get_ident() != self._thread:
+        if self._stepping is None or threading.get_ident() != self._thread or is_ours():
             return
         try:
             with self.aside():

@@ -25,7 +25,7 @@ from torch.nn.modules import module as hooks
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
-from nanscope.capture.unseen import is_traced, unseen
+from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.program.local import is_plain, unwrapped
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
@@ -210,7 +210,7 @@ class ModuleWatch:
         self._resume()
 
     def _begin(self, module: nn.Module) -> None:
-        if self.busy or threading.get_ident() != self._thread or is_traced():
+        if self.busy or threading.get_ident() != self._thread or is_traced() or is_ours():
             return
         weighted = self._weighted.get(module)
         if weighted is None:

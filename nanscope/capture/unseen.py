@@ -1,4 +1,5 @@
-"""Our own work goes unseen: past the trainer's dispatch and function modes, saved-tensor hooks, anomaly mode and profiler.
+"""Our own work goes unseen: past the trainer's dispatch and function modes, saved-tensor hooks, anomaly mode and profiler, and past the
+instruments of every other scope.
 
 They see the calls that they would see without us, and none of them can make what we compute fail or come out differently.
 """
@@ -7,12 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _INFRA = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+_OURS = ContextVar("nanscope is at work", default=False)
+
+
+def is_ours() -> bool:
+    """Is what runs now in this thread work of ours, on behalf of any scope, and none of the trainer's?"""
+    return _OURS.get()
 
 
 def is_traced() -> bool:
@@ -40,9 +49,16 @@ def is_watched() -> bool:
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """Do our own work in here. Costs next to nothing where nobody else looks."""
-    if not is_watched():
-        yield
-        return
+    before = _OURS.set(True)
+    try:
+        with _past_others() if is_watched() else contextlib.nullcontext():
+            yield
+    finally:
+        _OURS.reset(before)
+
+
+@contextlib.contextmanager
+def _past_others() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
