@@ -65,3 +65,15 @@ def is_spared(distortion: float | None) -> bool:
 def is_exact(distortion: float | None) -> bool:
     """Is a distortion nothing but rounding?"""
     return distortion is not None and distortion <= 1e-6
+
+
+def spans(numbers: Sequence[int], shown: int = 8) -> str:
+    """Return ascending whole numbers as "0–6, 8, 10–1023"; the first so many stretches of them."""
+    found: list[list[int]] = []
+    for one in numbers:
+        if found and one == found[-1][1] + 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    words = [str(first) if first == last else f"{first}–{last}" for first, last in found[:shown]]
+    return ", ".join([*words, *(["…"] if len(found) > shown else [])])

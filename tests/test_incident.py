@@ -25,7 +25,7 @@ INCIDENT = Incident(
 )  # fmt: skip
 
 FIELDS = {  # what schema 1 promises: where -> its names
-    "": "schema nanscope status sentence steps bad_steps backwards skipped incidents consequences notes gaps",
+    "": "schema nanscope status sentence steps bad_steps backwards skipped incidents consequences notes gaps ranks",
     "incidents.0": "step rank phase cause status headline sentence origin chain loss reached fixes rejected framework remedies notes "
     "snapshot reproduces reproduction settings objective environment consequence_of update micro_batch micro_batches",
     "incidents.0.origin": "op variable expression role index shape dtype value masked masked_by file line function module operands "

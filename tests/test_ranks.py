@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from nanscope.snapshot.runs import find_run
+from nanscope.verdict.run import verdict_of
+
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 First = tuple[int, str, str] | None  # of a rank's first incident: the rank that it names, cause, operator; None for a healthy run
@@ -162,15 +165,41 @@ def test_a_rank_that_skips_alone_is_told(told: Told) -> None:
         assert text.startswith("step 3: rank 0 skipped its update, rank 1 made it")
 
 
-def test_a_rank_without_a_fault_says_that_it_came_from_elsewhere(told: Told, folder: Path) -> None:
-    """In the merged report the origin comes first, then the rank that it reached, with its own cause; then the poisoned weights."""
+MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = {  # causes that the run's report tells, and its ranks
+    "ddp:none": ([], {"healthy": (0, 1)}),
+    "ddp:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
+    "ddp:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "ddp:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "ddp:clip": ([(0, NORM[0])], {"first": (0, 1)}),
+    "fsdp1_orig:late": ([(0, "unknown")], {"same step": (0,), "later": (1,)}),
+    "fsdp2:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
+    "fsdp2:loss_all": ([(0, "empty_mask_mean")], {"first": (0, 1)}),
+    "fsdp2:model": ([(0, "unknown")], {"first": (0,), "same step": (1,)}),
+    "fsdp2:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "tp:model_all": ([(0, "unknown")], {"first": (0, 1)}),
+    "tp:optimizer": ([(0, "magnitude_overflow")], {"first": (0,), "later": (1,)}),
+    "tp_loss:loss_all": ([(0, "unknown")], {"first": (0, 1)}),
+    "manual:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_the_report_of_a_run_tells_one_cause_and_who_followed(case: str, told: Told, folder: Path) -> None:
+    """Whatever spreads the model over the ranks; what came from another rank is no incident of its own."""
+    del told
+    found = verdict_of(find_run(folder / f"{case.replace(':', '-')}-record")[0])
+    assert found.ranks is not None and ([(i.rank, str(i.cause)) for i in found.causes], found.ranks.world) == (MERGED[case][0], 2)
+    assert {str(group.standing): group.ranks for group in found.ranks.groups} == MERGED[case][1]
+
+
+def test_the_report_is_made_by_the_command_line(told: Told, folder: Path) -> None:
+    """And says who was first."""
     del told
     run = folder / "ddp-loss-record"
     done = subprocess.run(
         [sys.executable, "-m", "nanscope", "report", str(run), "-o", str(run / "merged.json")], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 3, done.stderr
-    incidents = json.loads((run / "merged.json").read_text())["incidents"]
-    assert [(i["step"], i["rank"], i["cause"]) for i in incidents[:2]] == [(3, 0, "empty_mask_mean"), (3, 1, "allreduce_nan")]
-    assert "it came by all-reduce" in incidents[1]["sentence"] and "rank 0" in incidents[1]["sentence"]
-    assert {i["cause"] for i in incidents[2:]} == {"poisoned_weights"}
+    found = json.loads((run / "merged.json").read_text())
+    assert [(i["step"], i["rank"], i["cause"]) for i in found["incidents"]] == [(3, 0, "empty_mask_mean"), (4, 0, "poisoned_weights")]
+    assert found["sentence"].endswith("Rank 0 of 2 was first; 1 rank in the same step (by all-reduce) followed.")

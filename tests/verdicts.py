@@ -19,7 +19,7 @@ import nanscope
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.verdict import incident
+from nanscope.verdict import incident, standing
 from nanscope.verdict.diagnose import verdict as diagnosed
 from nanscope.verdict.incident import Incident, Note, Verdict
 
@@ -69,7 +69,7 @@ def hostile(kind: Any = Verdict, text: str = NASTY, count: int = 2) -> Any:
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind, vars(incident) | {"Any": Any})
+        hints = typing.get_type_hints(kind, vars(incident) | vars(standing) | {"Any": Any})
         return kind(**{field.name: _field(kind.__name__, field.name, hints[field.name], text, count) for field in dataclasses.fields(kind)})
     if origin in (typing.Union, types.UnionType):
         return hostile(next(arg for arg in args if arg is not type(None)), text, count)

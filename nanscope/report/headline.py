@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from nanscope.causes import CAUSES
 from nanscope.report.clean import Limits, clean, is_finite_number, numeral, real, two
+from nanscope.text import spans
 from nanscope.verdict.incident import Incident, Verdict
+from nanscope.verdict.standing import Ranks, Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,27 @@ def consequences_of(verdict: Verdict) -> tuple[str, ...]:
         saved = next((i.snapshot for i in verdict.incidents if i.consequence_of == found.of and i.snapshot), None)
         lines.append(f"{gappy}{span}: {words} of step {found.of}" + (f" ({clean(saved)})" if saved else ""))
     return tuple(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A row of the table of ranks. state: how it is coloured."""
+
+    standing: str
+    which: str
+    since: str
+    how: str
+    state: str
+
+
+RANK_HEADS = ("", "ranks", "since", "how")
+_STATES = {Standing.FIRST: "harm", Standing.HEALTHY: "proven", Standing.NOT_ENDED: "doubt", Standing.UNHEARD: "doubt"}
+
+
+def rank_rows(ranks: Ranks) -> tuple[RankRow, ...]:
+    """Return who was first and who followed, a row for each standing."""
+    rows = []
+    for group in ranks.groups:
+        many = f"{spans(group.ranks)} ({len(group.ranks)})" if len(group.ranks) > 1 else spans(group.ranks)
+        rows.append(RankRow(str(group.standing), many, group.steps_words, group.came_words, _STATES.get(group.standing, "quiet")))
+    return tuple(rows)

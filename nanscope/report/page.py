@@ -11,7 +11,7 @@ from pathlib import PurePath
 from nanscope.report.chain import ChainItem, chain_of
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.draw import Chart, Map, chart_of, map_of
-from nanscope.report.headline import Fact, calm, consequences_of, facts_of, lead_and_rest
+from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
 from nanscope.report.history import panels_of
 from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
@@ -88,6 +88,8 @@ class Page:
     more: str
     notes: tuple[tuple[str, str], ...]
     unseen: str
+    ranks: tuple[RankRow, ...]
+    rank_heads: tuple[str, ...]
 
 
 def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]) -> Page:
@@ -120,6 +122,8 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         more=f"… {len(verdict.causes) - len(listed)} more" if len(verdict.causes) > len(listed) else "",
         notes=(*(("consequences", words) for words in consequences_of(verdict)[: limits.items]), *_notes(notes, limits)),
         unseen=clean(gap_words(verdict.gaps), limits.long) if verdict.incidents else "",
+        ranks=rank_rows(verdict.ranks) if verdict.ranks is not None and verdict.incidents else (),
+        rank_heads=RANK_HEADS if verdict.ranks is not None else (),
     )
 
 

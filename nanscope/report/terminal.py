@@ -18,12 +18,13 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
-from nanscope.report.headline import consequences_of
+from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
+from nanscope.verdict.standing import Ranks
 
 CHAIN = 12  # links shown
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
@@ -58,6 +59,7 @@ def _verdict(verdict: Verdict) -> RenderableType:
         parts += [Text(""), incident_shown(incident)]
     followed = consequences_of(verdict)
     parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
+    parts += [Text(""), _ranks(verdict.ranks)] if verdict.ranks is not None else []
     shown = len({(incident.step, incident.update) for incident in verdict.causes})
     more = verdict.bad_steps - shown - sum(found.count for found in verdict.aftermath)
     counts = f"{count(verdict.steps, 'step')} watched"
@@ -67,6 +69,14 @@ def _verdict(verdict: Verdict) -> RenderableType:
     if verdict.gaps:
         parts.append(Padding(Text(f"not seen: {clean(gap_words(verdict.gaps))}", DOUBT), (0, 2)))
     return Group(*parts)
+
+
+def _ranks(ranks: Ranks) -> RenderableType:
+    """The table of who was first, and who followed."""
+    shown = table(*RANK_HEADS)
+    for row in rank_rows(ranks):
+        shown.add_row(Text(row.standing, STATES[row.state]), Text(row.which), Text(row.since), Text(row.how))
+    return Padding(shown, (0, 2))
 
 
 def incident_shown(incident: Incident) -> RenderableType:

@@ -23,6 +23,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     checksum      of the whole file, against damage on its way (see `checksum`; since schema 3)
     run           id of the run, as in its run.json      consequence_of   the earlier step that had spoilt the weights
     update        which one of the steps that the loop gives this number, from 1    backward    which backward pass of the run
+    came, site    how the step came to this rank: made, all-reduce, weights, model; and where it was made, in short
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -183,6 +184,8 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "consequence_of": snapshot.consequence_of,
         "update": snapshot.update,
         "backward": snapshot.backward,
+        "came": str(snapshot.came),
+        "site": snapshot.site,
     }
     found: dict[str, Any] = show(described)
     return found

@@ -5,9 +5,10 @@ nanscope.history("nanscope-runs").plot(y=["grad_norm", "log_ratio_max"], logy=Tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
 from nanscope.plain import frame as frame_of
-from nanscope.snapshot.runs import latest
+from nanscope.snapshot.runs import histories, latest
 
 SUFFIX = ".jsonl"
 
@@ -95,39 +96,67 @@ class History:
 
 def read(path: Path) -> list[Entry]:
     """Return the entries of a history file; a last line that a killed process left half-written is skipped."""
-    return _entries(path.read_bytes())
+    return list(_entries(path.read_bytes().splitlines()))
 
 
-def _entries(lines: bytes) -> list[Entry]:
-    entries = []
-    for line in lines.splitlines():
-        try:
-            entries.append(Entry.from_json(json.loads(line)))
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            continue
-    return entries
+def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            yield Entry.from_json(json.loads(line))
 
 
 TAIL_BYTES = 1 << 16  # in which the last line of a history surely stands
 
 
-def last_entry(path: Path) -> Entry | None:
-    """Return the last entry of a history file without reading the rest of it, None if there is none."""
+def last_entries(path: Path) -> Iterator[Entry]:
+    """Yield the last entries of a history file, the last one first, without reading the rest of it; nothing if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return next(iter(reversed(_entries(file.read()))), None)
+            lines = file.read().splitlines()
     except OSError:
-        return None
+        return
+    yield from _entries(reversed(lines))
 
 
-def count_lines(path: Path) -> int:
-    """Return how many lines a file has, 0 if it cannot be read."""
+def last_entry(path: Path) -> Entry | None:
+    """Return the last entry of a history file without reading the rest of it, None if there is none."""
+    return next(last_entries(path), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A history in short. steps, bad: how many. first_bad, last: of them."""
+
+    steps: int = 0
+    bad: int = 0
+    first_bad: Entry | None = None
+    last: Entry | None = None
+
+
+BLOCK = 1 << 20  # bytes of a history that are held at a time
+
+BAD = b'"nonfinite": true'
+
+
+def outline(path: Path) -> Outline:
+    """Return a history in short, read in blocks however long it is; an empty one if it cannot be read."""
+    steps = bad = 0
+    first_bad, rest = None, b""
     try:
         with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+            for block in iter(lambda: file.read(BLOCK), b""):
+                lines, _, rest = (rest + block).rpartition(b"\n")
+                steps += lines.count(b'{"step": ')
+                found = lines.count(BAD)
+                if found and first_bad is None:
+                    at = lines.find(BAD)
+                    first_bad = next(_entries([lines[lines.rfind(b"\n", 0, at) + 1 : (lines + b"\n").find(b"\n", at)]]), None)
+                bad += found
+                rest = rest[-TAIL_BYTES:]  # no line of ours is longer
     except OSError:
-        return 0
+        return Outline()
+    return Outline(steps, bad, first_bad, last_entry(path))
 
 
 def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
@@ -136,7 +165,7 @@ def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
     run_dir: of one run, or a folder of runs: of those the latest.
     Raises NanscopeError with the slug "no-run" if there is no history in the folder.
     """
-    files = sorted((latest(Path(run_dir)) or Path(run_dir)).glob("history.rank*.jsonl"))
+    files = histories(latest(Path(run_dir)) or Path(run_dir)).values()
     if not files:
         raise NanscopeError(
             f"there is no history.rank*.jsonl in {str(run_dir)!r}: a run directory is what a watched run wrote", slug="no-run"

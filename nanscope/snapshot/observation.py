@@ -45,6 +45,18 @@ UNTRACED = "untraced"  # the backward of a model that could not be made again, o
 WRITTEN_LATE = "write"  # whoever wrote to it after the ranks had put theirs together
 
 
+FED = frozenset({"module", "unknown"})  # an origin that nobody could look into: it came out of the model
+
+
+class Came(StrEnum):
+    """How a bad step came to a rank."""
+
+    MADE = "made"  # here
+    REDUCED = "all-reduce"  # by a gradient that another rank made
+    WEIGHTS = "weights"  # by weights that an earlier step had spoilt
+    MODEL = "model"  # out of the model, and nobody could look into it
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The first harmful value.
@@ -187,6 +199,15 @@ class Observation:
     def suspect(self) -> bool:
         """Everything is finite, and the step is ruined all the same."""
         return self.kind in (Kind.SPIKE, Kind.SWALLOWED)
+
+    @property
+    def came(self) -> Came:
+        """How it came to this rank, as far as this rank can tell."""
+        if self.kind is Kind.ARRIVED:
+            return Came.REDUCED
+        if self.phase is Phase.WEIGHTS:
+            return Came.WEIGHTS
+        return Came.MODEL if self.origin.op in FED else Came.MADE
 
     def joined(self, seen: Observation) -> Observation:
         """Return this with what only the process could see: what happened to the step, and what stood around it."""

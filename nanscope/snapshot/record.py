@@ -15,10 +15,12 @@ from typing import Any
 
 from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
+from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status
 from nanscope.snapshot.files import write_whole
-from nanscope.snapshot.history import count_lines, last_entry
+from nanscope.snapshot.history import last_entry, outline
 from nanscope.snapshot.processes import lives
+from nanscope.snapshot.runs import bad_step_files, histories
 
 SCHEMA = 1
 LARGEST = 16 << 20  # bytes; what is longer was not written by us
@@ -53,7 +55,7 @@ class RunRecord:
     run: id of the run, the same in all of its files. script: what was run. started, ended: local time with its distance from UTC.
     process: see `processes`. status: "running", or what the verdict was. raised: class of the exception that ended the block.
     steps, skipped, bad_steps, backwards: counts. gaps: what was not watched. notes: as in the verdict. aftermath: consequences of bad
-    steps.
+    steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
     nanscope: the release.
     """
@@ -79,6 +81,8 @@ class RunRecord:
     targets: tuple[str, ...] = ()
     nanscope: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
+    world: int = 0
+    first: BadStep | None = None
 
     @property
     def file_name(self) -> str:
@@ -123,20 +127,30 @@ def records(run_dir: Path) -> list[RunRecord]:
 
     Raises NanscopeError with the slug "run-damaged" for one that cannot be read.
     """
-    found = []
-    for path in sorted(run_dir.glob("run*.json")):
-        if path.name == "run.json" or path.name.startswith("run.rank"):
-            try:
-                if path.stat().st_size > LARGEST:
-                    raise ValueError("it is too large")
-                found.append(RunRecord.from_json(json.loads(path.read_bytes())))
-            except OSError as error:
-                raise NanscopeError(f"{path} cannot be read ({error.strerror or error})", slug="run-damaged") from None
-            except (ValueError, TypeError, RecursionError) as error:
-                what = "not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)[:200]
-                message = f"{path} is damaged ({what}); the snapshots beside it can be reported one by one"
-                raise NanscopeError(message, slug="run-damaged") from None
+    found = [_read(path) for path in run_dir.glob("run*.json") if path.name == "run.json" or path.name.startswith("run.rank")]
     return sorted(found, key=lambda record: record.rank)
+
+
+def record_of(run_dir: Path, rank: int) -> RunRecord | None:
+    """Return what one process of a run wrote of it, None if there is nothing; its name is asked for, since a folder may list it late.
+
+    Raises NanscopeError as `records` does.
+    """
+    path = run_dir / RunRecord(rank=rank).file_name
+    return _read(path) if path.exists() else None
+
+
+def _read(path: Path) -> RunRecord:
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError("it is too large")
+        return RunRecord.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise NanscopeError(f"{path} cannot be read ({error.strerror or error})", slug="run-damaged") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        what = "not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)[:200]
+        message = f"{path} is damaged ({what}); the snapshots beside it can be reported one by one"
+        raise NanscopeError(message, slug="run-damaged") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +179,21 @@ def listed(run_dir: Path) -> Listed:
         found, damaged = records(run_dir), False
     except NanscopeError:
         found, damaged = [], True
-    histories = sorted(run_dir.glob("history.rank*.jsonl"))
-    last = [entry.time for path in histories if (entry := last_entry(path)) is not None]
+    written = histories(run_dir)
+    last = [entry.time for path in written.values() if (entry := last_entry(path)) is not None]
+    ended = {record.rank for record in found if record.status != RUNNING}
+    counted = [outline(path).steps for rank, path in written.items() if rank not in ended]
     first = found[0] if found else RunRecord(status="")
     return Listed(
         path=str(run_dir),
         script=first.script,
         started=first.started,
         status="damaged" if damaged else state(found),
-        steps=max([record.steps for record in found] + [count_lines(path) for path in histories], default=0),
+        steps=max([*(record.steps for record in found), *counted], default=0),
         bad_steps=max([record.bad_steps for record in found], default=0),
-        ranks=max(len(histories), len(found)),
+        ranks=max(len(written), len(found)),
         size=sum(path.stat().st_size for path in run_dir.iterdir() if path.is_file()),
-        snapshots=sum(1 for _ in run_dir.glob("step-*.rank*.safetensors")),
+        snapshots=sum(1 for _ in bad_step_files(run_dir)),
         last=max(last, default=None),
     )
 

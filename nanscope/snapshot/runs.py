@@ -8,6 +8,7 @@ nanscope-runs/
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
@@ -23,6 +24,22 @@ _OURS = re.compile(r"run(\.rank\d+)?\.json|history\.rank\d+\.jsonl|step-\d+\.ran
 def wrote(name: str) -> bool:
     """Is this what a file of a run is called?"""
     return _OURS.fullmatch(name) is not None
+
+
+def history_path(run_dir: Path, rank: int) -> Path:
+    """Return where a rank writes a line for each of its steps."""
+    return run_dir / f"history.rank{rank}.jsonl"
+
+
+def histories(run_dir: Path) -> dict[int, Path]:
+    """Return the histories of a run by rank, the lowest first."""
+    found = ((re.fullmatch(r"history\.rank(\d+)\.jsonl", path.name), path) for path in run_dir.glob("history.rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
+
+
+def bad_step_files(run_dir: Path, step: int | None = None) -> Iterator[Path]:
+    """Yield the snapshots of the bad steps of a run, or of one of them, in no order."""
+    return run_dir.glob(f"step-{'*' if step is None else f'{step:06d}'}.rank*.safetensors")
 
 
 def is_run(folder: Path) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from nanscope.program.program import Program
 from nanscope.snapshot.history import Entry
-from nanscope.snapshot.observation import UNSEEN, Observation
+from nanscope.snapshot.observation import UNSEEN, Came, Observation
 
 
 class Stepped(StrEnum):
@@ -55,7 +56,7 @@ class Snapshot:
     step: the number that the loop gives it, else counted from 1. update: which one of the steps of this number, from 1. part: which
     backward pass of the step (micro-batch), from 1. backward: which one of the run, 0 if not known. asked: saved on request; nothing was
     wrong. run: id of the run. consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
-    found: where the process located it, for the line on the log; in no file, since a reader finds it again.
+    found: where the process located it, for the line on the log; of that a file keeps `came` and `site`, since a reader finds it again.
     """
 
     step: int
@@ -86,6 +87,24 @@ class Snapshot:
         update = f".update{self.update}" if self.update > 1 else ""
         part = f".part{self.part}" if self.part > 1 else ""
         return f"{'batch' if self.asked else 'step'}-{self.step:06d}.rank{self.rank}{update}{part}.safetensors"
+
+    @property
+    def came(self) -> Came:
+        """How it came to this rank."""
+        return Came.WEIGHTS if self.consequence_of is not None else self._told.came
+
+    @property
+    def site(self) -> str:
+        """Where it was made, in short, and alike on ranks that met the same; "" if that is not known, or was on another rank."""
+        seen = self._told
+        if seen.phase is None or self.came is Came.REDUCED:
+            return ""
+        where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else seen.origin.variable or ""
+        return f"{where} {seen.origin.op}".strip()
+
+    @property
+    def _told(self) -> Observation:
+        return self.observation if self.observation.outside or self.found.phase is None else self.found
 
     @property
     def place(self) -> str:

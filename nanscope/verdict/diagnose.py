@@ -28,6 +28,7 @@ from nanscope.verdict.map import picture_of
 from nanscope.verdict.remedies import known, remedies
 from nanscope.verdict.rules import cause_of
 from nanscope.verdict.sentence import sentence
+from nanscope.verdict.standing import Ranks
 from nanscope.version import __version__
 
 
@@ -42,11 +43,12 @@ def verdict(
     backwards: int = 0,
     gaps: Sequence[Gap] = (),
     aftermath: Sequence[Aftermath] = (),
+    ranks: Ranks | None = None,
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
-    aftermath: which steps are consequences.
+    aftermath: which steps are consequences. ranks: who was first, and who followed.
     """
     incidents: list[Incident] = []
     poisoned: int | None = None
@@ -71,6 +73,7 @@ def verdict(
         backwards,
         tuple(gaps),
         tuple(aftermath),
+        ranks,
     )
 
 

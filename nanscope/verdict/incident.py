@@ -15,6 +15,7 @@ from nanscope.snapshot.observation import Link, Origin, Row
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
+from nanscope.verdict.standing import Ranks
 
 
 class NonFiniteError(Deliberate):
@@ -129,7 +130,7 @@ class Picture:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
-    aftermath: the consequences of incidents, saved or not.
+    aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed.
     """
 
     incidents: tuple[Incident, ...]
@@ -141,6 +142,7 @@ class Verdict:
     backwards: int = 0
     gaps: tuple[Gap, ...] = ()
     aftermath: tuple[Aftermath, ...] = ()
+    ranks: Ranks | None = None
 
     @property
     def healthy(self) -> bool:
@@ -167,7 +169,8 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one sentence."""
         if self.incidents:
-            return self.incidents[0].sentence
+            spread = self.ranks.sentence if self.ranks is not None else ""
+            return " ".join(filter(None, (self.incidents[0].sentence, spread and f"{spread}.")))
         unseen = f"not seen: {gap_words(self.gaps)}" if self.gaps else ""
         if self.status is Status.UNWATCHED:
             return f"nothing was watched, so nothing can be said of this run: {unseen or 'no backward pass and no optimizer step ran here'}"
@@ -192,6 +195,7 @@ class Verdict:
             "consequences": [asdict(found) for found in self.aftermath],
             "notes": [_note_json(note) for note in self.notes],
             "gaps": [asdict(gap) for gap in self.gaps],
+            "ranks": self.ranks and self.ranks.to_json(),
         }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.program.program import Program
+from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
@@ -33,7 +34,7 @@ from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import MAX_BYTES, Disk
 from nanscope.watching.peers import PATIENCE, Peers, of_other_ranks
-from nanscope.watching.place import Place, settle_somewhere
+from nanscope.watching.place import Place, rank_and_world, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.surroundings import environment, has_peers
@@ -83,7 +84,8 @@ class Logbook:
             self.folder, self.rank = place.path, place.rank
             self._peers = Peers(place.path, place.rank)
             self.history = History(place.path / f"history.rank{place.rank}.jsonl", place.run)
-            self._record = replace(self._record, run=place.run, rank=place.rank)
+            world = rank_and_world()[1] if place.shared else 0
+            self._record = replace(self._record, run=place.run, rank=place.rank, world=world)
             self._disk = Disk(place.path, self._max_bytes)
             self._teller = Teller(place.path, place.rank if place.shared else None)
         self._put()
@@ -292,6 +294,7 @@ class Logbook:
             notes=tuple(Remark(note.slug, note.text, note.step) for note in (*self.notes, *self._not_on_disk())),
             aftermath=tuple(self.poisoning.aftermath),
             held_peak=self.held_peak,
+            first=BadStep.of_snapshot(min(self.snapshots, key=lambda one: one.observation.suspect)) if self.snapshots else None,
         )
         self._disk.write(self._record)
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanscope.program.numbers import is_finite
-from nanscope.snapshot.observation import Observation, Phase
+from nanscope.snapshot.observation import FED, Observation, Phase
 from nanscope.snapshot.record import Aftermath
 from nanscope.watching.recording import Recording
-
-FED = frozenset({"module", "unknown"})  # an origin that nobody could look into: it came out of the model
 
 
 class Poisoning:

@@ -1,0 +1,121 @@
+"""The verdict on a run directory that many ranks wrote: one cause, and who followed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.scale import FROM_THE_END, Real, real_run, write_run
+
+from nanscope.report.html import render_html
+from nanscope.report.terminal import render_text
+from nanscope.snapshot.file import save
+from nanscope.snapshot.record import RUNNING, records
+from nanscope.snapshot.runs import bad_step_files, history_path
+from nanscope.verdict.incident import Verdict
+from nanscope.verdict.run import MOST, verdict_of
+from nanscope.verdict.standing import Standing
+
+RANKS, STEPS = 16, 200
+AT = STEPS - FROM_THE_END
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
+    """What a real run of two ranks left."""
+    return Real.of(real_run(tmp_path_factory.mktemp("real")))
+
+
+@pytest.fixture
+def run(real: Real, tmp_path: Path) -> Path:
+    """The directory of a run of many ranks: each has a hit, and the last one left nothing."""
+    write_run(real, tmp_path / "run", RANKS, STEPS)
+    return tmp_path / "run"
+
+
+def steps_of(verdict: Verdict) -> list[tuple[int, int, str]]:
+    """Step, rank and cause of what is told."""
+    return [(incident.step, incident.rank, str(incident.cause)) for incident in verdict.incidents]
+
+
+def test_many_ranks_with_a_hit_are_one_incident(run: Path) -> None:
+    """The rank that made it, with its cause and the consequence on it; of the others one line for each way in which it came to them."""
+    found = verdict_of(run)
+    assert steps_of(found) == [(AT, 8, "empty_mask_mean"), (AT + 1, 8, "poisoned_weights")] and len(found.causes) == 1
+    assert found.ranks is not None and found.ranks.to_json() == {
+        "world": RANKS,
+        "groups": [
+            {"standing": "first", "ranks": [8], "steps": [AT, AT], "came": ["made"]},
+            {"standing": "same step", "ranks": [0, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14], "steps": [AT, AT], "came": ["all-reduce"]},
+            {"standing": "later", "ranks": [1, 9], "steps": [AT + 1, AT + 1], "came": ["weights"]},
+            {"standing": "never heard of", "ranks": [15], "steps": None, "came": []},
+        ],
+    }
+    assert (found.steps, found.bad_steps, [one.of for one in found.aftermath]) == (STEPS, FROM_THE_END + 1, [AT])
+    assert json.loads(json.dumps(found.to_json()))["ranks"] == found.ranks.to_json()
+
+
+def test_the_sentence_names_who_was_first_and_what_carried_it(run: Path) -> None:
+    """After what happened; and the renderers show the table."""
+    found = verdict_of(run)
+    assert found.sentence.endswith(
+        "Rank 8 of 16 was first; 12 ranks in the same step (by all-reduce) and 2 ranks later (through the weights) followed."
+    )
+    text, page = render_text(found), render_html(found)
+    assert "same step       0, 2–7, 10–14 (12)  step 190  by all-reduce" in text and text.count("● step") == 1
+    assert "<td>0, 2–7, 10–14 (12)</td><td>step 190</td><td>by all-reduce</td>" in page and page.count('id="incident-') == 1
+
+
+def test_ranks_that_left_nothing_or_did_not_end_are_named(run: Path) -> None:
+    """With what is known of them, and as one gap however many they are."""
+    gaps = {gap.slug: gap.text for gap in verdict_of(run).gaps}
+    assert gaps["unheard"] == "rank 15 of 16 never reported: there is no file of it"
+    assert gaps["unfinished"].startswith(f"what ranks 1, 3, 5, 7, 9, 11, 13 of 16 did after step {STEPS}, which ended at ")
+
+
+def test_what_the_heads_do_not_say_the_records_and_the_lines_do(run: Path) -> None:
+    """A rank that wrote no snapshot stands in the table all the same, whether it came to write a record or was killed."""
+    expected = verdict_of(run).ranks
+    for path in bad_step_files(run):
+        if "rank8." not in path.name:
+            path.unlink()
+    assert verdict_of(run).ranks == expected
+    for record in records(run):
+        if record.status == RUNNING:
+            replace(record, first=None).write(run)
+    found = verdict_of(run).ranks
+    assert found is not None and expected is not None and found.of(Standing.LATER) == expected.of(Standing.LATER)
+    assert found.of(Standing.SAME_STEP) == expected.of(Standing.SAME_STEP) and found.of(Standing.FIRST) == (8,)
+
+
+def test_where_nobody_made_it_one_of_those_that_it_reached_is_told(run: Path) -> None:
+    """The rank that made it left nothing: the others say that it came to them, once."""
+    for path in (*run.glob("step-*.rank8.*"), run / "run.rank8.json", history_path(run, 8)):
+        path.unlink()
+    found = verdict_of(run)
+    assert steps_of(found)[0] == (AT, 0, "allreduce_nan") and len(found.causes) == 1
+    assert found.ranks is not None and found.ranks.of(Standing.FIRST) == () and found.ranks.of(Standing.UNHEARD) == (8, 15)
+    assert found.sentence.endswith("no rank says that it made it.")
+
+
+def test_ranks_that_met_the_same_by_themselves_are_one_incident(real: Real, run: Path) -> None:
+    """At the same line in the same step; at another line, or in another step, it is another cause."""
+    for rank in (2, 3, 4):
+        save(replace(real.made, rank=rank, step=AT), run)
+    save(replace(real.made, rank=5, step=AT + 5), run)
+    found = verdict_of(run)
+    assert [(one.step, one.rank) for one in found.causes] == [(AT, 2), (AT + 5, 5)]
+    assert found.ranks is not None and found.ranks.of(Standing.FIRST) == (2, 3, 4, 8)
+    assert "4 of 16 ranks met it by themselves, rank 2 is shown" in found.sentence
+
+
+def test_only_so_many_causes_are_explained(real: Real, tmp_path: Path) -> None:
+    """Of a run in which each step has one of its own; how many more there are is said."""
+    for rank in range(MOST + 3):
+        save(replace(real.made, rank=rank, step=rank + 1, reached=replace(real.made.reached, bad_weights=0)), tmp_path)
+    found = verdict_of(tmp_path)
+    assert len(found.incidents) == MOST and [note.text for note in found.notes if note.slug == "not_explained"] == [
+        "3 further bad steps have a cause of their own: `nanscope report FILE` explains one"
+    ]
