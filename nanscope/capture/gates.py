@@ -34,6 +34,7 @@ class Observer(Protocol):
     def after_backward(self) -> None: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def passed_over(self) -> None: ...
     def elsewhere(self, what: str) -> None: ...
 
 
@@ -45,6 +46,7 @@ class Gates:
         self._mode, self._modules, self._failsafe = mode, modules, failsafe
         self._thread = threading.get_ident()
         self._inside = False
+        mode.tape.doubts.again = self._passed_over
         self._stepping: torch.optim.Optimizer | None = None  # between its two hooks; a step that raises never reaches the second
 
     def install(self, undo: contextlib.ExitStack) -> None:
@@ -129,6 +131,10 @@ class Gates:
     def _end(self) -> None:
         self._modules.busy = False
         self._mode.wake("backward")
+
+    def _passed_over(self) -> None:
+        with self.aside():
+            self._failsafe("passed-over", self._observer.passed_over)
 
     def _elsewhere(self, what: str) -> None:
         """Tell what another thread does: it is not watched."""

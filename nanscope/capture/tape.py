@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import (
 
 from nanscope.capture.account import Balance
 from nanscope.capture.counting import COUNTER, is_counted_here
+from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.layout import is_dense, is_turned
@@ -42,6 +43,7 @@ from nanscope.capture.source import site_of
 from nanscope.capture.unseen import is_faked, unseen
 from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
+from nanscope.errors import Deliberate
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
@@ -64,7 +66,7 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
-    measured: address and size of a tensor → the first 2-norm that was taken of it so.
+    measured: address and size of a tensor → the first 2-norm that was taken of it so. doubts: of the trainer's code about its losses.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None) -> None:
@@ -81,6 +83,7 @@ class Tape:
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self.log, self.known)
         self._slicing = Slicing(self.log, self.known)
+        self.doubts = Doubts(self.known, self.log, self.account, self.program)
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._reduced: deque[int] = deque(maxlen=NORMS)  # memory that a collective has written to
@@ -104,7 +107,7 @@ class Tape:
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
         if operator.name in SILENT:
-            return None
+            return (operator, None, None) if operator.name == ANSWER else None
         try:
             arg = self._arg
             self.log.read.clear()
@@ -120,7 +123,10 @@ class Tape:
     def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
         """Write down the call that `before` was told of."""
         operator, noted, target = noting
-        if noted is None:
+        if operator.name == ANSWER:
+            if is_doubtful(result):
+                self._answered(args[0], result)
+        elif noted is None:
             self._forget_results(result)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 self._after_norm(part for item in tensors_of(result) if (part := local(item)) is not None)
@@ -130,6 +136,12 @@ class Tape:
             self._after_call(operator, noted, result)
         if self.known.length > self._due:
             self.collect()
+
+    def _answered(self, tensor: Tensor, answer: object) -> None:
+        with contextlib.suppress(Unseen):
+            value = self.value_of(tensor) if node_of(tensor) is not None else self.find(tensor)
+            if value is not None:
+                self.doubts.answered(value, answer, self.callers.caller)
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
@@ -465,6 +477,8 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args)
             with unseen():
                 return function(*args)
+        except Deliberate:
+            raise
         except Exception as error:
             self.tape.broken = type(error).__name__
             if self._failsafe is None:

@@ -5,7 +5,6 @@ While all is well a step costs one line of history. What is bad at a gate is han
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -32,6 +31,7 @@ from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import Sizes
 from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
@@ -75,6 +75,7 @@ class Step:
         self.counts = Counts(examiner.targets)
         self._optimizers = Optimizers()
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
+        self._passed = PassedOver(tape, modules, logbook)
         self._search = Search()
         self._sizes = Sizes()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
@@ -91,19 +92,17 @@ class Step:
         if self._current is not None:
             self._current.let_go()  # its backward pass raised, and was never seen to end
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
+        sliced = [] if self._tape.broken else [self._sliced(root) for root in roots]
+        self._failsafe("passed-over", self._keep_passed_over, [program for program, _ in sliced if program is not None])
         if self._closed:
             self._open()
         self.counts.begin()
-        program: Program | None = None
-        tensors: dict[int, Tensor] = {}
-        root, (calls, frozen) = roots[0], self._modules.finish()
-        if len(roots) == 1 and seeds[0] is None and not self._tape.broken:
-            with contextlib.suppress(LookupError):
-                program, tensors = self._tape.program(self._tape.value_of(root))
+        program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
+        calls, frozen = self._modules.finish()
         recording = Recording(
             program,
             tensors,
-            readable([root], "losses", self._logbook.gap)[0],
+            readable(roots[:1], "losses", self._logbook.gap)[0],
             calls,
             scale_of(program, tensors, self._tape.scaler),
             glimpses=tuple(self._tape.glimpses.values()),
@@ -155,6 +154,7 @@ class Step:
         self._stepping = True
         if self._closed and not self._recordings.made:  # gradients that no backward pass here has made
             self._open()
+        self._failsafe("passed-over", self._keep_passed_over, [])
         self._first = not optimizer.state
         self._optimizers.add(optimizer, self._modules.seen)
         found_inf = getattr(optimizer, "found_inf", None)
@@ -206,6 +206,7 @@ class Step:
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
         self._look_whether_it_was_dropped(last=True)
+        self._failsafe("passed-over", self._keep_passed_over, [])
         self._logbook.held_peak = self._tape.account.peak
         if self._closed or not self._recordings.made:
             return
@@ -222,6 +223,10 @@ class Step:
         self._current = None
         self._recordings.clear()
         self._ending.left.forget()
+
+    def passed_over(self) -> None:
+        """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
+        self._keep_passed_over([])
 
     # A step that no optimizer takes.
 
@@ -249,6 +254,28 @@ class Step:
         self._close(stepped)
         if stop:
             self._stop()
+
+    def _keep_passed_over(self, programs: list[Program]) -> None:
+        """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now."""
+        for recording in self._passed.losses(programs, self.number):
+            alone = self._closed
+            if alone:
+                self._open()
+            self.counts.begin()
+            recording.micro_batch = self.counts.micro_batch
+            self._line.add_loss(float(recording.loss))
+            self._keep(Hit(recording, Reached(recording.value), loss_bad=True))
+            if alone:
+                self._mark(stepped=Stepped.BY_TRAINER)
+                self._close(Stepped.BY_TRAINER)
+            if self._on_nonfinite == "stop":
+                self._stop()
+
+    def _sliced(self, root: Tensor) -> tuple[Program | None, dict[int, Tensor]]:
+        try:
+            return self._tape.program(self._tape.value_of(root))
+        except LookupError:
+            return None, {}
 
     def _skip(self, scale: LossScale) -> None:
         """A scaled step was skipped, as a scaler does that looks for its scale."""

@@ -1,0 +1,135 @@
+"""What the trainer's own code asks of a value that has a gradient: its number (`loss.item()`), or a truth (`if not isfinite(loss)`).
+
+What it asks so it takes for its loss, or for a metric; a loss that is not finite it may well never differentiate. The answer goes to the
+host anyway, so to listen costs nothing: a number that is finite is forgotten at once, and so is a value on a CPU that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.account import Balance, Holding
+from nanscope.capture.entries import Value, node_of
+from nanscope.capture.log import Log
+from nanscope.capture.values import Values
+from nanscope.program.numbers import is_finite
+from nanscope.program.program import Program
+
+ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
+STEPS = 32  # values that are gone through from an answer back to what it is about
+SMALL = 64  # elements of a tensor that is held until somebody asks for its extremes
+FULL = 16  # places at which something is in doubt at a time
+
+Sliced = tuple[Program, dict[int, Tensor]]
+Place = tuple[CodeType | None, int]
+
+
+def is_doubtful(answer: Any) -> bool:
+    """May it be about something that is not finite? A truth may, a number tells itself."""
+    return type(answer) is bool or (type(answer) is float and not math.isfinite(answer))
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Can it be read without waiting for a device?"""
+    return tensor.is_cpu
+
+
+@dataclass(slots=True)
+class Doubt:
+    """One value that was asked about, and is, or may be, not finite.
+
+    extremes: of its elements, or all of them, still on its device. tested: a truth was asked for, not the number. program, tensors: as it
+    was computed, where it could be held. Whoever takes it closes it.
+    """
+
+    value: Value
+    extremes: Tensor
+    tested: bool
+    program: Program | None = None
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    holding: Holding | None = None
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        self.program, self.tensors = None, {}
+        if self.holding is not None:
+            self.holding.close()
+
+
+class Doubts:
+    """Those of which nobody knows yet whether they will be differentiated.
+
+    again: is called where the code that asked asks once more: the loop has come round, and what was in doubt before it was passed over.
+    """
+
+    def __init__(self, known: Values, log: Log, account: Balance, program: Callable[[Value], Sliced]) -> None:
+        self.again: Callable[[], None] = lambda: None
+        self._known, self._log, self._account, self._program = known, log, account, program
+        self._open: dict[Place, list[Doubt]] = {}
+
+    def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
+        """An element of a value has gone to the host. place: where in the trainer's code."""
+        doubts = [doubt for one in self._about(value) if (doubt := self._doubt(one, type(answer) is bool)) is not None]
+        if not doubts:
+            return
+        where = place()
+        before = self._open.get(where, doubts)
+        if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
+            self.again()
+        if where in self._open or len(self._open) >= FULL:
+            for doubt in doubts:
+                doubt.close()
+        else:
+            self._open[where] = doubts
+
+    def take(self) -> list[Doubt]:
+        """Return all of them, in order, and begin anew."""
+        found = [doubt for doubts in self._open.values() for doubt in doubts]
+        self._open = {}
+        return found
+
+    def open(self, doubt: Doubt) -> None:
+        """Hold the program of a value, where there is room for it."""
+        if doubt.program is None:
+            try:
+                program, tensors = self._program(doubt.value)
+            except LookupError:
+                return
+            doubt.holding = Holding(self._account)
+            if doubt.holding.add(*tensors.values()):
+                doubt.program, doubt.tensors = program, tensors
+
+    def _doubt(self, value: Value, tested: bool) -> Doubt | None:
+        tensor = value.tensor
+        if tensor is None or node_of(tensor) is None or not tensor.numel():  # too large to be held, or a parameter
+            return None
+        if at_hand(tensor) and bool(is_finite(tensor)):
+            return None
+        kept = tensor.detach()
+        kept = kept.clone() if tensor.numel() <= SMALL else torch.stack(torch.aminmax(kept))
+        doubt = Doubt(value, kept, tested)
+        if at_hand(tensor):
+            self.open(doubt)
+        return doubt
+
+    def _about(self, value: Value) -> list[Value]:
+        """Return the values with a gradient that an answer is about: the last ones that had one, on the way to it."""
+        by_id, entries, made_by = self._known.by_id, self._log.entries, self._known.made_by
+        found: dict[int, Value] = {}
+        way, left = [value], STEPS
+        while way and left:
+            one, left = way.pop(), left - 1
+            made = entries.get(made_by.get(one.id, -1))
+            absolute = made is not None and made.op == "aten.abs.default" and one is not value  # `isfinite` takes it of what it asks about
+            if one.diff and not absolute:
+                found[one.id] = one
+            elif made is not None:
+                way += [by_id[read] for read in made.reads() if read in by_id]
+        return list(found.values())

@@ -1,0 +1,91 @@
+"""Losses that are not finite and that nobody differentiates: the trainer's own guard saw them, and went on.
+
+    if not torch.isfinite(loss):
+        continue
+
+A metric that goes by unused looks much the same. So what was differentiated, or went into what was, is nobody's loss passed over, and what
+only stands beside it is worth a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nanscope.capture.doubts import Doubt
+from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.tape import Tape
+from nanscope.program.numbers import is_finite
+from nanscope.program.program import Program
+from nanscope.text import number
+from nanscope.watching.logbook import Logbook
+from nanscope.watching.recording import Recording
+
+
+class PassedOver:
+    """Asked when a backward pass begins, when an optimizer is about to step, and when the block ends."""
+
+    def __init__(self, tape: Tape, modules: ModuleWatch, logbook: Logbook) -> None:
+        self._tape, self._modules, self._logbook = tape, modules, logbook
+
+    def losses(self, programs: Sequence[Program], step: int) -> list[Recording]:
+        """Return the losses that were passed over since the last time. programs: of what is differentiated now. step: the running one."""
+        doubts = self._tape.doubts.take()
+        if not doubts:
+            return []
+        used = {value for program in programs for value in _values(program)}
+        left = [doubt for doubt in doubts if doubt.value.id not in used]
+        fine = torch.stack([is_finite(doubt.extremes) for doubt in left]).tolist() if left else []
+        bad = [doubt for doubt, flag in zip(left, fine, strict=True) if not flag]
+        found = [recording for doubt in bad if (recording := self._judged(doubt, used, step)) is not None]
+        for doubt in doubts:
+            doubt.close()
+        return found
+
+    def _judged(self, doubt: Doubt, used: set[int], step: int) -> Recording | None:
+        """Return a loss that was passed over; what is none, or may be none, is told in another way."""
+        self._tape.doubts.open(doubt)
+        beside = self._is_beside(doubt, used)
+        if beside and not doubt.tested:
+            if self._logbook.takes_notes():
+                text = f"{_name(doubt)} was {number(float(doubt.extremes.flatten()[0]))}, and nothing was differentiated that it went into"
+                self._logbook.note("nonfinite_absorbed", text, step)
+        elif beside or doubt.extremes.numel() != 1 or not (doubt.tested or self._trains()):
+            text = f"what {_name(doubt)} would have done, which was not finite and was never differentiated"
+            self._logbook.gap("not-differentiated", text, step)
+        else:
+            return Recording(
+                doubt.program,
+                doubt.tensors,
+                doubt.extremes,
+                list(self._modules.calls),
+                None,
+                glimpses=tuple(self._tape.glimpses.values()),
+                taken=dict(self._tape.taken),
+            )
+        return None
+
+    def _is_beside(self, doubt: Doubt, used: set[int]) -> bool:
+        """Was something that it was computed from differentiated?"""
+        own = _values(doubt.program) if doubt.program is not None else ()
+        shared = (value for value in own if value in used and value in self._tape.values)
+        return any(one.diff and (one.leaf is None or one.leaf.origin != "parameter") for one in map(self._tape.values.__getitem__, shared))
+
+    def _trains(self) -> bool:
+        """Was a model called that is being trained? One that is evaluated has metrics, and no loss."""
+        return not self._modules.calls or any(call.module.training for call in self._modules.calls)
+
+
+def _values(program: Program) -> set[int]:
+    return {leaf.id for leaf in program.leaves} | {out for call in program.calls for out in call.outs if out is not None}
+
+
+def _name(doubt: Doubt) -> str:
+    """What the code calls it, and where it was made."""
+    program = doubt.program
+    site = program.site_of(program.calls[-1]) if program is not None and program.calls else None
+    if site is None:
+        return "a value of a model" if program is not None else "a value"
+    return f"{site.name or site.expression or 'a value'} ({Path(site.file).name}:{site.line})"

@@ -1,0 +1,188 @@
+"""A loss that is not finite and that nobody differentiates: the guard of a loop is believed, and a metric is left alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.capture import doubts
+from nanscope.snapshot.coverage import Status
+
+BY_TRAINER = "skipped by the trainer"
+
+
+@pytest.fixture(params=["at once", "late"])
+def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are read when they are asked about, or, as on a GPU, not before somebody has to know."""
+    if request.param == "late":
+        monkeypatch.setattr(doubts, "at_hand", lambda tensor: False)
+
+
+GUARDS: dict[str, Callable[[Tensor], bool]] = {
+    "isfinite": lambda loss: not torch.isfinite(loss),
+    "isfinite all": lambda loss: not torch.isfinite(loss.detach()).all(),
+    "isnan or isinf": lambda loss: bool(torch.isnan(loss) | torch.isinf(loss)),
+    "isnan item": lambda loss: bool(torch.isnan(loss).any().item()),
+    "unequal": lambda loss: bool(loss != loss),
+    "math": lambda loss: math.isnan(loss.item()),
+    "detached": lambda loss: not math.isfinite(float(loss.detach().float())),
+    "stacked": lambda loss: bool(torch.stack([loss, loss]).mean().isnan()),
+}
+
+
+def train(guard: Callable[[Tensor], bool], bad: tuple[int, ...] = (3,), steps: int = 5) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, steps + 1):
+        loss = model(torch.randn(6, 4)).pow(2).mean()
+        if step in bad:
+            loss = torch.log(loss * 0) * 0
+        if guard(loss):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_loss_that_a_guard_passes_over_is_an_incident(tmp_path: Path, name: str) -> None:
+    """It is a step of its own that the trainer dropped, located like any other."""
+    with nanscope.watch(out=tmp_path) as scope:
+        train(GUARDS[name])
+    incident = scope.verdict.incidents[0]
+    assert scope.verdict.status is Status.NONFINITE and len(scope.verdict.incidents) == 1
+    assert (incident.step, incident.origin.op, incident.reached["stepped"]) == (3, "log", BY_TRAINER)
+    assert incident.origin.expression == "torch.log(loss * 0)" and math.isnan(incident.loss or 0.0)
+    assert [(entry.step, entry.nonfinite, entry.stepped) for entry in scope.history.entries] == [
+        (1, False, None), (2, False, None), (3, True, BY_TRAINER), (4, False, None), (5, False, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("read")
+def test_every_loss_that_is_passed_over_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where no backward pass follows any more; it is told when the loop comes round, and not when the run is over."""
+    told: list[int] = []
+    with nanscope.watch(out=tmp_path, limit=2) as scope:
+        train(lambda loss: told.append(caplog.text.count("bad-step")) or GUARDS["isfinite"](loss), bad=tuple(range(3, 100)), steps=90)
+    assert (scope.bad_steps, scope.steps) == (88, 90) and told[-1] >= 1
+    assert [incident.step for incident in scope.verdict.incidents] == [3, 4]
+
+
+@pytest.mark.usefixtures("read")
+def test_a_guard_that_raises(tmp_path: Path) -> None:
+    """The run ends there, and the verdict says why."""
+
+    def guard(loss: Tensor) -> bool:
+        if torch.isnan(loss):
+            raise FloatingPointError("the loss is NaN")
+        return False
+
+    with pytest.raises(FloatingPointError), nanscope.watch(out=tmp_path) as scope:
+        train(guard)
+    assert scope.verdict.incidents[0].origin.op == "log" and scope.verdict.incidents[0].step == 3
+
+
+@pytest.mark.usefixtures("read")
+def test_a_micro_batch_that_is_passed_over_belongs_to_its_step(tmp_path: Path) -> None:
+    """The optimizer steps on what the others have left."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2):
+            for part in (1, 2, 3):
+                loss = model(torch.randn(6, 4)).pow(2).mean() * (math.nan if (step, part) == (2, 2) else 1.0)
+                if torch.isfinite(loss):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.micro_batch, incident.micro_batches, incident.reached["stepped"]) == (2, 2, 3, "taken")
+    assert scope.steps == 2 and scope.bad_steps == 1
+
+
+def test_stop_stops_at_a_loss_that_is_passed_over(tmp_path: Path) -> None:
+    """As soon as it is known that nobody will differentiate it."""
+    with pytest.raises(nanscope.NonFiniteError) as raised, nanscope.watch(out=tmp_path, on_nonfinite="stop"):
+        train(GUARDS["isfinite"])
+    assert raised.value.verdict.incidents[0].step == 3
+
+
+def metric(loss: Tensor, out: Tensor) -> Tensor:
+    assert torch.exp(loss.abs() * 1e6 + 1e6).item() == math.inf
+    return loss
+
+
+def without_gradient(loss: Tensor, out: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert torch.isnan(torch.log(out * 0 - 1).mean())
+    return loss
+
+
+def of_data(loss: Tensor, out: Tensor) -> Tensor:
+    assert torch.isnan(torch.full((3,), math.nan)).any() and math.isinf(torch.tensor(math.inf).item())
+    return loss
+
+
+def weights_asked(loss: Tensor, out: Tensor) -> Tensor:
+    assert not torch.isnan(nn.Parameter(torch.ones(3))).any()
+    return loss
+
+
+def masked(loss: Tensor, out: Tensor) -> Tensor:
+    scores = out.masked_fill(torch.arange(6)[:, None] < 2, -math.inf)
+    assert torch.isinf(scores).any()
+    return loss + scores.softmax(0)[2:].pow(2).mean()
+
+
+QUIET = [metric, without_gradient, of_data, weights_asked, masked]
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("asks", QUIET, ids=lambda asks: asks.__name__)
+def test_what_is_asked_and_harms_nothing_is_quiet(tmp_path: Path, asks: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A metric beside the loss, what has no gradient, and what goes into the loss and does no harm there."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            out = model(torch.randn(6, 4))
+            loss = asks(out.pow(2).mean(), out)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert scope.verdict.healthy and (scope.steps, scope.bad_steps) == (3, 0), scope.verdict.sentence
+
+
+@pytest.mark.usefixtures("read")
+def test_a_loss_beside_the_one_that_is_differentiated(tmp_path: Path) -> None:
+    """Of one forward pass one loss is differentiated and one is not: nobody knows what it would have done, so not all was watched."""
+    model = nn.Linear(4, 8)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            shared = model(torch.randn(6, 4))
+            value_loss = shared[:, :4].pow(2).mean() * (math.inf if step == 2 else 1.0)
+            loss = shared[:, 4:].pow(2).mean()
+            if torch.isfinite(value_loss):
+                loss = loss + value_loss
+            loss.backward()
+    verdict = scope.verdict
+    assert verdict.status is Status.PARTLY and [gap.slug for gap in verdict.gaps] == ["not-differentiated"], verdict.sentence
+    assert "value_loss (test_passed.py:" in verdict.sentence
+
+
+def test_what_an_evaluation_reads_is_no_loss(tmp_path: Path) -> None:
+    """A model in evaluation, with gradient by oversight: its perplexity is a metric, and not all was watched."""
+    model = nn.Linear(4, 1)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        model.eval()
+        perplexity = torch.exp(model(torch.randn(6, 4)).pow(2).mean() + 1e4)
+        assert perplexity.item() == math.inf
+    assert scope.verdict.status is Status.PARTLY and not scope.verdict.incidents
