@@ -40,14 +40,20 @@ def test_a_program_is_held_for_what_is_known_to_be_bad(monkeypatch: pytest.Monke
     """On a CPU at once, elsewhere when somebody asks; both hold the value as it was."""
     for at_hand in (True, False):
         (doubt,), loss = asked(Tensor.item, math.nan, at_hand, monkeypatch)
-        assert (doubt.program is not None) == at_hand and not doubt.tested
+        assert (doubt.program is not None) == at_hand and not doubt.truth
         assert bool(doubt.extremes.isnan()) and doubt.extremes.shape == loss.shape and not doubt.extremes.requires_grad
 
 
 def test_what_is_asked_about_is_found_behind_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """`isfinite` takes the magnitude of what it asks about, which has a gradient as well."""
     (doubt,), loss = asked(lambda loss: bool(torch.isfinite(loss).all()), math.inf, True, monkeypatch)
-    assert doubt.tested and doubt.value.tensor is loss
+    assert doubt.truth and doubt.tested and doubt.value.tensor is loss
+
+
+def test_a_number_is_tested_where_the_code_that_reads_it_tests_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What becomes of it in there nobody can follow."""
+    assert asked(lambda loss: math.isnan(loss.item()), math.nan, True, monkeypatch)[0][0].tested
+    assert not asked(lambda loss: str(loss.item()), math.nan, True, monkeypatch)[0][0].tested
 
 
 @pytest.mark.parametrize("at_hand", [True, False])

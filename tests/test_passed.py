@@ -177,12 +177,15 @@ def test_a_loss_beside_the_one_that_is_differentiated(tmp_path: Path) -> None:
     assert "value_loss (test_passed.py:" in verdict.sentence
 
 
-def test_what_an_evaluation_reads_is_no_loss(tmp_path: Path) -> None:
-    """A model in evaluation, with gradient by oversight: its perplexity is a metric, and not all was watched."""
+@pytest.mark.usefixtures("read")
+def test_a_number_that_is_read_and_not_tested_is_worth_a_word(tmp_path: Path) -> None:
+    """It is logged, and dropped for a reason of the loop's own: nobody takes it for harm."""
     model = nn.Linear(4, 1)
     with nanscope.watch(out=tmp_path) as scope:
-        model(torch.randn(6, 4)).pow(2).mean().backward()
-        model.eval()
-        perplexity = torch.exp(model(torch.randn(6, 4)).pow(2).mean() + 1e4)
-        assert perplexity.item() == math.inf
-    assert scope.verdict.status is Status.PARTLY and not scope.verdict.incidents
+        for tokens in (3, 0, 2):
+            loss = model(torch.randn(6, 4))[:tokens].pow(2).mean()
+            loss.item()
+            if tokens:
+                loss.backward()
+    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"]
+    assert "was NaN, and nothing was differentiated that it went into" in scope.verdict.sentence

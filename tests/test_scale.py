@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Root(nn.Module):
 
 
 def test_a_scaler_that_finds_no_scale_is_no_healthy_run(tmp_path: Path) -> None:
-    """It halves for ever: that is said, and from there on its gradients are looked at."""
+    """It halves for ever: that is said. Its scale is too low to make anything overflow, so the gradients are looked at."""
     model = Root()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -108,7 +109,7 @@ def test_a_scaler_that_finds_no_scale_is_no_healthy_run(tmp_path: Path) -> None:
             scaler.update()
     assert [note.slug for note in scope.notes] == ["scaler_stuck"] and "4 steps in a row" in scope.notes[0].text
     incident = scope.verdict.incidents[0]
-    assert (incident.step, incident.phase, incident.origin.op) == (5, "backward", "sqrt")
+    assert (incident.step, incident.phase, incident.origin.op) == (1, "backward", "sqrt")
     assert {entry.stepped for entry in scope.history.entries} == {SCALED} and len(scope.history.entries) == 8
 
 
@@ -142,3 +143,84 @@ def test_a_nan_loss_under_a_scaler_is_an_incident_and_a_skipped_step(tmp_path: P
     (incident,) = scope.verdict.incidents
     assert incident.step == 2 and incident.headline.endswith("optimizer step skipped by the scaler")
     assert [(entry.stepped, entry.nonfinite) for entry in scope.history.entries] == [(None, False), (SCALED, True), (None, False)]
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative infinite": lambda loss: torch.log(loss * 0),
+    "infinite": lambda loss: loss * math.inf,
+    "nan": lambda loss: torch.log(loss * 0) * 0,
+    "gradient": lambda loss: loss + torch.sqrt(loss - loss),
+}
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_bad_without_the_scale_is_no_overflow_of_it(tmp_path: Path, fault: str, by_hand: bool) -> None:
+    """An infinite loss times any scale is infinite: the scaler skips the step, and it is an incident."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 7):
+            loss = model(torch.randn(6, 4)).pow(2).mean()
+            if step == 3:
+                loss = FAULTS[fault](loss)
+            optimizer.zero_grad()
+            if by_hand:
+                (loss * 1024.0).backward()
+                assert model.weight.grad is not None
+                if model.weight.grad.isfinite().all():
+                    model.weight.grad.div_(1024.0)
+                    optimizer.step()
+                model.zero_grad()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert [incident.step for incident in scope.verdict.incidents] == [3]
+    assert [entry.nonfinite for entry in scope.history.entries] == [False, False, True, False, False, False]
+
+
+@pytest.mark.usefixtures("looked_at")
+def test_a_loss_that_overflows_by_the_scale_only_is_healthy(tmp_path: Path) -> None:
+    """Without it loss and gradient are finite."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with nanscope.watch(out=tmp_path) as scope:
+        for size in (1e30, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(6, 4)).pow(2).mean() * size).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scope.verdict.healthy and [entry.stepped for entry in scope.history.entries] == [SCALED, None]
+
+
+class RootAt(Root):
+    """As `Root`, in one step of several."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.left = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        return self.layer(x).sum() if self.left else super().forward(x)
+
+
+@pytest.mark.usefixtures("looked_at")
+def test_a_skip_at_a_scale_that_makes_nothing_overflow_is_not_healthy(tmp_path: Path) -> None:
+    """The gradient went bad inside the model: an incident where it can be looked at in time, else a gap."""
+    model = RootAt(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(2, 4))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    verdict = scope.verdict
+    assert [incident.step for incident in verdict.incidents] == [3] or [gap.slug for gap in verdict.gaps] == ["skipped-by-scaler"]
+    assert not verdict.healthy and scope.history.entries[2].stepped == SCALED

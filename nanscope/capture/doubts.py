@@ -18,6 +18,7 @@ from torch import Tensor
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Value, node_of
 from nanscope.capture.log import Log
+from nanscope.capture.modules import Address
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
@@ -25,6 +26,7 @@ from nanscope.program.program import Program
 ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 STEPS = 32  # values that are gone through from an answer back to what it is about
 SMALL = 64  # elements of a tensor that is held until somebody asks for its extremes
+TESTS = frozenset({"isfinite", "isinf", "isnan"})  # of math, numpy and torch: who calls these in the same function tests what it reads
 FULL = 16  # places at which something is in doubt at a time
 
 Sliced = tuple[Program, dict[int, Tensor]]
@@ -45,15 +47,17 @@ def at_hand(tensor: Tensor) -> bool:
 class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
-    extremes: of its elements, or all of them, still on its device. tested: a truth was asked for, not the number. program, tensors: as it
-    was computed, where it could be held. Whoever takes it closes it.
+    extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
+    code that read the number tests numbers. program, tensors, places: as a recording has them, where they could be held. Whoever takes it closes it.
     """
 
     value: Value
     extremes: Tensor
+    truth: bool
     tested: bool
     program: Program | None = None
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    places: dict[int, Address] = field(default_factory=dict)
     holding: Holding | None = None
 
     def close(self) -> None:
@@ -80,6 +84,8 @@ class Doubts:
         if not doubts:
             return
         where = place()
+        for doubt in doubts:
+            doubt.tested = doubt.truth or (where[0] is not None and not TESTS.isdisjoint(where[0].co_names))
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()
@@ -105,8 +111,9 @@ class Doubts:
             doubt.holding = Holding(self._account)
             if doubt.holding.add(*tensors.values()):
                 doubt.program, doubt.tensors = program, tensors
+                doubt.places = {value: self._known.by_id[value].key[:4] for value in tensors}
 
-    def _doubt(self, value: Value, tested: bool) -> Doubt | None:
+    def _doubt(self, value: Value, truth: bool) -> Doubt | None:
         tensor = value.tensor
         if tensor is None or node_of(tensor) is None or not tensor.numel():  # too large to be held, or a parameter
             return None
@@ -114,7 +121,7 @@ class Doubts:
             return None
         kept = tensor.detach()
         kept = kept.clone() if tensor.numel() <= SMALL else torch.stack(torch.aminmax(kept))
-        doubt = Doubt(value, kept, tested)
+        doubt = Doubt(value, kept, truth, truth)
         if at_hand(tensor):
             self.open(doubt)
         return doubt

@@ -325,6 +325,10 @@ class ModuleWatch:
                 found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
         return found
 
+    def so_far(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
+        """Return what `finish` would, and forget nothing."""
+        return list(self.calls), [call for call in self._frozen if not call.is_gone()]
+
     def finish(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
         """Return the calls with gradient remembered since the last time, and forget them; and those without of which something is left."""
         calls, self.calls, self._outputs, self._names = self.calls, [], {}, {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
-from nanscope.errors import words_of
+from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_of
 from nanscope.frameworks.table import recognise
 from nanscope.locate.location import spotted
@@ -47,6 +47,7 @@ from nanscope.watching.look import (
 from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.recording import Recording
+from nanscope.watching.scale import unscaled
 from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
 
 log = logging.getLogger("nanscope")
@@ -79,7 +80,7 @@ class Examiner:
 
     def loss(self, recording: Recording) -> Hit | None:
         """Return what a non-finite value at the edge of the loss harmed, None if nothing."""
-        loss_bad = not bool(is_finite(recording.loss)) and not (recording.scaled and not math.isnan(recording.value or 0.0))
+        loss_bad = not bool(is_finite(recording.loss)) and (not recording.scaled or self.at_any_scale(recording, backward=False))
         grads = self.at_hand(recording)
         bad = count_bad(grads)
         if not loss_bad and not bad:
@@ -94,6 +95,19 @@ class Examiner:
             own = [t for leaf in recording.program.leaves if leaf.diff and (t := recording.tensors[leaf.id]).is_leaf and id(t) not in named]
             grads += [t.grad for t in own if t.grad is not None]
         return grads
+
+    def at_any_scale(self, recording: Recording, backward: bool = True) -> bool:
+        """Is a loss that was multiplied against underflow bad without that, too? backward: or a gradient that it makes by itself."""
+        if math.isnan(recording.value or 0.0):
+            return True
+        program = unscaled(recording.program) if recording.program is not None else None
+        if program is None:
+            return False
+        try:
+            run = program.execute(recording.tensors, backward=backward, ends=True)
+        except ProgramError:
+            return False
+        return not all(bool(is_finite(made)) for made in (run.values[program.output], *run.grads.values()))
 
     def absorbed(self, recording: Recording) -> Location | None:
         """Return what overflowed in a loss and did no harm, None if nothing or if nobody can say in which line."""

@@ -3,8 +3,8 @@
     if not torch.isfinite(loss):
         continue
 
-A metric that goes by unused looks much the same. So what was differentiated, or went into what was, is nobody's loss passed over, and what
-only stands beside it is worth a word.
+A metric that goes by unused looks much the same. So what was differentiated, or went into what was, is nobody's loss passed over; what was
+read and not tested is worth a word; and of what was computed beside a loss that was differentiated nobody knows what it is.
 """
 
 from __future__ import annotations
@@ -48,20 +48,23 @@ class PassedOver:
         """Return a loss that was passed over; what is none, or may be none, is told in another way."""
         self._tape.doubts.open(doubt)
         beside = self._is_beside(doubt, used)
-        if beside and not doubt.tested:
+        if not doubt.tested or (beside and not doubt.truth):
             if self._logbook.takes_notes():
                 text = f"{_name(doubt)} was {number(float(doubt.extremes.flatten()[0]))}, and nothing was differentiated that it went into"
                 self._logbook.note("nonfinite_absorbed", text, step)
-        elif beside or doubt.extremes.numel() != 1 or not (doubt.tested or self._trains()):
+        elif beside or doubt.extremes.numel() != 1:
             text = f"what {_name(doubt)} would have done, which was not finite and was never differentiated"
             self._logbook.gap("not-differentiated", text, step)
         else:
+            calls, frozen = self._modules.so_far()
             return Recording(
                 doubt.program,
                 doubt.tensors,
                 doubt.extremes,
-                list(self._modules.calls),
+                calls,
                 None,
+                frozen=frozen,
+                places=doubt.places,
                 glimpses=tuple(self._tape.glimpses.values()),
                 taken=dict(self._tape.taken),
             )
@@ -72,10 +75,6 @@ class PassedOver:
         own = _values(doubt.program) if doubt.program is not None else ()
         shared = (value for value in own if value in used and value in self._tape.values)
         return any(one.diff and (one.leaf is None or one.leaf.origin != "parameter") for one in map(self._tape.values.__getitem__, shared))
-
-    def _trains(self) -> bool:
-        """Was a model called that is being trained? One that is evaluated has metrics, and no loss."""
-        return not self._modules.calls or any(call.module.training for call in self._modules.calls)
 
 
 def _values(program: Program) -> set[int]:

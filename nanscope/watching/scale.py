@@ -12,6 +12,7 @@ from nanscope.program.calls import Ref
 from nanscope.program.program import Program
 
 BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow
+LOW = 16.0  # a gradient that overflows half precision at this scale is above 4,000 without it: no scale is to blame
 IN_A_ROW = 64  # a scale that is halved as often is below 1, wherever it began
 
 
@@ -21,6 +22,10 @@ class LossScale:
 
     factor: float | Tensor
     scaler: torch.amp.GradScaler | None = None
+
+    def is_low(self) -> bool:
+        """Is it too low to make anything overflow?"""
+        return float(self.factor) <= LOW
 
     def backed_off(self) -> bool:
         """Has the scaler lowered its scale since, as it does when it has skipped a step?"""
@@ -34,6 +39,16 @@ def scale_of(program: Program | None, tensors: Mapping[int, Tensor], scaler: tor
         return LossScale(scaler._scale.detach().clone(), scaler)  # its own is written to in place
     factor = _by_hand(program, tensors)
     return None if factor is None else LossScale(factor)
+
+
+def unscaled(program: Program) -> Program | None:
+    """Return the program of a scaled loss up to where it is multiplied by the scale, None if that is not seen."""
+    for call in reversed(program.calls):
+        if call.name == "mul":
+            read = [arg.id for arg in call.args if isinstance(arg, Ref)]
+            loss = next((value for value in read if (leaf := program.leaf(value)) is None or leaf.diff), None)
+            return None if loss is None else program.slice(loss)
+    return None
 
 
 def _by_hand(program: Program | None, tensors: Mapping[int, Tensor]) -> float | None:

@@ -143,7 +143,7 @@ class Step:
                 self._keep(self._examiner.swallowed(recording))
             elif self._line.reading is not None and self._line.reading.headroom is not None and self._line.reading.headroom < 0:
                 self._note_absorbed(recording)
-            elif self._search.stuck and recording.scaled:
+            elif recording.scale is not None and (self._search.stuck or recording.scale.is_low()):
                 self._look_at_gradients()
         if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._save_asked, recording)
@@ -244,7 +244,7 @@ class Step:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, (), ())))
             self._note_gone()
             self._keep_unexplained()
-        if scales and not self._bad:
+        if scales:
             self._skip(scales[-1])
         optimizer = self._optimizers.of(self._ending.left.parameters)
         self._line.before = self._ending.norm() if all(scale.scaler is not None for scale in scales) else None
@@ -279,8 +279,12 @@ class Step:
 
     def _skip(self, scale: LossScale) -> None:
         """A scaled step was skipped, as a scaler does that looks for its scale."""
+        was_stuck = self._search.stuck
         self._search.skip(scale)
-        if self._search.stuck:
+        if scale.is_low() and not self._bad:
+            text = f"why a step was skipped at a loss scale of {float(scale.factor):g}, at which nothing overflows that does not without it"
+            self._logbook.gap("skipped-by-scaler", text, self.counts.number)
+        if self._search.stuck and not was_stuck:
             text = f"{self._search.skipped} steps in a row were skipped, and no loss scale fits: these gradients are not finite at any"
             self._logbook.note("scaler_stuck", text, self.counts.number)
 
@@ -317,7 +321,7 @@ class Step:
         """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone."""
         recording.examined = True
         hit = self._examiner.loss(recording)
-        if recording.scaled and optimizer is None and not self._search.stuck and not (hit is not None and hit.loss_bad):
+        if optimizer is None and self._is_of_scale(recording, hit):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
         if hit is None and (dropped or not self._examiner.at_hand(recording)) and self._ending.norm_may_be_bad():
             hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
@@ -327,6 +331,12 @@ class Step:
         self._keep(hit)
         if self._on_nonfinite == "stop":
             self._stop()
+
+    def _is_of_scale(self, recording: Recording, hit: Hit | None) -> bool:
+        """May it be the scale that made something of a loss overflow, and nothing else?"""
+        if recording.scale is None or self._search.stuck or (hit is not None and hit.loss_bad):
+            return False
+        return not recording.scale.is_low() and not self._examiner.at_any_scale(recording)
 
     def _gradients_are_bad(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
         if self._on_nonfinite == "skip":
