@@ -48,7 +48,8 @@ class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
     extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
-    code that read the number tests numbers. program, tensors, places: as a recording has them, where they could be held. Whoever takes it closes it.
+    code that read the number tests numbers. program, tensors, places: as a recording has them, where there was room. Who takes it closes
+    it.
     """
 
     value: Value
