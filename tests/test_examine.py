@@ -163,3 +163,38 @@ def test_an_update_that_went_bad_is_made_once_more() -> None:
     assert (snapshot.observation.optimizer, snapshot.observation.kind) == ("SGD", Kind.NONFINITE)
     incident = diagnose(snapshot)
     assert incident.phase == "optimizer" and incident.sentence.startswith("the update of SGD made ") and incident.origin.index == (0, 1)
+
+
+def hidden_gradient(tmp_path: Path, hide: Callable[[nn.Linear], object]) -> nanscope.Verdict:
+    """The gradient of what a model gives is NaN; `hide` makes hooks that keep it from the weights."""
+    model = nn.Linear(4, 1)
+    hide(model)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            out = model(torch.randn(6, 4))
+            loss = out.pow(2).mean()
+            (loss + torch.sqrt(loss - loss) if step == 2 else loss).backward()
+    return scope.verdict
+
+
+HIDING = {
+    "parameter": lambda model: [p.register_hook(torch.nan_to_num) for p in model.parameters()],
+    "module": lambda model: (
+        [model.register_full_backward_hook(lambda module, given, received: None)]
+        + [p.register_hook(torch.nan_to_num) for p in model.parameters()]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HIDING)
+def test_a_gradient_that_hooks_hide_is_no_all_clear(tmp_path: Path, kind: str) -> None:
+    """Nobody knows what it would have done: the run is partly watched, and the sentence says of what."""
+    verdict = hidden_gradient(tmp_path, HIDING[kind])
+    assert [gap.slug for gap in verdict.gaps] == ["hidden-by-hook"] and not verdict.incidents
+    assert "the gradient of out" in verdict.sentence
+
+
+def test_hooks_that_hide_nothing_are_none_of_our_business(tmp_path: Path) -> None:
+    """Where the gradient arrives it is an incident."""
+    verdict = hidden_gradient(tmp_path, lambda model: model.weight.register_hook(lambda grad: grad * 2))
+    assert [incident.micro_batch for incident in verdict.incidents] == [2] and verdict.gaps == ()

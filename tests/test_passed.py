@@ -189,3 +189,44 @@ def test_a_number_that_is_read_and_not_tested_is_worth_a_word(tmp_path: Path) ->
                 loss.backward()
     assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"]
     assert "was NaN, and nothing was differentiated that it went into" in scope.verdict.sentence
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_loss_that_is_asked_about_after_it_was_differentiated(tmp_path: Path, name: str) -> None:
+    """It is one bad step, found by the backward pass."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            loss = model(torch.randn(6, 4)).pow(2).mean()
+            part = torch.log(loss * 0) * 0 if step == 2 else loss
+            optimizer.zero_grad()
+            (loss + part * 0).backward()
+            if not GUARDS[name](part):
+                optimizer.step()
+    assert [incident.step for incident in scope.verdict.incidents] == [2]
+    assert (scope.steps, scope.bad_steps, scope.notes, scope.verdict.gaps) == (3, 1, [], ())
+
+
+@pytest.mark.usefixtures("read")
+def test_a_loss_that_a_model_computes_is_believed_as_well(tmp_path: Path) -> None:
+    """It comes out of the model, as the trainers of transformers have it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, bad: bool) -> Tensor:
+            loss = self.layer(x).pow(2).mean()
+            return torch.log(loss * 0) * 0 if bad else loss
+
+    model = Model()
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            loss = model(torch.randn(6, 4), step == 2)
+            if loss.isfinite():
+                loss.backward()
+    incident = scope.verdict.incidents[0]
+    assert incident.origin.op == "log" and incident.origin.expression == "torch.log(loss * 0)"

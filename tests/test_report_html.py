@@ -17,6 +17,7 @@ from nanscope.report.clean import LIMITS
 from nanscope.report.html import MOST_BYTES, render_html
 from nanscope.report.page import build
 from nanscope.report.tried import groups_of
+from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Row
 from nanscope.verdict.incident import Fix, Incident, Note, Picture, Verdict
@@ -112,6 +113,22 @@ def test_healthy_is_short_and_calm() -> None:
     assert page.text.count(verdict.notes[0].text) == 1
     assert not page.all("ul", "facts") and not [tag for tag in page.tags if "harm" in tag[1].get("class", "").split()]
     assert "12 steps watched" in page.text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "tone"),
+    [
+        (Verdict(()), "doubt"),
+        (Verdict((), steps=3, gaps=(Gap("not-held", "what was let go of"),)), "doubt"),
+        (Verdict((), steps=3), "proven"),
+        (Verdict((), steps=3, bad_steps=1), "harm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value.status),
+)
+def test_that_nothing_was_bad_is_as_sure_as_the_verdict(verdict: Verdict, tone: str) -> None:
+    """A count of 0 is no comfort where nobody watched."""
+    (bad,) = [fact for fact in build(verdict).counts if fact.name == "bad"]
+    assert bad.state == verdict.status.tone == tone
 
 
 def test_several_incidents() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Value, node_of
@@ -43,23 +44,36 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def _number(node: Any) -> int:
+    """When autograd noted a call, counted in calls."""
+    return int(node._sequence_nr())
+
+
 @dataclass(slots=True)
 class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
     extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
-    code that read the number tests numbers. program, tensors, places: as a recording has them, where there was room. Who takes it closes
-    it.
+    code that read the number tests numbers. since: autograd's count at the backward pass before it. program, tensors, places: as a
+    recording has them, where there was room. Who takes it closes it.
     """
 
     value: Value
     extremes: Tensor
     truth: bool
     tested: bool
+    since: int
     program: Program | None = None
     tensors: dict[int, Tensor] = field(default_factory=dict)
     places: dict[int, Address] = field(default_factory=dict)
     holding: Holding | None = None
+
+    @property
+    def is_old(self) -> bool:
+        """Was it made of what was bad before that backward pass, and has been seen by it?"""
+        made = self.program.leaves if self.program is not None else ()
+        fed = [(node, tensor) for leaf in made if leaf.diff and (node := node_of(tensor := self.tensors[leaf.id])) is not None]
+        return any(_number(node) < self.since and not bool(is_finite(tensor)) for node, tensor in fed)
 
     def close(self) -> None:
         """Let go of what is held."""
@@ -78,6 +92,7 @@ class Doubts:
         self.again: Callable[[], None] = lambda: None
         self._known, self._log, self._account, self._program = known, log, account, program
         self._open: dict[Place, list[Doubt]] = {}
+        self._since = 0  # autograd's count of what it has noted, at the last backward pass
 
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
         """An element of a value has gone to the host. place: where in the trainer's code."""
@@ -95,6 +110,10 @@ class Doubts:
                 doubt.close()
         else:
             self._open[where] = doubts
+
+    def settle(self) -> None:
+        """A backward pass is over: what was computed before it is in doubt no more."""
+        self._since = _get_sequence_nr()
 
     def take(self) -> list[Doubt]:
         """Return all of them, in order, and begin anew."""
@@ -116,13 +135,16 @@ class Doubts:
 
     def _doubt(self, value: Value, truth: bool) -> Doubt | None:
         tensor = value.tensor
-        if tensor is None or node_of(tensor) is None or not tensor.numel():  # too large to be held, or a parameter
+        node = None if tensor is None else node_of(tensor)
+        if tensor is None or node is None or not tensor.numel():  # too large to be held, or a parameter
+            return None
+        if _number(node) < self._since:  # a backward pass has gone through it, or past it
             return None
         if at_hand(tensor) and bool(is_finite(tensor)):
             return None
         kept = tensor.detach()
         kept = kept.clone() if tensor.numel() <= SMALL else torch.stack(torch.aminmax(kept))
-        doubt = Doubt(value, kept, truth, truth)
+        doubt = Doubt(value, kept, truth, truth, self._since)
         if at_hand(tensor):
             self.open(doubt)
         return doubt

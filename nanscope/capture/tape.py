@@ -359,6 +359,7 @@ class Tape:
         self.broken = ""
         self.norms.clear()
         self.measured.clear()
+        self.doubts.settle()
         self._opaque = {}
         self._reduced.clear()
         if len(self.entries) > self._lasting:

@@ -100,7 +100,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
     bad = max(verdict.bad_steps, len({(incident.step, incident.update) for incident in verdict.incidents}))
     watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
-    counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else "proven")]
+    counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else verdict.status.tone)]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
     if not verdict.incidents:

@@ -76,7 +76,8 @@ def _came_in(seen: Observation) -> str:
 
 def _weight(seen: Observation) -> str:
     p = seen.origin
-    name = f"the weight {p.variable}" if p.variable and p.variable != "weight" else "a weight"
+    kind = "buffer" if p.op == "buffer" else "weight"
+    name = f"the {kind} {p.variable}" if p.variable and p.variable != kind else f"a {kind}"
     if math.isfinite(p.value):
         return f"{name} is {number(p.value)}{_at(p)}, many orders of magnitude beyond every other element of it"
     when = " before the step" if seen.poisoned_at is None else f": the update of step {seen.poisoned_at} wrote it there"

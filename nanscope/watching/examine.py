@@ -116,6 +116,19 @@ class Examiner:
         location = spotted(Trace.of(recording.program, recording.tensors, backward=False))
         return location if location is not None and location.origin.site is not None else None
 
+    def vanished(self, recording: Recording) -> tuple[str, bool] | None:
+        """Return whose gradient was not finite although none is that arrived, and whether hooks may have seen to that; None if none was."""
+        if recording.program is None or not self.at_hand(recording):
+            return None
+        bad = next((leaf for leaf, grad in recording.own_grads().items() if not bool(is_finite(grad))), None)
+        leaf = recording.program.leaf(bad) if bad is not None else None
+        if leaf is None:
+            return None
+        parts = [part for module in list(self.modules.seen) for part in module.modules()]
+        hooked = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
+        hooked = hooked or any(one._backward_hooks for _, one in self.modules.parameters().values())
+        return leaf.name or f"what {leaf.made_by or 'the batch'} gives", hooked
+
     def swallowed(self, recording: Recording) -> Hit | None:
         """A kernel dropped a NaN of its batch: all stayed finite, and the step taught something else than it should have."""
         look = swallowed_look(recording, self.tape.budget * 4, self.modules)

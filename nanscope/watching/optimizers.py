@@ -29,6 +29,10 @@ class Optimizers:
         """What one of several is called, None if there is no other."""
         return self._names.get(optimizer) if optimizer is not None and len(self._names) > 1 else None
 
+    def parameters(self) -> list[Tensor]:
+        """Return what those that are still there update."""
+        return [parameter for one in self._names for parameter in _parameters(one)]
+
     def of(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer | None:
         """Return the one that updates one of these, None if none of those seen does."""
         wanted = {id(parameter) for parameter in parameters}

@@ -47,6 +47,8 @@ class PassedOver:
     def _judged(self, doubt: Doubt, used: set[int], step: int) -> Recording | None:
         """Return a loss that was passed over; what is none, or may be none, is told in another way."""
         self._tape.doubts.open(doubt)
+        if doubt.is_old:
+            return None
         beside = self._is_beside(doubt, used)
         if not doubt.tested or (beside and not doubt.truth):
             if self._logbook.takes_notes():

@@ -35,6 +35,7 @@ from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
+from nanscope.watching.remains import Remains
 from nanscope.watching.scale import LossScale, Search, scale_of
 
 OnNonFinite = Literal["record", "skip", "stop"]
@@ -76,6 +77,7 @@ class Step:
         self._optimizers = Optimizers()
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
         self._passed = PassedOver(tape, modules, logbook)
+        self._remains = Remains(modules)
         self._search = Search()
         self._sizes = Sizes()
         self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
@@ -208,13 +210,14 @@ class Step:
         self._look_whether_it_was_dropped(last=True)
         self._failsafe("passed-over", self._keep_passed_over, [])
         self._logbook.held_peak = self._tape.account.peak
-        if self._closed or not self._recordings.made:
-            return
-        for recording in self._waiting():
-            if not all(bool(flag) for flag in recording.flags):
-                self._examine(recording)
-        if not self._bad and not any(recording.scaled for recording in self._recordings):
-            self._look_at_gradients()
+        if not self._closed and self._recordings.made:
+            for recording in self._waiting():
+                if not all(bool(flag) for flag in recording.flags):
+                    self._examine(recording)
+            if not self._bad and not any(recording.scaled for recording in self._recordings):
+                self._look_at_gradients()
+        if not self._logbook.bad_steps:
+            self._failsafe("remains", self._look_at_remains)
 
     def forget(self) -> None:
         """Let go of everything that was held."""
@@ -295,6 +298,15 @@ class Step:
         if count_bad(grads):
             self._keep(self._examiner.gradients(self._recordings, parameters, grads))
             self._note_gone()
+
+    def _look_at_remains(self) -> None:
+        """Whoever goes on from here begins with what is left."""
+        found = self._remains.bad(self._optimizers.parameters())
+        if found is not None:
+            self._open()
+            text = "it was found when the block ended, and no update that was seen in it wrote it"
+            note = ("left_behind", text)
+            self._save(None, Reached(), lambda blank: replace(blank, observation=found, found=found, notes=(*blank.notes, note)))
 
     # What is found at them.
 
@@ -424,7 +436,18 @@ class Step:
             self._logbook.keep_asked(snapshot)
 
     def _note_absorbed(self, recording: Recording) -> None:
-        """A value overflowed and did no harm: worth a word, once for each line."""
+        """A value overflowed, or a gradient vanished, and did no harm: worth a word, once for each line."""
+        vanished = self._examiner.vanished(recording)
+        if vanished is not None:
+            name, hooked = vanished
+            if hooked:
+                text = (
+                    f"what the gradient of {name} would have done to the weights: it was not finite, and hooks let nothing of that through"
+                )
+                self._logbook.gap("hidden-by-hook", text, self.counts.number)
+            else:
+                text = f"the gradient of {name} was not finite, and nothing of that arrived in a weight"
+                self._logbook.note("nonfinite_absorbed", text, self.counts.number)
         location = self._examiner.absorbed(recording) if self._logbook.takes_notes() else None
         if location is None or location.origin.site is None:
             return
@@ -454,6 +477,7 @@ class Step:
         """Another step begins."""
         self._recordings.clear()
         self._closed = self._bad = False
+        self._failsafe("remains", self._remains.begin)
         self.counts.open()
 
     def _close(self, stepped: Stepped) -> None:
