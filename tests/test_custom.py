@@ -151,7 +151,7 @@ class Inside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = Opaque.apply(torch.sigmoid(self.layer(x) - 1e3), 1e-6)
-        return found
+        return found * 2.0
 
 
 def test_a_function_whose_backward_does_not_repeat_itself_is_named_with_its_line(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,86 @@ def test_weights_behind_a_jagged_tensor_are_found(tmp_path: Path) -> None:
         torch.stack([nn.functional.pad(values[0:2], (0, 2)), values[2:6]]).mean().backward()
     (incident,) = scope.verdict.incidents
     assert (incident.cause, incident.phase) == ("poisoned_weights", "weights") and "weights and gradients stayed" not in incident.sentence
+
+
+class Head(nn.Module):
+    """Something in another layout than the usual one, and a layer that has weights."""
+
+    def __init__(self, body: Callable[[nn.Module], Tensor], **parts: object) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 1), body
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.layer(self.body(self))
+        return found.values() if found.is_nested else found
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+
+
+def quantised() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will take it out
+        return torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
+
+
+ROWS = torch.tensor([1, 2, 2])
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+    "gradient of an embedding": lambda: Head(lambda m: m.table(ROWS), table=nn.Embedding(10, 4, sparse=True)),
+    "gradient of a bag": lambda: Head(lambda m: m.table(ROWS[None]), table=nn.EmbeddingBag(10, 4, sparse=True, mode="sum")),
+    "sparse weight": lambda: Head(lambda m: torch.sparse.mm(m.table, torch.ones(4, 4)), table=nn.Parameter(torch.eye(4).to_sparse())),
+    "sparse buffer": lambda: Head(lambda m: torch.sparse.mm(m.table, torch.ones(4, 4)), table=torch.eye(4).to_sparse()),
+    "compressed buffer": lambda: Head(lambda m: m.table @ torch.ones(4, 4), table=torch.eye(4).to_sparse_csr()),
+    "jagged": lambda: Head(lambda m: jagged()),
+    "quantised": lambda: Head(lambda m: m.table.dequantize(), table=quantised()),
+    "mkldnn": lambda: Head(lambda m: torch.ones(3, 4).to_mkldnn().to_dense()),
+}
+
+
+def through_log(model: nn.Module, loss: Tensor) -> Tensor:
+    return torch.log(loss * 0)
+
+
+def through_backward(model: nn.Module, loss: Tensor) -> Tensor:
+    return loss + torch.sqrt(loss - loss.detach())
+
+
+def through_weight(model: nn.Module, loss: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.layer.weight[0, 0] = NAN
+    return model().square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("fault", "cause"), [(through_log, "log_zero"), (through_backward, "sqrt_zero_grad"), (through_weight, "poisoned_weights")]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_lies_in_another_layout_keeps_nothing_from_being_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: str, fault: Callable[[nn.Module, Tensor], Tensor], cause: str
+) -> None:
+    """Sparse gradients and weights, jagged, quantised and foreign tensors: the origin is named, and what follows is a consequence."""
+    torch.manual_seed(0)
+    model = LAYOUTS[layout]()
+    table = [parameter for name, parameter in model.named_parameters() if name.startswith("table.")]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD([p for p in model.parameters() if all(p is not t for t in table)], 0.1)]
+    optimizers += [torch.optim.SparseAdam(table)] if table else []
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 4):
+            loss = model().square().mean()
+            loss = fault(model, loss) if step == 2 else loss
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert "not-explained" not in caplog.text and not scope.verdict.gaps
+    first, *rest = scope.verdict.incidents
+    assert (first.step, first.cause) == (2, cause)
+    assert [(incident.cause, incident.consequence_of) for incident in rest] == [("poisoned_weights", 2)]

@@ -19,6 +19,8 @@ COUNTER = torch._C.DispatchKey.ADInplaceOrView  # the kernels that count, and to
 def counts_inside(func: Any) -> bool:
     """Is what an operator writes, or a view that it makes, counted by the calls that it is made of?"""
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    if not torch._C._dispatch_has_kernel(name):
+        return False  # an operator of Python's alone, as those are that ask a jagged tensor for its size: it writes nothing
     may_write = func._schema.is_mutable or func.namespace != "aten" or has_kernel(name, "CompositeImplicitAutograd")
     return may_write and not has_kernel(name, "ADInplaceOrView")
 

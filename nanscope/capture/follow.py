@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -124,13 +124,13 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         written, untouched = writes_of(func, args, kwargs)
-        read = [tensor for tensor in tensors_in([args, kwargs]) if is_plain(tensor) and id(tensor) not in untouched]
-        foreign = [tensor for tensor in read if _address(tensor) not in self._writer]
+        read = _parts(tensor for tensor in tensors_in([args, kwargs]) if id(tensor) not in untouched)
+        foreign = [tensor for tensor, part in read if _address(part) not in self._writer]
         before = [kinds_of(tensor) for tensor in foreign]
         bad = next((tensor for tensor, kinds in zip(foreign, before, strict=True) if kinds), None)
-        sources = tuple(self._writer.get(_address(tensor), -1) for tensor in read)
+        sources = tuple(self._writer.get(_address(part), -1) for _, part in read)
         result = func(*args, **kwargs)
-        outs, written = ([tensor for tensor in tensors_in([tree]) if is_plain(tensor)] for tree in (result, written))
+        outs, written = ([part for _, part in _parts(tensors_in([tree]))] for tree in (result, written))
         self._note(func, args, kwargs, sources, before, bad, [*outs, *written], bool(written))
         return result
 
@@ -259,9 +259,16 @@ def _union(found: Sequence[Kinds]) -> Kinds:
 
 def _first(tensor: Tensor, kinds: Kinds) -> int:
     """The first element of the worst kind."""
-    values = tensor.detach().flatten()
+    part = local(tensor)
+    values = (tensor.detach() if part is None else part).flatten()
     bad = torch.isnan(values) if kinds.nan else values == torch.inf if kinds.posinf else values == -torch.inf
     return int(bad.int().argmax())
+
+
+def _parts(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors, each with what is in memory of it: itself, or what is inside, where it is a jagged or a sparse one."""
+    parts = ((tensor, tensor if is_plain(tensor) else local(tensor)) for tensor in tensors)
+    return [(tensor, part) for tensor, part in parts if part is not None]
 
 
 def _address(tensor: Tensor) -> Address:

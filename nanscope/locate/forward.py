@@ -183,9 +183,14 @@ def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot
     wanted = [Birth.BORN] if any(root.birth is Birth.INTENDED for root in roots) else [Birth.BORN, Birth.FED]
     for birth in wanted:
         for root in roots:
-            if root.birth is birth:
-                return Root(birth, (*path, *root.path))
+            if root.birth is birth or (root.birth is Birth.FED and _is_weight(trace, root.value)):
+                return Root(root.birth, (*path, *root.path))
     return Root(Birth.BORN, tuple(path))
+
+
+def _is_weight(trace: Trace, value: int) -> bool:
+    leaf = trace.program.leaf(value)
+    return leaf is not None and leaf.origin == "parameter"  # no mask: an infinity there is never meant
 
 
 def _made_here(trace: Trace, call: Call, value: int, flat: int) -> bool:

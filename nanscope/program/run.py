@@ -37,7 +37,12 @@ class Run:
 
 def _keep(grads: Shelved, value: int, grad: Tensor | None) -> None:
     if grad is not None:
-        grads[value] = grad
+        grads[value] = _dense(grad)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """A gradient of an embedding may be sparse, and few questions can be put to it."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 class _Back(Mapping[int, tuple[Tensor | None, ...]]):
@@ -50,7 +55,7 @@ class _Back(Mapping[int, tuple[Tensor | None, ...]]):
 
     def keep(self, index: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
         """Hook of a call's node."""
-        self._held[index] = tuple(None if grad is None else self._shelf.put(grad) for grad in returned)
+        self._held[index] = tuple(None if grad is None else self._shelf.put(_dense(grad)) for grad in returned)
         self.order.append(index)
 
     def __getitem__(self, index: int) -> tuple[Tensor | None, ...]:
