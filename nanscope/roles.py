@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 
 def role_words(role: str | None) -> str:
@@ -111,22 +113,34 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
 _COMPILED = tuple((re.compile(pattern), role) for pattern, role in _PATTERNS)
 
 
+_DOTTED = re.compile(r"[\w.]+")  # the path of a weight, `layers.0.weight`
+_LONGEST = 500  # characters of an expression that is taken apart
+_SAME_THING = {"unsqueeze", "squeeze", "view", "reshape", "float", "to", "detach", "expand", "bool", "int", "long", "clone", "contiguous"}
+
+
+@lru_cache(maxsize=4096)
 def last_word(name: str) -> str:
-    """Return what a source expression calls the thing: `inputs["old_logps"]`, `self.old_logps` and `old_logps` are all `old_logps`."""
+    """Return what a source expression calls the thing: `inputs["old_logps"]`, `self.old_logps` and `old_logps` are all `old_logps`.
+
+    What has no name, such as the result of a call, is called as it is written.
+    """
     text = name.strip()
+    if len(text) > _LONGEST:
+        return text
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text.rsplit(".", 1)[-1] if _DOTTED.fullmatch(text) else text
     while True:
-        keyed = re.search(r"""\[\s*["']([^"']+)["']\s*\]$""", text)
-        if keyed:
-            return keyed.group(1)
-        called = re.fullmatch(r"(.+)\.(?:unsqueeze|squeeze|view|reshape|float|to|detach|expand|bool|int|long|clone|contiguous)\(.*\)", text)
-        if called:
-            text = called.group(1)
-            continue
-        indexed = re.fullmatch(r"(.+?)\[[^\]]*\]", text)
-        if indexed:
-            text = indexed.group(1)
-            continue
-        return text.rsplit(".", 1)[-1]
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Subscript(slice=ast.Constant(value=str(word))):
+                return word
+            case ast.Subscript(value=inner):
+                node = inner
+            case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method in _SAME_THING:
+                node = inner
+            case _:
+                return ast.unparse(node)
 
 
 def role_of(name: str | None) -> Role | None:

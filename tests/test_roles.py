@@ -218,10 +218,18 @@ def test_a_name_tells_its_role(name: str, role: Role | None) -> None:
         ("  old_logps ", "old_logps"),
         ("self.batch['mask'].bool()", "mask"),
         ("x[0][1]", "x"),
+        ("layers.0.weight", "weight"),
+        ("(logps - old_logps).float()", "logps - old_logps"),
+        ("model(torch.randn(6, 4))", "model(torch.randn(6, 4))"),
+        ("net(ids[:, :-1])", "net(ids[:, :-1])"),
+        ("log_ratio.exp()", "log_ratio.exp()"),
+        ("0.5", "0.5"),
+        ("f(a.b", "f(a.b"),
+        ("(" * 400 + "a.b" + ")" * 400, "(" * 400 + "a.b" + ")" * 400),
     ],
 )
 def test_a_name_is_its_last_word(expression: str, word: str) -> None:
-    """Keys, attributes, indexing, casts and reshapes do not change what a tensor is called."""
+    """Keys, attributes, indexing, casts and reshapes do not change what a tensor is called; what has no name is called as it is written."""
     assert last_word(expression) == word
 
 

@@ -186,8 +186,10 @@ class Reruns:
         if not waiting or sum(place in other.outputs for other in self.calls) > 1:  # it may be what another call has made there
             return None
         left = list(dict.fromkeys(again.copies.dropped))
-        why = again.stale or (f"hooks are not run again ({', '.join(left[:3])})" if left else "it depends on what has moved on since")
-        self.note("runs_differently", f"{type(call.module).__name__}, run again on a copy, gives other numbers than in this step: {why}")
+        known = again.stale or (f"hooks are not run again ({', '.join(left[:3])})" if left else "")
+        why = f"one difference is known: {known}" if known else "why is not known, it may read what has changed since"
+        name = type(call.module).__name__
+        self.note("runs_differently", f"{name}, run again on a copy, gives other numbers than in this step; {why}")
         return None
 
     def _parameter_name(self, copies: Copies, tensor: Tensor) -> str | None:
