@@ -92,8 +92,7 @@ def versions(func: Any, given: tuple[list[Any], dict[str, Any]], *around: Abstra
 def test_each_operator_counts_as_without_us(grad: Callable[[], AbstractContextManager[Any]]) -> None:
     """Whatever of aten writes to the tensors of a list raises their versions as it does bare.
 
-    In inference mode that holds for those that are made of others, too: only there they come to us whole. Elsewhere some of torch's take
-    another way, and count their result twice, as soon as any mode is on.
+    In inference mode that holds for those that are made of others, too: only there they come to us whole.
     """
     counted = 0
     for func in overloads():
