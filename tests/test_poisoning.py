@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +111,77 @@ def test_bad_weights_that_a_loss_does_not_use_explain_nothing(tmp_path: Path) ->
                 (clipped_loss(logps, old, torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.ones(4, 6))).backward()
                 optimizer.step()
     assert [(i.step, i.origin.variable, i.consequence_of) for i in scope.verdict.incidents] == [(1, "ratio", None), (2, "ratio", None)]
+
+
+class Plain:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+
+    def step(self, loss_of: Callable[[], Tensor]) -> None:
+        loss_of()
+        with torch.no_grad():
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "torch": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    "closures": lambda model: torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4),
+    "foreign": lambda model: Plain(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_nan_is_one_origin_and_one_line_of_consequences_with_any_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, wants: bool
+) -> None:
+    """On the log, in the history and in the verdict, also where nobody sees the update, or it asks for the loss several times.
+
+    wants: the input has a gradient of its own, which nobody zeroes.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = OPTIMIZERS[kind](model)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 7):
+
+            def loss_of(step: int = step) -> Tensor:
+                model.zero_grad()
+                loss = model(torch.ones(3, 4, requires_grad=wants)).pow(2).mean()
+                loss = torch.log(loss * 0) if step == 3 else loss
+                loss.backward()
+                return loss
+
+            optimizer.step(loss_of)
+    verdict = scope.verdict
+    assert [incident.step for incident in verdict.causes] == [3] and (scope.steps, verdict.bad_steps) == (6, 4)
+    assert [(entry.step, entry.nonfinite) for entry in scope.history.entries] == [(step, step > 2) for step in range(1, 7)]
+    assert verdict.aftermath == (Aftermath(3, 4, 6, 3),)
+    lines = [record.getMessage() for record in caplog.records if "bad-step" in record.getMessage()]
+    assert len(lines) == 2 and "log(0)" in lines[0] and "the weights are non-finite since step 3" in lines[1]
+
+
+def test_a_good_step_ends_what_nobody_saw_begin(tmp_path: Path) -> None:
+    """Weights that are bad later on were not spoilt by what came before it."""
+    model = nn.Linear(2, 1)
+    optimizer = Plain(model.parameters())
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 7):
+            if step == 5:
+                nn.init.constant_(model.weight, NAN)
+
+            def loss_of(step: int = step) -> Tensor:
+                model.zero_grad()
+                loss = model(torch.ones(3, 2)).pow(2).mean()
+                (torch.log(loss * 0) if step == 2 else loss).backward()
+                if step == 2:
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                return loss
+
+            optimizer.step(loss_of)
+    assert [(incident.step, incident.consequence_of) for incident in scope.verdict.incidents] == [(2, None), (5, None), (6, 5)]

@@ -37,18 +37,23 @@ class Ending:
         scale = next((recording.scale for recording in reversed(recordings) if recording.scale is not None), None)
         if (last or fate is not Fate.KEPT) and scale is not None and scale.backed_off():
             return Stepped.BY_SCALER
+        if last and self._moved_by_hand():
+            return Stepped.BY_HAND
         measured = self.norm_is_bad()
         if fate is Fate.KEPT or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
         bad = bad or measured
-        if self.left.weights_moved():
-            if self._optimizers.of(self.left.parameters) is None:
-                return Stepped.BY_HAND
-            if not bad:
-                return None
+        if self._moved_by_hand():
+            return Stepped.BY_HAND
+        if self.left.weights_moved() and not bad:
+            return None
         if bad or scale is not None or counted or self._tape.norms or self._modules.calls:
             return Stepped.BY_TRAINER if self._optimizers.any else Stepped.NONE
         return None
+
+    def _moved_by_hand(self) -> bool:
+        """Has the loop written to weights that no optimizer has?"""
+        return self.left.weights_moved() and self._optimizers.of(self.left.parameters) is None
 
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""

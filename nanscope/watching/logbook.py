@@ -104,6 +104,8 @@ class Logbook:
         """Write the line of a step."""
         self._in_this_process()
         self.steps += 1
+        if not entry.nonfinite:
+            self.poisoning.fine()
         try:
             self.history.append(entry)
         except OSError as error:

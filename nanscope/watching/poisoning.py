@@ -2,6 +2,9 @@
 
 A step is one if what was seen of it says so. Once one was looked at, and as long as those weights stay bad, a step whose loss is fed
 non-finite values by the model is one, too, and nobody looks at it again.
+
+An update that no optimizer of torch makes, or that is not over, is not seen: weights that are found bad after a step with a cause of its
+own, with no good one between them, were spoilt by that.
 """
 
 from __future__ import annotations
@@ -20,17 +23,26 @@ class Poisoning:
     def __init__(self) -> None:
         self.aftermath: list[Aftermath] = []
         self._since: int | None = None
+        self._first = 0  # step that can be a consequence of it
         self._own: int | None = None  # the last step with a cause of its own
         self._looked = self._confirmed = False  # at a step since then; and it was a consequence
 
     def weights(self, step: int, bad: int) -> None:
         """After the update of a step, so many weights were non-finite."""
-        if not bad or self._since is None or self._own == step:
-            self._since, self._looked, self._confirmed = step if bad else None, False, False
+        if not bad:
+            self._since, self._own, self._looked, self._confirmed = None, None, False, False
+        elif self._since is None or (self._own == step and self._since != step):
+            self._since, self._first, self._looked, self._confirmed = step, step + 1, False, False
+
+    def fine(self) -> None:
+        """A step was good: what nobody saw being spoilt is not."""
+        self._own = None
+        if self._since is not None and self._since == self._first:
+            self._since, self._looked, self._confirmed = None, False, False
 
     def doubtful(self, step: int) -> bool:
         """Has nobody looked yet at a step that began with these weights?"""
-        return self._since is not None and self._since < step and not self._looked
+        return self._since is not None and self._first <= step and not self._looked
 
     def explains(self, step: int, recording: Recording | None, looking: bool) -> int | None:
         """Return the step of which a further bad one is surely a consequence. looking: there is still room to look at it closely."""
@@ -43,19 +55,23 @@ class Poisoning:
 
     def of(self, step: int, seen: Observation) -> int | None:
         """Return the step of which one that was looked at is a consequence, None if it has a cause of its own."""
+        if self._since is None and self._own is not None and seen.phase is Phase.WEIGHTS:
+            self._since = self._first = self._own
         self._looked = self._looked or self.doubtful(step)
         found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in FED)
         self._confirmed = self._confirmed or found is not None
         return found
 
     def _decided(self, step: int, fed: bool) -> int | None:
-        if self._since is not None and self._since < step and fed:
+        if self._since is not None and self._first <= step and fed:
             return self._since
         self._own = step
         return None
 
     def add(self, step: int, of: int) -> None:
-        """Count a consequence."""
+        """Count a consequence; what follows within the step itself is a part of that."""
+        if step == of:
+            return
         known = self.aftermath[-1] if self.aftermath and self.aftermath[-1].of == of else None
         if known is None:
             self.aftermath.append(Aftermath(of, step, step, 1))
