@@ -284,3 +284,48 @@ def test_a_rollout_without_gradient_holds_little(tmp_path: Path) -> None:
         for _ in range(KEPT_FROZEN + 1):
             reference(torch.ones(64, 3))
         assert len(scope._modules._frozen) <= 1
+
+
+class Objective(nn.Module):
+    """A loss that owns its networks and returns its parts, as those of torchrl do; `total` is made of another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.Linear(4, 1)
+
+    def log_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        log_probs: Tensor = self.actor(batch["obs"]).log_softmax(-1)[:, 0]
+        return log_probs - batch["old"]
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        log_weight = self.log_weight(batch)
+        ratio = log_weight.exp()
+        gain = torch.min(ratio * batch["adv"], ratio.clamp(0.8, 1.2) * batch["adv"])
+        value = self.critic(batch["obs"]).squeeze(-1)
+        critic = (value - batch["ret"]).square().mean()
+        return {"kl": log_weight.mean(), "critic": critic, "objective": -gain.mean(), "total": critic * 0.5 - gain.mean()}
+
+
+PARTS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "one": lambda parts: parts["objective"],
+    "two": lambda parts: parts["objective"] + parts["critic"],
+    "all": lambda parts: parts["kl"] * 0.1 + parts["critic"] + parts["objective"] + parts["total"],
+}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_loss_module_that_returns_several_losses_is_looked_into_as_one(tmp_path: Path, parts: str, advantage: float) -> None:
+    """What its outputs have in common is computed once: the line in its forward is named, and not a layer of one of its networks."""
+    torch.manual_seed(0)
+    model = Objective()
+    batch = {"obs": torch.randn(6, 4), "old": torch.full((6,), -1.0), "adv": torch.ones(6), "ret": torch.randn(6)}
+    batch["old"][2], batch["adv"][2] = -200.0, advantage
+    with nanscope.watch(out=tmp_path) as scope:
+        PARTS[parts](model(batch)).backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.variable, incident.origin.index) == (
+        "backward" if advantage > 0 else "forward", "exp", "ratio", (2,),
+    )  # fmt: skip
+    assert incident.origin.function == "Objective.forward" and not slugs(incident)
+    assert incident.cause == ("where_grad_trap" if advantage > 0 else "exp_overflow")

@@ -78,27 +78,27 @@ class Reruns:
                 continue
             with self._again(call, self._tape) as again:
                 tape = again.eye
-            mapping: dict[int, int] = {}
+            made: list[tuple[int, Program, dict[int, Tensor]]] = []
             for place, tensor in zip(call.outputs, again.outputs, strict=False):
                 target, value = self._comes_out(call, again, place, tensor, wanted, leaves), tape.find(tensor)
-                if target is None or value is None:
-                    continue  # not read by the loss, or transient: it does not come out again
-                try:
-                    part, own = tape.program(value)
-                except LookupError:
-                    continue
+                if target is not None and value is not None:  # else not read by the loss, or transient: it does not come out again
+                    with contextlib.suppress(LookupError):
+                        made.append((target, *tape.program(value)))
+            outputs = {part.output: target for target, part, _ in made}
+            mapping = dict(outputs)  # one output may be made of another: all of them have their places first
+            for _, part, own in made:
                 for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
                     mapping.setdefault(old, offset + old)
                 for leaf in part.leaves:
                     origin = address(again.copies.original(own[leaf.id]))
                     known = current.get(origin)
-                    if known is not None and leaf.origin != "parameter":
+                    if known is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         mapping[leaf.id] = known
                     leaves[mapping[leaf.id]] = own[leaf.id]
                     if leaf.origin not in ("parameter", "data"):
                         wanted.setdefault(origin, [mapping[leaf.id]])
                         current.setdefault(origin, mapping[leaf.id])
-                mapping[part.output] = target
+            for _, part, own in made:
                 leaves_of = tuple(_as_made(leaf, again.copies.original(own[leaf.id])) for leaf in part.leaves)
                 parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
             offset += tape.length

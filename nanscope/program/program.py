@@ -179,7 +179,10 @@ def _text(value: Any) -> str | None:
 
 
 def join(programs: Iterable[Program]) -> Program:
-    """Return one program that does what the given ones do, in order; ids must already agree, sites are merged."""
+    """Return one program that does what the given ones do, in order; ids must already agree, sites are merged.
+
+    What several of them make is made once: a gradient goes back through one call, not through its double.
+    """
     leaves: dict[int, Leaf] = {}
     calls: list[Call] = []
     sites: list[Site] = []
@@ -190,6 +193,8 @@ def join(programs: Iterable[Program]) -> Program:
         offset = len(sites)
         sites.extend(program.sites)
         for call in program.calls:
+            if not made.isdisjoint(call.outs):
+                continue
             calls.append(replace(call, site=call.site + offset if call.site >= 0 else -1))
             made.update(out for out in call.outs if out is not None)
         leaves.update({leaf.id: leaf for leaf in program.leaves})

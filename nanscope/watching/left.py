@@ -62,8 +62,8 @@ class Leavings:
         modules = {id(call.module): call.module for call in recording.calls}
         own = recording.tensors.values() if recording.program is not None else ()
         leaves = [tensor for tensor in own if tensor.requires_grad and tensor.is_leaf]
-        looked_at = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)][:FEW]
-        looked_at += [parameter for module in modules.values() for parameter in self._few_of(module)]
+        weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)][:FEW]
+        looked_at: list[Tensor] = [*weights, *(parameter for module in modules.values() for parameter in self._few_of(module))]
         looked_at = looked_at or leaves[:FEW]  # beside weights, an input that wants a gradient keeps it until it is gone
         self._left = [left for parameter in looked_at if (left := Left.of(parameter)) is not None]
 
