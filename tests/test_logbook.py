@@ -15,10 +15,13 @@ from seen import NAN
 
 import nanscope
 from nanscope.program.program import Program
+from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.history import Entry
+from nanscope.snapshot.observation import Came
 from nanscope.snapshot.record import RunRecord, records
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.logbook import NOTES, Logbook
+from nanscope.watching.look import arrived
 from nanscope.watching.place import Place
 
 
@@ -242,3 +245,39 @@ def test_what_cannot_be_written_is_kept_in_memory(book: Logbook, caplog: pytest.
     home.rename(book.folder)
     book.close()
     assert book.paths == [book.folder / "step-000003.rank0.safetensors"] and not book.verdict().notes
+
+
+def test_a_step_that_is_left_to_other_ranks_is_told_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record says in short what it was, the log where to read on, and nobody is told that the disk is full."""
+    monkeypatch.setenv("RANK", "40")
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    book = Logbook(tmp_path, limit=2)
+    book.open(Place(tmp_path, "the-run", 40, shared=True), RunRecord(script="train"))
+    came = arrived("w", torch.tensor([NAN]))
+    book.keep(bad(3, rank=40, observation=came, found=came))
+    book.close()
+    (record,) = records(tmp_path)
+    assert (record.world, record.first) == (64, BadStep(step=3, rank=40, came=Came.REDUCED))
+    assert book.paths == [None] and not list(tmp_path.glob("*.safetensors")) and not record.notes
+    assert f"other ranks write it: nanscope report {tmp_path}" in caplog.text
+    assert [incident.step for incident in book.verdict().incidents] == [3], "it is in memory"
+
+
+def test_rank_0_says_at_the_end_who_has_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the log and in its own verdict; not in its record, since a later report knows better. Nobody waits where the run was broken off."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, raised, expected in ((0, "", 1), (0, "SIGTERM", 0), (1, "", 0)):
+        caplog.clear()
+        folder = tmp_path / f"{rank}{raised}"
+        folder.mkdir()
+        book = Logbook(folder, limit=2)
+        book.open(Place(folder, "the-run", rank, shared=True), RunRecord(script="train"))
+        book.close(raised)
+        said = "rank 1 of 2 has not reported: there is no line of it"
+        assert caplog.text.count(f"[not-heard-of]: {said}; when all have: nanscope report {folder}") == expected
+        assert [note.text for note in book.verdict().notes if note.slug == "not_heard_of"] == [said] * expected
+        assert not records(folder)[0].notes

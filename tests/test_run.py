@@ -11,8 +11,10 @@ from benchmarks.scale import FROM_THE_END, Real, real_run, write_run
 
 from nanscope.report.html import render_html
 from nanscope.report.terminal import render_text
+from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.file import save
-from nanscope.snapshot.record import RUNNING, records
+from nanscope.snapshot.history import Entry, History
+from nanscope.snapshot.record import RUNNING, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, history_path
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import MOST, verdict_of
@@ -119,3 +121,41 @@ def test_only_so_many_causes_are_explained(real: Real, tmp_path: Path) -> None:
     assert len(found.incidents) == MOST and [note.text for note in found.notes if note.slug == "not_explained"] == [
         "3 further bad steps have a cause of their own: `nanscope report FILE` explains one"
     ]
+
+
+def test_a_report_is_completed_by_files_that_come_late(run: Path) -> None:
+    """A rank whose files a folder does not list yet is named, and counted once they are there."""
+    expected, away = verdict_of(run), run.parent / "away"
+    away.mkdir()
+    moved = [*run.glob("*.rank4.*"), *run.glob("*.rank6.*")]
+    for path in moved:
+        path.rename(away / path.name)
+    early = verdict_of(run)
+    assert early.ranks is not None and early.ranks.of(Standing.UNHEARD) == (4, 6, 15)
+    assert "ranks 4, 6, 15 of 16 never reported: there is no file of them" in {gap.text for gap in early.gaps}
+    for path in moved:
+        (away / path.name).rename(path)
+    assert verdict_of(run).to_json() == expected.to_json()
+
+
+def test_a_healthy_run_of_which_a_rank_was_never_heard_is_not_called_healthy(tmp_path: Path) -> None:
+    """Healthy is said of what was watched: until its record is there, and says that it ended."""
+    for rank in range(3):
+        History(history_path(tmp_path, rank), "r").append(Entry(step=1, rank=rank, time=0.0, loss=1.0))
+        RunRecord(rank=rank, world=4, status="healthy", steps=1).write(tmp_path)
+    assert (verdict_of(tmp_path).status, [gap.slug for gap in verdict_of(tmp_path).gaps]) == (Status.PARTLY, ["unheard"])
+    History(history_path(tmp_path, 3), "r").append(Entry(step=1, rank=3, time=0.0, loss=1.0))
+    found = verdict_of(tmp_path)
+    assert [gap.slug for gap in found.gaps] == ["unfinished"] and found.gaps[0].text.startswith("what rank 3 of 4 did after step 1, ")
+    RunRecord(rank=3, world=4, status="healthy", steps=1).write(tmp_path)
+    assert verdict_of(tmp_path).status is Status.HEALTHY
+
+
+def test_four_real_ranks_of_which_two_make_the_same(tmp_path: Path) -> None:
+    """The other two are reached by all-reduce: one cause, and all four in the table."""
+    found = verdict_of(real_run(tmp_path, world=4, bad=2))
+    assert [(one.step, one.rank, str(one.cause)) for one in found.causes] == [(3, 0, "empty_mask_mean")] and not found.gaps
+    assert found.ranks is not None and {str(group.standing): group.ranks for group in found.ranks.groups} == {
+        "first": (0, 1),
+        "same step": (2, 3),
+    }

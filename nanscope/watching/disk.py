@@ -13,6 +13,7 @@ from nanscope.program.numbers import tensor_bytes
 from nanscope.snapshot.file import save
 from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.step import Snapshot
+from nanscope.watching.share import Share
 
 log = logging.getLogger("nanscope")
 
@@ -22,12 +23,12 @@ MAX_BYTES = 1 << 30
 class Disk:
     """The directory of a run, as one of its processes writes to it. folder: None if nothing can be written anywhere.
 
-    max_bytes: of all snapshots. Consequences make room for causes, the oldest first; a cause that was written stays, and the first is
-    written however large it is. problem: why something could not be written, "" as long as all was.
+    max_bytes: of all snapshots of the run. Consequences make room for causes, the oldest first; a cause that was written stays, and the
+    first is written however large it is. problem: why something could not be written, "" as long as all was. share: of this process.
     """
 
-    def __init__(self, folder: Path | None, max_bytes: int) -> None:
-        self.folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path | None, max_bytes: int, share: Share | None = None) -> None:
+        self.folder, self._max_bytes, self._share = folder, max_bytes, share
         self.problem = ""
         self._sizes: dict[Path, int] = {}
         self._consequences: list[Path] = []
@@ -42,7 +43,7 @@ class Disk:
 
     def save(self, snapshot: Snapshot) -> Path | None:
         """Write a snapshot, in place of an earlier state of it; None if it could not be written, or if there is no room for it."""
-        if self.folder is None:
+        if self.folder is None or self.leaves(snapshot):
             return None
         path = self.folder / snapshot.file_name
         need = tensor_bytes(snapshot.tensors) + tensor_bytes(snapshot.grads)
@@ -58,6 +59,10 @@ class Disk:
             self._consequences.append(path)
         return path
 
+    def leaves(self, snapshot: Snapshot) -> bool:
+        """Is a snapshot left to other ranks, which have the same?"""
+        return self._share is not None and self._share.leaves(snapshot)
+
     def holds(self, path: Path) -> bool:
         """Is a snapshot that was written still there? A consequence may have made room."""
         return path in self._sizes
@@ -69,7 +74,7 @@ class Disk:
             log.warning("nanscope [unwritten]: %s; training goes on, what is found is kept in memory", self.problem)
 
     def _make_room(self, need: int, snapshot: Snapshot) -> bool:
-        while self._sizes and sum(self._sizes.values()) + need > self._max_bytes:
+        while self._is_over(need, snapshot):
             if not self._consequences or snapshot.consequence_of is not None:
                 if not self.problem:
                     self.problem = f"step {snapshot.step} takes {need:,} bytes, and max_bytes leaves no room for it"
@@ -80,3 +85,9 @@ class Disk:
                 oldest.unlink(missing_ok=True)
             del self._sizes[oldest]
         return True
+
+    def _is_over(self, need: int, snapshot: Snapshot) -> bool:
+        taken, most = sum(self._sizes.values()), self._max_bytes
+        if self._share is not None:
+            taken, most = self._share.taken(taken), self._share.limit(snapshot, most)
+        return taken > 0 and taken + need > most

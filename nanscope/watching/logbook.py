@@ -12,6 +12,7 @@ import atexit
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -27,16 +28,18 @@ from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import Remark, RunRecord, now
+from nanscope.snapshot.runs import history_path
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import MAX_BYTES, Disk
-from nanscope.watching.peers import PATIENCE, Peers, of_other_ranks
+from nanscope.watching.peers import PART, PATIENCE, Peers, of_other_ranks
 from nanscope.watching.place import Place, rank_and_world, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
+from nanscope.watching.share import Share
 from nanscope.watching.surroundings import environment, has_peers
 from nanscope.watching.telling import Teller
 
@@ -73,20 +76,21 @@ class Logbook:
         self.steps = self.skipped = self.bad_steps = self.backwards = 0
         self.held_peak: int | None = None
         self._skips: list[int] = []
-        self._peers = Peers(self.folder, self.rank)
+        self._peers = Peers(self.folder, self.rank, 0)
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
+        self._unheard, self._opened = "", time.monotonic()
 
     def open(self, place: Place | None, about: RunRecord) -> None:
         """Begin the run. place: where it writes, None if nothing can be written anywhere."""
         self._record = replace(about, started=now(), process=mark(), nanscope=__version__, environment=environment(None, None))
         if place is not None:
             self.folder, self.rank = place.path, place.rank
-            self._peers = Peers(place.path, place.rank)
-            self.history = History(place.path / f"history.rank{place.rank}.jsonl", place.run)
             world = rank_and_world()[1] if place.shared else 0
+            self._peers = Peers(place.path, place.rank, world)
+            self.history = History(history_path(place.path, place.rank), place.run)
             self._record = replace(self._record, run=place.run, rank=place.rank, world=world)
-            self._disk = Disk(place.path, self._max_bytes)
+            self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
             self._teller = Teller(place.path, place.rank if place.shared else None)
         self._put()
 
@@ -183,7 +187,7 @@ class Logbook:
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
         kept, path = self.snapshots[-1], self.paths[-1]
-        self._teller.found(kept, path)
+        self._teller.found(kept, path, self._disk.leaves(kept))
         self._put()
         if self._on_incident is not None and of is None:
             self._on_incident(kept, str(path) if path is not None else None)
@@ -230,6 +234,10 @@ class Logbook:
             self._disk.failed("the history could not be written", error)
         self._record = replace(self._record, ended=now(), status=str(self._status()), raised=raised)
         self._put()
+        took = time.monotonic() - self._opened
+        self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))
+        if self._unheard:
+            self._teller.unheard(self._unheard)
 
     def verdict(self) -> Verdict:
         """Return what was found so far, complete once the book is closed."""
@@ -239,7 +247,7 @@ class Logbook:
             found = verdict(
                 [*self.snapshots, *others.values()],
                 [*(str(path) if path else None for path in self.paths), *others],
-                notes=[*self.notes, *self._not_on_disk()],
+                notes=[*self.notes, *self._not_on_disk(), *([Note("not_heard_of", self._unheard)] if self._unheard else [])],
                 steps=self.steps,
                 skipped=self.skipped,
                 bad_steps=self.bad_steps,
@@ -307,7 +315,8 @@ class Logbook:
         return Verdict((), steps=self.steps, bad_steps=self.bad_steps, backwards=self.backwards, gaps=tuple(self.gaps)).status
 
     def _not_on_disk(self) -> list[Note]:
-        missing = sorted({snapshot.step for snapshot, path in zip(self.snapshots, self.paths, strict=True) if path is None})
+        kept = zip(self.snapshots, self.paths, strict=True)
+        missing = sorted({snapshot.step for snapshot, path in kept if path is None and not self._disk.leaves(snapshot)})
         if not missing:
             return []
         steps = f"step{'' if len(missing) == 1 else 's'} {listed([str(step) for step in missing])}"

@@ -1,63 +1,115 @@
-"""What other ranks of the run wrote into the same folder: a collective that asked them could be one that only some ranks enter."""
+"""What other ranks of the run wrote into the same folder: a collective that asked them could be one that only some ranks enter.
+
+However many there are, a rank asks a few, by the names of their files: a folder may list late, and a thousand ranks that read each other's
+files would be a million reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
+from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.file import load
-from nanscope.snapshot.history import Entry, read
-from nanscope.snapshot.observation import Kind
+from nanscope.snapshot.history import Entry, last_entries, last_entry
+from nanscope.snapshot.observation import Came, Kind
+from nanscope.snapshot.record import RUNNING, record_of
+from nanscope.snapshot.runs import bad_step_files, history_path
 from nanscope.snapshot.step import Snapshot
+from nanscope.verdict.standing import say_ranks, told_of
 
 PATIENCE = 3.0  # seconds that a finished rank waits for the files of the others
+PART = 0.1  # of the time that the run took, which waiting for its end may take at most
 
 
 TRIES = 8  # times that the others are asked for a step; their files may lie on another machine
+ALL = 16  # ranks of which each asks all others
 
 
 class Peers:
-    """The other ranks' histories. rank: our own."""
+    """The other ranks' files. rank: our own. world: how many there are, 0 or 1 where there is nobody to ask."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self._folder, self._rank, self._world = folder, rank, world
+        self._near = near(rank, world)
         self._asked: Counter[int] = Counter()
 
     def lines(self, steps: Collection[int], patience: float) -> dict[int, list[Entry]]:
-        """Return what the others wrote of these steps, once: of those of which all have written. patience: seconds to wait for them."""
+        """Return what others wrote of these steps, once: of those of which all that are asked have written. patience: seconds to wait."""
         wanted = {step for step in steps if self._asked[step] < TRIES}
         self._asked.update(wanted)
-        until = time.monotonic() + patience
-        while wanted:
-            others = [path for path in sorted(self._folder.glob("history.rank*.jsonl")) if path.name != f"history.rank{self._rank}.jsonl"]
-            lines = [{entry.step: entry for entry in read(path)} for path in others]
-            found = {step: [own[step] for own in lines] for step in sorted(wanted) if lines and all(step in own for own in lines)}
-            if len(found) == len(wanted) or time.monotonic() >= until:
-                self._asked.update(dict.fromkeys(found, TRIES))
-                return found
-            time.sleep(0.1)
-        return {}
+        found: dict[int, list[Entry]] = {}
+        for _ in _pauses(patience) if wanted and self._near else ():
+            lines = [self._lines_of(rank, min(wanted)) for rank in self._near]
+            found = {step: [own[step] for own in lines] for step in sorted(wanted) if all(step in own for own in lines)}
+            if len(found) == len(wanted):
+                break
+        self._asked.update(dict.fromkeys(found, TRIES))
+        return found
+
+    def _lines_of(self, rank: int, since: int) -> dict[int, Entry]:
+        return {entry.step: entry for entry in takewhile(lambda entry: entry.step >= since, last_entries(history_path(self._folder, rank)))}
+
+    def unheard(self, patience: float) -> str:
+        """Return which ranks have not ended the run, in words, "" if all have; rank 0 asks for all. patience: seconds to wait for them."""
+        missing = [rank for rank in range(self._world) if rank != self._rank] if self._rank == 0 else []
+        for _ in _pauses(patience):
+            missing = [rank for rank in missing if not self._has_ended(rank)]
+            if not missing:
+                return ""
+        last = last_entry(history_path(self._folder, missing[0]))
+        line = "there is no line of it" if last is None else f"its last line is step {last.step}"
+        names = say_ranks(missing, self._world)
+        return f"{names} has not reported: {line}" if len(missing) == 1 else f"{names} have not reported"
+
+    def _has_ended(self, rank: int) -> bool:
+        with contextlib.suppress(NanscopeError):
+            record = record_of(self._folder, rank)
+            return record is not None and record.status != RUNNING
+        return False
+
+
+def near(rank: int, world: int) -> tuple[int, ...]:
+    """Return whom a rank asks: all others where they are few, else those whose number differs from its own in one bit.
+
+    Whatever mesh the ranks are laid out in, some of these are in each of its groups.
+    """
+    few = range(world) if world <= ALL else sorted(rank ^ (1 << bit) for bit in range(world.bit_length()))
+    return tuple(other for other in few if other != rank and other < world)
+
+
+def _pauses(patience: float) -> Iterator[None]:
+    """Yield now, and after ever longer pauses until the patience is spent, the last time when it is."""
+    until, pause = time.monotonic() + patience, 0.02
+    while True:
+        yield
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(pause, left))
+        pause *= 2
 
 
 def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict[str, Snapshot]:
-    """Return the snapshots that other ranks wrote for the steps at which a NaN arrived from elsewhere, by path."""
+    """Return the snapshots of other ranks that made what arrived from elsewhere at these steps, by path: one of each cause."""
     steps = {snapshot.step for snapshot in own if snapshot.observation.kind is Kind.ARRIVED}
     ranks = {snapshot.rank for snapshot in own}
+    known: dict[Path, BadStep] = {}
+    made: dict[BadStep, Path] = {}
+    for _ in _pauses(PATIENCE if wait else 0.0) if steps else ():
+        for path in (path for step in steps for path in bad_step_files(folder, step) if path not in known):
+            with contextlib.suppress(NanscopeError):
+                known[path] = BadStep.read(path)
+        made = {one: path for path, one in known.items() if one.came is not Came.REDUCED and one.rank not in ranks}
+        if made:
+            break
     found: dict[str, Snapshot] = {}
-    until = time.monotonic() + (PATIENCE if wait else 0.0)
-    while steps:
-        for path in sorted(path for step in steps for path in folder.glob(f"step-{step:06d}.rank*.safetensors")):
-            if str(path) not in found:
-                with contextlib.suppress(NanscopeError):
-                    snapshot = load(path)
-                    if snapshot.rank not in ranks:
-                        found[str(path)] = snapshot
-        made = {path: snapshot for path, snapshot in found.items() if snapshot.observation.kind is not Kind.ARRIVED}
-        if made or time.monotonic() >= until:
-            return made
-        time.sleep(0.1)
-    return {}
+    for one in told_of(made):
+        with contextlib.suppress(NanscopeError):
+            found[str(made[one])] = load(made[one])
+    return found

@@ -258,7 +258,7 @@ def watch(
     limit:        bad steps saved per run; later ones are counted. Steps that are bad because an earlier one spoilt the weights take no
                   place: of these the first is saved.
     save_steps:   numbers of steps to save although nothing is wrong with them, one file a backward pass, to be audited or replayed.
-    max_bytes:    of all snapshots of this process. Consequences make room for causes, and the first cause is written however large it is.
+    max_bytes:    of all snapshots of the run. Consequences make room for causes, and the first cause is written however large it is.
     name:         what the run is called; without it, as the script, or the trainer.
     on_incident:  called with the `Incident` of each bad step that has a cause of its own, after its file was written.
     Raises NanscopeError for an argument that is not one of these.

@@ -31,8 +31,8 @@ class Teller:
         self.directory, self.rank = directory, rank
         self._more: dict[object, tuple[str, int, int]] = {}  # origin → what it is called, how many more, how many of them were told
 
-    def found(self, snapshot: Snapshot, path: Path | None) -> None:
-        """A bad step was looked at, and written if it could be."""
+    def found(self, snapshot: Snapshot, path: Path | None, left: bool = False) -> None:
+        """A bad step was looked at, and written if it could be. left: to other ranks."""
         seen = snapshot.found
         site = (seen.origin.file, seen.origin.line, seen.origin.variable, seen.kind)
         if site in self._more:
@@ -46,12 +46,17 @@ class Teller:
             log.warning(LINE, f"{step}: {what_next}")
             return
         next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
+        next_ = f"other ranks write it: nanscope report {self.directory}" if left else next_
         log.warning(LINE, f"{step}: {what(seen) if seen.phase is not None else NOT_SEEN}; {next_}")
 
     def unsaved(self) -> None:
         """A bad step was counted, and neither looked at nor written."""
         self._more.setdefault(UNSAVED, ("not saved", 0, 0))
         self._count(UNSAVED)
+
+    def unheard(self, who: str) -> None:
+        """The run has ended here, and not on other ranks. who: has not reported, in words."""
+        log.warning("nanscope [not-heard-of]: %s; when all have: nanscope report %s", who, self.directory)
 
     def end(self) -> None:
         """Say what was counted since it was last told."""
