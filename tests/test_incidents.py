@@ -57,7 +57,6 @@ KNOWN = {  # what is not yet answered rightly: script -> field. What answers it 
     "openrlhf_1314_icepop_filter_multiply": "variable",
     "trl_1380_kto_no_kl_examples": "variable",
     # a tensor that is bound to a key of a dict, and to a parameter, is given no name
-    "openrlhf_reward_margin_missing": "variable",
     # an argument gets the name that the result of the call around it is bound to
     "rllib_7853_exp_log_std": "variable",
     # `a, b = f(x), g(x)` names neither

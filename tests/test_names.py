@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from recorded import Recorded, leaf, record
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+import nanscope
 from nanscope.program.program import Program
 from nanscope.roles import Role
 
@@ -160,3 +164,27 @@ def test_a_program_without_sources_has_no_names() -> None:
     names = type(recorded.trace.names)(bare)
     assert all(names.name(call.outs[0]) is None for call in bare.calls if call.outs[0] is not None)
     assert names.role(bare.output) in (Role.LOSS, Role.RATIO, None)
+
+
+class Batch(NamedTuple):
+    old_log_prob: Tensor
+    old_values: Tensor
+
+
+def filled(array: list[float]) -> Tensor:
+    return torch.tensor(array).clone()
+
+
+@pytest.mark.parametrize(("bad", "name"), [("old_log_prob", "old_log_prob"), ("old_values", "old_values")])
+def test_what_a_buffer_hands_out_is_called_what_its_reader_calls_it(tmp_path: Path, bad: str, name: str) -> None:
+    """A tensor that is made in a function of a buffer and read as an attribute of a batch: that attribute, and the line that made it."""
+    model = nn.Linear(2, 1)
+    numbers = {field: [0.0, 0.0, math.nan if field == bad else 0.0] for field in Batch._fields}
+    with nanscope.watch(out=tmp_path) as scope:
+        rollout_data = Batch(*(filled(numbers[field]) for field in Batch._fields))
+        values = model(torch.ones(3, 2)).squeeze(-1)
+        ratio = torch.exp(values - rollout_data.old_log_prob)
+        clipped = rollout_data.old_values + torch.clamp(values - rollout_data.old_values, -0.2, 0.2)
+        (ratio.mean() + clipped.square().mean()).backward()
+    origin = scope.verdict.incidents[0].origin
+    assert (origin.variable, origin.index) == (name, (2,)) and "torch.tensor(array)" in dict(origin.source)[origin.line or 0]

@@ -329,3 +329,14 @@ def test_a_loss_module_that_returns_several_losses_is_looked_into_as_one(tmp_pat
     )  # fmt: skip
     assert incident.origin.function == "Objective.forward" and not slugs(incident)
     assert incident.cause == ("where_grad_trap" if advantage > 0 else "exp_overflow")
+
+
+def test_a_call_of_torchs_own_modules_has_the_line_of_the_forward_pass(tmp_path: Path) -> None:
+    """Inside there is no code of the trainer's: the line is that of the call, and not of the backward pass during which we look."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    x = torch.full((2, 3), float("nan"))
+    with nanscope.watch(out=tmp_path) as scope:
+        found = model(x)
+        found.sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.variable == "x" and "found = model(x)" in dict(incident.origin.source)[incident.origin.line or 0]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanscope.capture.custom import backward_of, is_custom
 from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.seal import writes_of
-from nanscope.capture.sites import is_user
+from nanscope.capture.sites import NOWHERE, Place, is_user
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
@@ -115,6 +115,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks: list[Mark] = []
+        self.end: tuple[CodeType | None, Place] = (None, NOWHERE)  # see `Callers`
         self.current_module = ""  # set by whoever knows in which part of the model a call is made
         self.spans: list[tuple[int, int, str]] = []  # numbers of the autograd nodes that each part of the model made
         self._writer: dict[Address, int] = {}
@@ -148,7 +149,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = base_name(str(func).replace("aten::", "aten.")).rstrip("_")
         outside = _union(before)
         came = _union([outside, *(self.marks[number].kinds for number in sources if number >= 0)])
-        code, lasti = _caller()
+        code, lasti = self._caller()
         for position, tensor in enumerate(outs):
             unwritten = name.startswith(tuple(UNWRITTEN_FACTORIES)) or (
                 FLOW.get(name) is Flow.MOVE and len(sources) == 1 and sources[0] >= 0 and self.marks[sources[0]].unwritten
@@ -165,6 +166,16 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         mark.operands, mark.kwargs = args, kwargs
             self.marks.append(mark)
             self._writes(tensor, len(self.marks) - 1, writes)
+
+    def _caller(self) -> Place:
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            if is_user(frame.f_code.co_filename):
+                return frame.f_code, frame.f_lasti
+            if frame.f_code is self.end[0]:
+                return self.end[1]
+            frame = frame.f_back
+        return NOWHERE
 
     def _writes(self, tensor: Tensor, number: int, in_place: bool) -> None:
         address, storage = _address(tensor), memory_of(tensor)
@@ -276,15 +287,6 @@ def _address(tensor: Tensor) -> Address:
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     except RuntimeError:
         return (0, tuple(tensor.shape), (), tensor.dtype)
-
-
-def _caller() -> tuple[CodeType | None, int]:
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
-        if is_user(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lasti
-        frame = frame.f_back
-    return None, -1
 
 
 @dataclass(frozen=True, slots=True)

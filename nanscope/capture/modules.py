@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class ModuleCall:
     order; the tensors themselves are not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU
     generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad:
     were gradients enabled? number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors.
+    caller: the trainer's function that made it, and its instruction.
     """
 
     module: nn.Module
@@ -58,6 +60,7 @@ class ModuleCall:
     number: int = 0
     holding: Holding | None = None
     made: list[Any] = field(default_factory=list)
+    caller: tuple[CodeType | None, int] = (None, -1)
 
     def let_go(self) -> None:
         """Let go of the arguments: it cannot be run again."""
@@ -143,6 +146,7 @@ class ModuleWatch:
         self.busy = False  # during a backward pass, and work of our own
         self.account = Balance(KEPT_CALLS * KEPT_BYTES)
         self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
+        self.caller: Callable[[], tuple[CodeType | None, int]] = lambda: (None, -1)
         self.failsafe = failsafe
         self._suspend, self._resume = suspend, resume
         self._thread = threading.get_ident()
@@ -243,7 +247,7 @@ class ModuleWatch:
         except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it
             return
         call = ModuleCall(module, args, kwargs, places, versions, *self._began, self._count)
-        call.made = [_WeakTensorRef(tensor) for tensor in outputs]
+        call.made, call.caller = [_WeakTensorRef(tensor) for tensor in outputs], self.caller()
         name = type(module).__name__
         if not grad:
             self._remember_frozen(call, name)

@@ -28,22 +28,28 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 
 
+Place = tuple[CodeType | None, int]  # a function, and its instruction
+NOWHERE: Place = (None, -1)
+
+
 class Callers:
     """Walks up the stack to the trainer's own code.
 
     glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. scaler: a
-    GradScaler that multiplied something.
+    GradScaler that multiplied something. end: a function of ours that makes a call of the trainer's again, and where that was made: what is
+    above it on the stack has nothing to do with it.
     """
 
     def __init__(self, account: Balance) -> None:
         self.glimpses: dict[CodeType, Glimpse] = {}
         self.taken: dict[str, Taken] = {}
         self.scaler: torch.amp.GradScaler | None = None
+        self.end: tuple[CodeType | None, Place] = (None, NOWHERE)
         self._holding = Holding(account)
         self._users: dict[CodeType, bool] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
 
-    def caller(self) -> tuple[CodeType | None, int]:
+    def caller(self) -> Place:
         """Return the innermost function of the trainer that is running, and its instruction."""
         frame: FrameType | None = sys._getframe(2)
         users = self._users
@@ -61,10 +67,22 @@ class Callers:
                 if code in self._sites and code not in self.glimpses:
                     self._glimpse(self._sites[code], frame)
                 return code, frame.f_lasti
+            if code is self.end[0]:
+                return self.end[1]
             if code.co_name == "scale" and code.co_qualname.endswith("GradScaler.scale"):  # or a sharded one's
                 self.scaler = variables(frame).get("self")
             frame = frame.f_back
-        return None, -1
+        return NOWHERE
+
+    def place(self) -> Place:
+        """Return the same, and look at nothing on the way."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if self._users[code] if code in self._users else is_user(code.co_filename):
+                return code, frame.f_lasti
+            frame = frame.f_back
+        return NOWHERE
 
     def _glimpse(self, site: LossSite, frame: FrameType) -> None:
         """Look at the options that a loss function runs under, and hold what a kernel is given; once a function and step."""

@@ -85,7 +85,7 @@ class Names:
         """Return the variable a value is bound to, None for an intermediate result."""
         leaf = self.program.leaf(value)
         if leaf is not None:
-            return leaf.name
+            return leaf.name or self._copied_as(value)
         index = self.program.producers.get(value)
         if index is None:
             return None
@@ -94,6 +94,11 @@ class Names:
         if site is not None and site.name is not None and self._is_last(index):
             return site.name
         return self._read_as(value)
+
+    def _copied_as(self, value: int) -> str | None:
+        """What an unnamed leaf is called further on, where it was only copied on its way: `batch.old_logps`, made by `torch.tensor`."""
+        copy = self.program.only_copy(value)
+        return None if copy is None else self.name(copy) or self._copied_as(copy)
 
     def _read_as(self, value: int) -> str | None:
         """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""

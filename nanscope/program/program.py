@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
+from nanscope.program.ops import COPIES
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
 
@@ -58,6 +59,11 @@ class Program:
         """Return the call that makes a value, None for a leaf."""
         index = self.producers.get(value)
         return None if index is None else self.calls[index]
+
+    def only_copy(self, value: int) -> int | None:
+        """Return the copy that is made of a value, in another dtype at most, if nobody reads anything else of it."""
+        readers = self.readers(value)
+        return readers[0].outs[0] if len(readers) == 1 and readers[0].name in COPIES else None
 
     def readers(self, value: int) -> list[Call]:
         """Return the calls that read a value, in order."""

@@ -80,6 +80,7 @@ class Scope:
         self._modules = ModuleWatch(partial(self._mode.sleep, "module"), partial(self._mode.wake, "module"), self._failsafe)
         self._tape.module_outputs = self._modules.output_of
         self._tape.is_parameter = self._modules.parameter_name
+        self._modules.caller = self._tape.callers.place
         self._modules.account, self._modules.still_read = self._tape.account, self._tape.still_read
         examiner = Examiner(self._tape, self._modules, targets, save_tokens)
         self._step = Step(self._tape, self._modules, self._failsafe, examiner, self._logbook, on_nonfinite, frozenset(save_steps))
