@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from nanscope.errors import NanscopeError
 from nanscope.plain import parse, show
-from nanscope.snapshot.history import TAIL, Entry, History, frame, history, read
+from nanscope.snapshot import history as module
+from nanscope.snapshot.history import TAIL, Entry, History, Outline, frame, history, last_entries, last_entry, outline, read
 from nanscope.snapshot.step import Stepped
 
 MAYBE = st.none() | st.floats()
@@ -176,3 +177,22 @@ def test_a_folder_without_a_history_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NanscopeError, match="no history") as caught:
         history(tmp_path / "none")
     assert caught.value.slug == "no-run"
+
+
+@pytest.mark.parametrize("block", [1, 7, 300, 1 << 20])
+def test_a_history_in_short_is_that_of_all_its_lines(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the blocks end in which it is read; a last line that is half-written counts for nothing."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    path = tmp_path / "history.rank3.jsonl"
+    for bad in ((), (1,), (4, 5, 9), range(1, 10)):
+        path.unlink(missing_ok=True)
+        book = History(path, 'run "nonfinite": true')
+        for step in range(1, 10):
+            book.append(Entry(step, 3, 0.0, loss=0.5, nonfinite=step in bad))
+        book.close()
+        with path.open("ab") as file:
+            file.write(b'{"step": 10, "rank": 3, "nonfinite": true')
+        entries = read(path)
+        assert outline(path) == Outline(9, len(bad), entries[bad[0] - 1] if bad else None, entries[-1])
+        assert last_entry(path) == entries[-1] and list(last_entries(path)) == entries[::-1]
+    assert outline(tmp_path / "none") == Outline() and list(last_entries(tmp_path / "none")) == []

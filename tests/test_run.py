@@ -14,10 +14,10 @@ from nanscope.report.terminal import render_text
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.file import save
 from nanscope.snapshot.history import Entry, History
-from nanscope.snapshot.record import RUNNING, RunRecord, records
+from nanscope.snapshot.record import RUNNING, Remark, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, history_path
 from nanscope.verdict.incident import Verdict
-from nanscope.verdict.run import MOST, verdict_of
+from nanscope.verdict.run import LIKE, MOST, verdict_of
 from nanscope.verdict.standing import Standing
 
 RANKS, STEPS = 16, 200
@@ -159,3 +159,15 @@ def test_four_real_ranks_of_which_two_make_the_same(tmp_path: Path) -> None:
         "first": (0, 1),
         "same step": (2, 3),
     }
+
+
+def test_what_each_of_many_ranks_notes_is_told_of_a_few(tmp_path: Path) -> None:
+    """Once where it is the same, and else so many of a kind; a record that claims more ranks than there are machines is not counted through."""
+    for rank in range(3 * LIKE):
+        notes = (Remark("logged_loss", "the same", 3), Remark("skipped_alone", f"rank {rank} skipped", 3))
+        RunRecord(rank=rank, world=10**15, status="healthy", steps=1, notes=notes).write(tmp_path)
+    found = verdict_of(tmp_path)
+    assert [note.text for note in found.notes if note.slug == "logged_loss"] == ["the same"]
+    alone = [note.text for note in found.notes if note.slug == "skipped_alone"]
+    assert len(alone) == LIKE + 1 and alone[-1] == f"and {2 * LIKE} more notes of this kind"
+    assert found.ranks is not None and (found.ranks.world, found.status) == (0, Status.HEALTHY)

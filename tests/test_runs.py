@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanscope.errors import NanscopeError
-from nanscope.snapshot.runs import find_run, is_run, latest, point, runs_in
+from nanscope.snapshot.runs import bad_step_files, find_run, histories, history_path, is_run, latest, point, runs_in
 
 
 def made(folder: Path, name: str, file: str = "history.rank0.jsonl") -> Path:
@@ -74,3 +74,16 @@ def test_a_path_means_a_run(tmp_path: Path) -> None:
         with pytest.raises(NanscopeError) as caught:
             find_run(path)
         assert caught.value.slug == "no-run"
+
+
+def test_the_files_of_a_run_are_found_by_rank_and_by_step(tmp_path: Path) -> None:
+    """In the order of ranks, and nothing that is only called alike."""
+    made(tmp_path, "a", "history.rank10.jsonl")
+    for name in ("history.rank2.jsonl", "history.rankx.jsonl", "step-000412.rank0.safetensors", "step-000413.rank0.part2.safetensors"):
+        (tmp_path / "a" / name).touch()
+    (tmp_path / "a" / "batch-000412.rank0.safetensors").touch()
+    assert histories(tmp_path / "a") == {rank: history_path(tmp_path / "a", rank) for rank in (2, 10)} and list(
+        histories(tmp_path / "a")
+    ) == [2, 10]
+    assert len(list(bad_step_files(tmp_path / "a"))) == 2
+    assert [path.name for path in bad_step_files(tmp_path / "a", 412)] == ["step-000412.rank0.safetensors"]

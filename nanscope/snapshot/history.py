@@ -108,11 +108,11 @@ def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
 TAIL_BYTES = 1 << 16  # in which the last line of a history surely stands
 
 
-def last_entries(path: Path) -> Iterator[Entry]:
-    """Yield the last entries of a history file, the last one first, without reading the rest of it; nothing if it cannot be read."""
+def last_entries(path: Path, size: int = TAIL_BYTES) -> Iterator[Entry]:
+    """Yield the entries in the last bytes of a history file, the last one first, without reading the rest; nothing if it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
             lines = file.read().splitlines()
     except OSError:
         return

@@ -17,11 +17,14 @@ from nanscope.snapshot.history import Outline, outline
 from nanscope.snapshot.observation import Came
 from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, histories
+from nanscope.text import count
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.verdict.standing import Ranks, Standing, groups_of, say_ranks, told_of
 
 MOST = 32  # bad steps of a run of several ranks that are explained
+LIKE = 8  # notes of one kind that are told
+WORLDS = 1 << 20  # ranks; whoever says that a run has more did not train
 
 
 def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] = iter) -> Verdict:
@@ -34,7 +37,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     written = histories(run_dir)
     outlines = {rank: outline(path) for rank, path in written.items() if rank not in ended}
     files = [(BadStep.read(path), path) for path in sorted(bad_step_files(run_dir))]
-    world = max([0, *(record.world for record in told)])
+    world = max([0, *(record.world for record in told if record.world <= WORLDS)])
     several = len({*written, *(record.rank for record in told), *(one.rank for one, _ in files)}) > 1 or world > 1
     shown, left = _to_explain(files) if several else ([path for _, path in files], 0)
     notes = [Note(remark.slug, remark.text, remark.step) for record in told for remark in record.notes]
@@ -51,7 +54,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     return verdict(
         [load(path) for path in track(shown)],
         [str(path) for path in shown],
-        notes=list(dict.fromkeys(notes)),
+        notes=list(_few(dict.fromkeys(notes))),
         steps=max([0, *(found.steps for found in outlines.values()), *(record.steps for record in told)]),
         skipped=max([0, *(record.skipped for record in told)]),
         bad_steps=max([0, *(found.bad for found in outlines.values()), *(record.bad_steps for record in told)]),
@@ -80,6 +83,17 @@ def _ranks(files: Iterable[tuple[BadStep, Path]], told: Sequence[RunRecord], out
             first[rank] = BadStep(step=found.first_bad.step, rank=rank, came=Came.REDUCED)  # nothing of its own was found there
     healthy = [record.rank for record in told if record.status != RUNNING]
     return groups_of(first.values(), healthy, [*(record.rank for record in told), *outlines], world)
+
+
+def _few(notes: Iterable[Note]) -> Iterator[Note]:
+    """Yield so many notes of each kind, and how many more there are: a thousand ranks may each have their own."""
+    kinds: dict[str, list[Note]] = {}
+    for note in notes:
+        kinds.setdefault(note.slug, []).append(note)
+    for slug, found in kinds.items():
+        yield from found[:LIKE]
+        if len(found) > LIKE:
+            yield Note(slug, f"and {count(len(found) - LIKE, 'more note')} of this kind")
 
 
 def _all_gaps(told: Iterable[RunRecord], further: Iterable[Gap]) -> list[Gap]:

@@ -27,6 +27,7 @@ PATIENCE = 3.0  # seconds that a finished rank waits for the files of the others
 PART = 0.1  # of the time that the run took, which waiting for its end may take at most
 
 
+LATELY = 1 << 13  # bytes of another rank's history that are read: the last steps
 TRIES = 8  # times that the others are asked for a step; their files may lie on another machine
 ALL = 16  # ranks of which each asks all others
 
@@ -53,7 +54,8 @@ class Peers:
         return found
 
     def _lines_of(self, rank: int, since: int) -> dict[int, Entry]:
-        return {entry.step: entry for entry in takewhile(lambda entry: entry.step >= since, last_entries(history_path(self._folder, rank)))}
+        last = last_entries(history_path(self._folder, rank), LATELY)
+        return {entry.step: entry for entry in takewhile(lambda entry: entry.step >= since, last)}
 
     def unheard(self, patience: float) -> str:
         """Return which ranks have not ended the run, in words, "" if all have; rank 0 asks for all. patience: seconds to wait for them."""

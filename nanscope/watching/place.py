@@ -84,9 +84,10 @@ def settle(folder: Path, name: str) -> Place:
     Raises OSError if nothing can be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for earlier in (*sorted(path for path in folder.iterdir() if path.is_dir())[-SWEPT:], folder):
-        sweep(earlier)
     rank, world = rank_and_world()
+    if rank == 0:  # a thousand ranks that list a thousand files each are a million
+        for earlier in (*sorted(path for path in folder.iterdir() if path.is_dir())[-SWEPT:], folder):
+            sweep(earlier)
     key = shared_key(os.environ, world)
     if key is not None:
         return replace(_join(folder, name, rank, key), shared=world > 1)

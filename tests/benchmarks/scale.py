@@ -1,6 +1,7 @@
 """How long `nanscope report` takes over a run of a thousand ranks, and how much memory.
 
     python tests/benchmarks/scale.py [--ranks 1024] [--steps 10000] [--out FOLDER] [--keep]
+    python tests/benchmarks/scale.py --paper [--seconds 10] [--snapshot 67108864]       # what a run writes in a day, computed
 
 A small run is real: two processes train with DistributedDataParallel, and one of them makes a NaN. From its snapshots, its lines and its
 records a run directory of many ranks is written: in the tenth step from the end one rank makes the NaN, most are reached in the same step
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +36,10 @@ from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, histories, history_path
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import examine
+from nanscope.watching.peers import LATELY, near
+from nanscope.watching.share import FEW
 
+MIB = 1 << 20
 FROM_THE_END = 10  # steps, where the NaN is made
 LATER = 8  # each eighth rank is reached a step later
 ELSEWHERE = "00000000-1-1"  # the mark of a process that nobody here can ask after
@@ -141,6 +146,32 @@ def _lines(real: Real, folder: Path, steps: int, bad: int, name: str) -> bytes:
     return found
 
 
+# -- on paper ------------------------------------------------------------------------------------------------------------------------------
+
+
+def paper(real: Real, seconds: float, snapshot: int) -> None:
+    """Print what a run writes in a day, and at a NaN that reaches all of its ranks. seconds: of a step. snapshot: bytes of one."""
+    line = len(json.dumps({**real.line.to_json(), "run": real.record.run})) + 1
+    record = len(json.dumps(real.record.to_json(), indent=1))
+    print(f"a step takes {seconds:g} s, a line {line} bytes, a record {record} bytes, a snapshot {snapshot / MIB:.0f} MiB")
+    worlds = (8, 64, 1024, 10_000)
+    rows: list[tuple[str, Callable[[int], float], str]] = [
+        ("files", lambda n: 2 * n, ""),
+        ("lines a day", lambda n: n * line * 86_400 / seconds / 1e9, "GB"),
+        ("lines a second", lambda n: n / seconds, ""),
+        ("records at a NaN", lambda n: n * record / 1e6, "MB"),
+        ("snapshots at a NaN of one rank", lambda n: (1 + 1 + 2 * min(n - 1, FEW)) * snapshot / 1e9, "GB"),
+        ("… if all ranks wrote", lambda n: 2 * n * snapshot / 1e9, "GB"),
+        ("snapshots at a NaN that all ranks make", lambda n: 2 * min(n, FEW) * snapshot / 1e9, "GB"),
+        ("places asked for then", lambda n: n * FEW if n > FEW else 0, ""),
+        ("read by the others at a NaN, a try", lambda n: n * len(near(0, n)) * LATELY / 1e9, "GB"),
+        ("… if each read all", lambda n: n * (n - 1) * line * 86_400 / seconds / 2 / 1e9, "GB"),
+    ]
+    print(f"{'ranks':<40}" + "".join(f"{world:>14,}" for world in worlds))
+    for name, figure, unit in rows:
+        print(f"{f'{name} [{unit}]' if unit else name:<40}" + "".join(f"{figure(world):>14,.4g}" for world in worlds))
+
+
 # -- measuring -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +190,7 @@ def measure(folder: Path) -> dict[str, float]:
     told = json.loads(output.read_text())
     causes = sum(1 for incident in told["incidents"] if incident["consequence_of"] is None)
     print(told["sentence"])
-    return {"seconds": seconds, "peak": used.ru_maxrss * 1024, "causes": causes}
+    return {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss * 1024, "causes": causes}
 
 
 def main() -> None:
@@ -169,6 +200,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--out", type=Path, help="write there, and not to a temporary folder")
     parser.add_argument("--keep", action="store_true", help="leave the run directory there")
+    parser.add_argument("--paper", action="store_true", help="compute what a run writes, and measure nothing")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a step")
+    parser.add_argument("--snapshot", type=int, default=64 * MIB, help="bytes of a snapshot")
     parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
@@ -177,6 +211,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         real = Real.of(real_run(out / "real"))
+        if options.paper:
+            paper(real, options.seconds, options.snapshot)
+            return
         folder = out / "many"
         began = time.perf_counter()
         write_run(real, folder, options.ranks, options.steps)
@@ -184,7 +221,8 @@ def main() -> None:
         written = f"{len(sizes):,} files, {sum(sizes) / 1e9:.2f} GB, in {time.perf_counter() - began:.0f} s"
         print(f"{options.ranks} ranks × {options.steps} steps: {written}")
         found = measure(folder)
-        print(f"nanscope report: {found['seconds']:.1f} s, {found['peak'] / 1e9:.2f} GB at most, {found['causes']} cause")
+        spent = f"{found['seconds']:.1f} s, {found['cpu']:.1f} s of processor time, {found['peak'] / 1e9:.2f} GB at most"
+        print(f"nanscope report: {spent}; {found['causes']:.0f} cause")
         if options.out and not options.keep:
             shutil.rmtree(folder)
 
