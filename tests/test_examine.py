@@ -17,6 +17,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.program import Program
+from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.observation import CHANGED, UNSEEN, Kind
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose
@@ -198,3 +199,12 @@ def test_hooks_that_hide_nothing_are_none_of_our_business(tmp_path: Path) -> Non
     """Where the gradient arrives it is an incident."""
     verdict = hidden_gradient(tmp_path, lambda model: model.weight.register_hook(lambda grad: grad * 2))
     assert [incident.micro_batch for incident in verdict.incidents] == [2] and verdict.gaps == ()
+
+
+def test_a_gradient_behind_a_call_that_nobody_recorded(tmp_path: Path) -> None:
+    """The loss is finite, no module and no optimizer has the parameter, and its gradient is NaN: that is no healthy run."""
+    weight = nn.Parameter(torch.eye(3))
+    weight.data[1, 1] = INF
+    with nanscope.watch(out=tmp_path) as scope:
+        torch.linalg.pinv(weight).sum().backward()
+    assert scope.verdict.status is Status.NONFINITE and scope.verdict.incidents[0].reached["gradients"] == [1, 1]

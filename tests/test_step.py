@@ -373,13 +373,14 @@ def test_what_became_of_the_step_stands_in_its_file(tmp_path: Path, mode: OnNonF
 
 
 def test_gradients_that_nobody_made_here_are_a_note(tmp_path: Path) -> None:
-    """Set by hand, or by a backward pass before the block: no incident, and the weights that they spoil are none either."""
+    """Set by hand, or by a backward pass before the block: no incident, and the weights that they spoil are none either; nor is it healthy."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     with nanscope.watch(out=tmp_path) as scope:
         weight.grad = torch.tensor([math.nan])
         optimizer.step()
     assert not scope.verdict.incidents and [note.slug for note in scope.notes] == ["foreign_gradients"]
+    assert not scope.verdict.healthy and [gap.slug for gap in scope.verdict.gaps] == ["foreign-gradients"]
 
 
 def test_an_absorbed_overflow_is_told_once_for_each_line(tmp_path: Path) -> None:

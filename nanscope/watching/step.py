@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.feeding import parameters_behind
 from nanscope.capture.gauge import Gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
@@ -23,7 +24,7 @@ from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.verdict.incident import NonFiniteError
-from nanscope.verdict.sentence import absorbed
+from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.counts import Counts
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
@@ -78,9 +79,12 @@ class Step:
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
         self._passed = PassedOver(tape, modules, logbook)
         self._remains = Remains(modules)
+        self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = (
+            weakref.WeakValueDictionary()
+        )  # that are in no model, as far as is seen
         self._search = Search()
         self._sizes = Sizes()
-        self._told: set[tuple[str, int]] = set()  # lines at which something was absorbed
+        self._absorbed = Absorbed(examiner, logbook)
 
     @property
     def number(self) -> int:
@@ -116,6 +120,8 @@ class Step:
         self._current = recording
         if program is not None:
             self._read_gauge(program)
+            if not self._optimizers.any:  # one would look at the gradients of what it updates
+                self._bare.update(parameters_behind(program, tensors))
         recording.watch(self._failsafe, self._tape.account)
 
     def after_backward(self) -> None:
@@ -144,7 +150,7 @@ class Step:
             elif not all(bool(flag) for flag in recording.given):
                 self._keep(self._examiner.swallowed(recording))
             elif self._line.reading is not None and self._line.reading.headroom is not None and self._line.reading.headroom < 0:
-                self._note_absorbed(recording)
+                self._absorbed.note(recording, self.counts.number)
             elif recording.scale is not None and (self._search.stuck or recording.scale.is_low()):
                 self._look_at_gradients()
         if self._asked and not recording.examined and self.counts.number in self._asked:
@@ -216,7 +222,7 @@ class Step:
                     self._examine(recording)
             if not self._bad and not any(recording.scaled for recording in self._recordings):
                 self._look_at_gradients()
-        if not self._logbook.bad_steps:
+        if not (self._logbook.bad_steps or self._foreign):
             self._failsafe("remains", self._look_at_remains)
 
     def forget(self) -> None:
@@ -293,7 +299,8 @@ class Step:
 
     def _look_at_gradients(self) -> None:
         """Nobody else does: no optimizer came, or a scaler that skips every step."""
-        parameters = [p for _, p in self._modules.parameters().values() if p.grad is not None]
+        known = {key: p for key, (_, p) in self._modules.parameters().items()} | dict(self._bare)
+        parameters = [p for p in known.values() if p.grad is not None]
         grads = readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
         if count_bad(grads):
             self._keep(self._examiner.gradients(self._recordings, parameters, grads))
@@ -338,7 +345,7 @@ class Step:
         if hit is None and (dropped or not self._examiner.at_hand(recording)) and self._ending.norm_may_be_bad():
             hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
         if hit is None:
-            self._note_absorbed(recording)
+            self._absorbed.note(recording, self.counts.number)
             return
         self._keep(hit)
         if self._on_nonfinite == "stop":
@@ -358,6 +365,7 @@ class Step:
             self._foreign = True
             text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
             self._logbook.note("foreign_gradients", text, self.counts.number)
+            self._logbook.gap("foreign-gradients", "what made non-finite gradients that an optimizer stepped on", self.counts.number)
         elif not self._bad:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
             self._note_gone()
@@ -434,27 +442,6 @@ class Step:
         snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
         if snapshot is not None:
             self._logbook.keep_asked(snapshot)
-
-    def _note_absorbed(self, recording: Recording) -> None:
-        """A value overflowed, or a gradient vanished, and did no harm: worth a word, once for each line."""
-        vanished = self._examiner.vanished(recording)
-        if vanished is not None:
-            name, hooked = vanished
-            if hooked:
-                text = (
-                    f"what the gradient of {name} would have done to the weights: it was not finite, and hooks let nothing of that through"
-                )
-                self._logbook.gap("hidden-by-hook", text, self.counts.number)
-            else:
-                text = f"the gradient of {name} was not finite, and nothing of that arrived in a weight"
-                self._logbook.note("nonfinite_absorbed", text, self.counts.number)
-        location = self._examiner.absorbed(recording) if self._logbook.takes_notes() else None
-        if location is None or location.origin.site is None:
-            return
-        line = (location.origin.site.file, location.origin.site.line)
-        if line not in self._told:
-            self._told.add(line)
-            self._logbook.note("nonfinite_absorbed", absorbed(location, self.counts.number), self.counts.number)
 
     def _hold_back(self, parameters: list[nn.Parameter]) -> None:
         """Let the optimizer step over nothing: without gradients it leaves weights and state as they are."""

@@ -1,0 +1,35 @@
+"""What went bad in a loss and did no harm: worth a word, once for each line."""
+
+from __future__ import annotations
+
+from nanscope.verdict.sentence import absorbed
+from nanscope.watching.examine import Examiner
+from nanscope.watching.logbook import Logbook
+from nanscope.watching.recording import Recording
+
+
+class Absorbed:
+    """Notes it, or, where hooks kept it from the weights, that nobody knows."""
+
+    def __init__(self, examiner: Examiner, logbook: Logbook) -> None:
+        self._examiner, self._logbook = examiner, logbook
+        self._told: set[tuple[str, int]] = set()
+
+    def note(self, recording: Recording, step: int) -> None:
+        """A value overflowed, or a gradient was not finite and did not arrive."""
+        vanished = self._examiner.vanished(recording)
+        if vanished is not None:
+            name, hooked = vanished
+            if hooked:
+                text = f"what the gradient of {name} would have done to the weights: it was not finite, and hooks let nothing through"
+                self._logbook.gap("hidden-by-hook", text, step)
+            else:
+                text = f"the gradient of {name} was not finite, and nothing of that arrived in a weight"
+                self._logbook.note("nonfinite_absorbed", text, step)
+        location = self._examiner.absorbed(recording) if self._logbook.takes_notes() else None
+        if location is None or location.origin.site is None:
+            return
+        line = (location.origin.site.file, location.origin.site.line)
+        if line not in self._told:
+            self._told.add(line)
+            self._logbook.note("nonfinite_absorbed", absorbed(location, step), step)
