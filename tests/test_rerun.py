@@ -339,4 +339,4 @@ def test_a_call_of_torchs_own_modules_has_the_line_of_the_forward_pass(tmp_path:
         found = model(x)
         found.sum().backward()
     (incident,) = scope.verdict.incidents
-    assert incident.origin.variable == "x" and "found = model(x)" in dict(incident.origin.source)[incident.origin.line or 0]
+    assert incident.phase == "input" and "found = model(x)" in dict(incident.origin.source)[incident.origin.line or 0]
