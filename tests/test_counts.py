@@ -155,7 +155,6 @@ def test_a_trainer_that_counts_is_asked(name: str) -> None:
         counts.open()
         counts.begin()
         seen.append(counts.number)
-        counts.steps += 1
         assert not counts.moved
         count(trainer)
         assert counts.moved
@@ -192,7 +191,6 @@ def test_what_is_no_known_trainer_is_not_asked(target: object) -> None:
         counts.begin()
         counts.begin()
         assert (counts.number, counts.update, counts.micro_batch) == (expected, 1, 2)
-        counts.steps += 1
     assert counts.backward == 4
 
 

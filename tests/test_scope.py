@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import nanscope
 from nanscope.capture import gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape, TapeMode
-from nanscope.verdict.run import verdict_of
 from nanscope.watching import line, narrow, recording
 from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner
@@ -431,26 +429,6 @@ def test_a_gradient_that_the_models_own_backward_spoils_is_named(tmp_path: Path)
     incident = scope.verdict.incidents[0]
     assert (incident.phase, incident.origin.op, incident.origin.index) == ("backward", "sqrt", (1, 0))
     assert str(incident.cause) == "sqrt_zero_grad"
-
-
-def test_what_another_thread_trains_is_not_seen_and_said(tmp_path: Path) -> None:
-    """With nothing else the run is unwatched, with training of its own it is partly watched; neither is healthy."""
-
-    def train() -> None:
-        grpo_steps(policy(), 3, stale_at(0, 3, step=1))
-
-    for own, status, words in (False, "unwatched", "nothing was watched"), (True, "partly watched", "2 steps watched"):
-        with nanscope.watch(out=tmp_path) as scope:
-            thread = threading.Thread(target=train, name="trainer")
-            thread.start()
-            thread.join()
-            if own:
-                grpo_steps(policy(), 2)
-        verdict = scope.verdict
-        assert (verdict.status, verdict.healthy) == (status, False) and verdict.sentence.startswith(words)
-        counts = {gap.text: gap.count for gap in verdict.gaps}
-        assert counts == {f"{what} in thread trainer, which was not watched": 3 for what in ("a backward pass", "an optimizer step")}
-        assert verdict_of(scope.out).to_json() == verdict.to_json()
 
 
 def test_no_gradient_block_and_metrics_are_no_incident(tmp_path: Path) -> None:

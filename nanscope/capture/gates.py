@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,66 +21,48 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nanscope.capture.compiler import called_for_real, never_compile
 from nanscope.capture.failsafe import Failsafe
-from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.source import variables
-from nanscope.capture.tape import TapeMode
-from nanscope.capture.unseen import is_ours, is_traced, unseen
-
-
-class Observer(Protocol):
-    """Who is told; `nanscope.watching.step.Step` is one."""
-
-    def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None: ...
-    def after_backward(self) -> None: ...
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def passed_over(self) -> None: ...
-    def elsewhere(self, what: str) -> None: ...
+from nanscope.capture.threads import Strand, Threads
+from nanscope.capture.unseen import is_ours, is_traced
 
 
 class Gates:
-    """Installs the gates and calls the observer, from the thread that opened it only."""
+    """Installs the gates, and tells the observer of the thread that comes to one."""
 
-    def __init__(self, observer: Observer, mode: TapeMode, modules: ModuleWatch, failsafe: Failsafe) -> None:
-        self._observer = observer
-        self._mode, self._modules, self._failsafe = mode, modules, failsafe
-        self._thread = threading.get_ident()
-        self._inside = False
-        mode.tape.doubts.again = self._passed_over
-        self._stepping: torch.optim.Optimizer | None = None  # between its two hooks; a step that raises never reaches the second
+    def __init__(self, threads: Threads, failsafe: Failsafe) -> None:
+        self._threads, self._failsafe = threads, failsafe
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put the gates up. undo: takes them down; a wrapper that somebody put over ours stays, and ours then only passes calls on."""
-        original = torch.autograd.backward
+        original, here = torch.autograd.backward, self._threads.here
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or torch.compiler.is_compiling() or is_ours():
+            if torch.compiler.is_compiling() or here.strand.inside or self._threads.resting or is_ours():
                 return original(*args, **kwargs)
-            if threading.get_ident() != self._thread:
-                self._failsafe("before-backward", self._elsewhere, "a backward pass")
-                return original(*args, **kwargs)
-            self._inside = True
-            ours = torch.autograd.backward is backward and torch._C._len_torch_function_stack() > 0
+            strand = here.strand
+            if strand.eyes is None:
+                self._failsafe("thread", self._threads.begin)
+                if strand.eyes is None:
+                    return original(*args, **kwargs)
+            strand.inside = True
             try:
-                self._failsafe("before-backward", self._begin, args, kwargs)
-                if ours:
-                    torch.autograd.backward = original  # a function mode is told by torch what the name stands for
-                result = original(*args, **kwargs)
-                self._failsafe("after-backward", self._told)
+                self._failsafe("before-backward", self._begin, strand, args, kwargs)
+                # a function mode is told by torch what the name stands for
+                function = _named_so(original) if torch._C._len_torch_function_stack() > 0 else original
+                result = function(*args, **kwargs)
+                self._failsafe("after-backward", self._told, strand)
             finally:
-                if ours:
-                    torch.autograd.backward = backward
-                self._inside = False
-                self._failsafe("resume", self._end)
+                strand.inside = False
+                self._failsafe("resume", self._end, strand)
             return result
 
         def take_down() -> None:
-            self._inside = True
             if torch.autograd.backward is backward:
                 torch.autograd.backward = original
 
-        never_compile(backward, nested=False)  # what torch's own calls, it may compile
+        for function in (backward, _named_so):
+            never_compile(function, nested=False)  # what torch's own calls, it may compile
         undo.callback(take_down)
         torch.autograd.backward = backward
         for register, act in (
@@ -91,93 +73,91 @@ class Gates:
             called_for_real(hook)
             undo.callback(register(hook).remove)
 
-    def rest(self) -> None:
-        """Let everything pass from now on."""
-        self._inside = True
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Do work of our own: its calls and backward passes go past every instrument, ours and the trainer's."""
-        inside, self._inside = self._inside, True
-        busy, self._modules.busy = self._modules.busy, True
-        fresh = "aside" not in self._mode.sleeping
-        self._failsafe("suspend", self._mode.sleep, "aside")
-        try:
-            with unseen():
-                yield
-        finally:
-            self._inside, self._modules.busy = inside, busy
-            if fresh:
-                self._failsafe("resume", self._mode.wake, "aside")
-
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if is_traced() or torch._C._are_functorch_transforms_active():  # there torch refuses
+    def _begin(self, strand: Strand, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        eyes = strand.eyes
+        if eyes is None or is_traced() or torch._C._are_functorch_transforms_active():  # there torch refuses
             return
-        if not self._in_closure():
-            self._end_step()
-        self._failsafe("suspend", self._mode.sleep, "backward")
-        self._modules.reset()
-        self._modules.busy = True
-        with self.aside():
+        if not _in_closure(strand.stepping):
+            self._end_step(strand)
+        self._failsafe("suspend", eyes.mode.sleep, "backward")
+        eyes.modules.reset()
+        eyes.modules.busy = True
+        with self._threads.aside():
             roots, seeds = _roots(args, kwargs)
             if roots:
-                self._observer.before_backward(roots, seeds)
+                self._tell(strand, eyes.observer.before_backward, roots, seeds)
 
-    def _told(self) -> None:
-        self._modules.busy = False
-        with self.aside():
-            self._observer.after_backward()
+    def _told(self, strand: Strand) -> None:
+        if strand.eyes is not None:
+            strand.eyes.modules.busy = False
+            with self._threads.aside():
+                self._tell(strand, strand.eyes.observer.after_backward)
 
-    def _end(self) -> None:
-        self._modules.busy = False
-        self._mode.wake("backward")
+    def _end(self, strand: Strand) -> None:
+        if strand.eyes is not None:
+            strand.eyes.modules.busy = False
+            strand.eyes.mode.wake("backward")
 
-    def _passed_over(self) -> None:
-        with self.aside():
-            self._failsafe("passed-over", self._observer.passed_over)
+    def _tell(self, strand: Strand, act: Callable[..., None], *args: Any) -> None:
+        """Tell an observer, unless the block was left meanwhile by another thread."""
+        with strand.lock:
+            if not self._threads.resting:
+                act(*args)
 
-    def _elsewhere(self, what: str) -> None:
-        """Tell what another thread does: it is not watched."""
-        self._observer.elsewhere(f"{what} in thread {threading.current_thread().name}, which was not watched")
-
-    def _in_closure(self) -> bool:
-        """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
-        frame = sys._getframe(1) if self._stepping is not None else None
-        while frame is not None:
-            if variables(frame).get("self") is self._stepping:
-                return True
-            frame = frame.f_back
-        return False
-
-    def _end_step(self) -> None:
-        self._stepping = None
-        self._failsafe("resume", self._mode.wake, "step")
+    def _end_step(self, strand: Strand) -> None:
+        strand.stepping = None
+        if strand.eyes is not None:
+            self._failsafe("resume", strand.eyes.mode.wake, "step")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside or is_ours():
+        strand = self._threads.here.strand
+        if strand.inside or self._threads.resting or is_ours():
             return
-        if threading.get_ident() != self._thread:
-            self._elsewhere("an optimizer step")
+        self._threads.begin()
+        eyes = strand.eyes
+        if eyes is None:
+            self._threads.missed("other-thread", f"an optimizer step in thread {strand.thread.name}, which was not watched")
             return
-        self._end_step()
+        self._end_step(strand)
         if all(value is None for value in (*args[1:], *kwargs.values())):
-            self._failsafe("suspend", self._mode.sleep, "step")  # a closure computes its loss inside the step: then the tape stays awake
-        self._stepping = optimizer
+            self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step: then the tape stays awake
+        strand.stepping = optimizer
         try:
-            with self.aside():
-                self._failsafe("before-step", self._observer.before_step, optimizer)
+            with self._threads.aside():
+                self._failsafe("before-step", self._tell, strand, eyes.observer.before_step, optimizer)
         except BaseException:
-            self._end_step()
+            self._end_step(strand)
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepping is None or threading.get_ident() != self._thread or is_ours():
+        strand = self._threads.here.strand
+        if strand.stepping is None or strand.eyes is None or is_ours():
             return
         try:
-            with self.aside():
-                self._failsafe("after-step", self._observer.after_step, optimizer)
+            with self._threads.aside():
+                self._failsafe("after-step", self._tell, strand, strand.eyes.observer.after_step, optimizer)
         finally:
-            self._end_step()
+            self._end_step(strand)
+
+
+def _in_closure(stepping: torch.optim.Optimizer | None) -> bool:
+    """Is the optimizer whose step began still running? It then calls back for the loss; a step that raised is over."""
+    frame = sys._getframe(1) if stepping is not None else None
+    while frame is not None:
+        if variables(frame).get("self") is stepping:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _named_so(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function as it is where no wrapper of ours stands under its name: what it tells others of itself is itself."""
+    if not isinstance(function, FunctionType) or function.__globals__.get(function.__name__) is function:
+        return function
+    around = {**function.__globals__, function.__name__: function}
+    twin = FunctionType(function.__code__, around, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 def _roots(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:

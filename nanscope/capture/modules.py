@@ -137,8 +137,13 @@ def autocast_state() -> dict[str, torch.dtype]:
     return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Is a module a part of the model, and not of a loss?"""
+    return next(module.parameters(), None) is not None
+
+
 class ModuleWatch:
-    """Installs the hooks; `suspend` and `resume` are called around every outermost call of a module that has weights."""
+    """The modules that one thread calls; `suspend` and `resume` are called around every outermost call of one that has weights."""
 
     def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
@@ -149,7 +154,6 @@ class ModuleWatch:
         self.caller: Callable[[], tuple[CodeType | None, int]] = lambda: (None, -1)
         self.failsafe = failsafe
         self._suspend, self._resume = suspend, resume
-        self._thread = threading.get_ident()
         self._open: nn.Module | None = None
         self._depth = 0
         self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool] | None = None
@@ -162,44 +166,6 @@ class ModuleWatch:
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
-
-    def install(self, undo: contextlib.ExitStack) -> None:
-        """Register the hooks. undo: takes them off."""
-
-        def before(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if self._open is None:
-                self.failsafe("module-begins", self._begin, module)
-            elif module is self._open and threading.get_ident() == self._thread:
-                self._depth += 1
-
-        def after(module: nn.Module, args: Any, *rest: Any) -> None:
-            if not torch.compiler.is_compiling() and module is self._open and threading.get_ident() == self._thread:
-                self._depth -= 1
-                if not self._depth:
-                    # torch hands over (kwargs, output), but after an exception only None
-                    self.failsafe("module-ends", self._end, module, args, *(rest if len(rest) == 2 else ({}, None)))
-
-        first = hooks.register_module_forward_pre_hook(before)
-        undo.callback(first.remove)
-        second = hooks.register_module_forward_hook(after, with_kwargs=True, always_call=True)
-        undo.callback(hooks._global_forward_hooks_with_kwargs.pop, second.id, None)  # torch's handle forgets this one
-        undo.callback(second.remove)
-        # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
-        if _HOOK_WARNING not in warnings.filters:
-            warnings.filterwarnings("ignore", message=_HOOK_WARNING[1].pattern)
-            undo.enter_context(contextlib.suppress(ValueError))  # somebody may have put other filters there
-            undo.callback(warnings.filters.remove, _HOOK_WARNING)  # type: ignore[attr-defined]
-        for function in (before, after, Failsafe.__call__, self.failsafe.door("", print)):
-            never_compile(function)
-        registers: list[dict[int, Any]] = [
-            hooks._global_forward_pre_hooks,
-            hooks._global_forward_hooks,
-            hooks._global_forward_hooks_with_kwargs,
-            hooks._global_forward_hooks_always_called,
-        ]
-        self.failsafe("compiler", hide, registers, {first.id, second.id}, self.failsafe, undo)
 
     def forget(self) -> None:
         """Let go of the calls that are remembered."""
@@ -214,11 +180,11 @@ class ModuleWatch:
         self._resume()
 
     def _begin(self, module: nn.Module) -> None:
-        if self.busy or threading.get_ident() != self._thread or is_traced() or is_ours():
+        if self.busy or is_traced() or is_ours():
             return
         weighted = self._weighted.get(module)
         if weighted is None:
-            weighted = self._weighted[module] = next(module.parameters(), None) is not None
+            weighted = self._weighted[module] = has_weights(module)
         if weighted:
             with unseen():
                 grad = torch.is_grad_enabled()
@@ -339,3 +305,59 @@ class ModuleWatch:
         self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
         self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
         return calls, list(self._frozen)
+
+
+class Own(threading.local):
+    """What a thread has of its own. modules: where it is in the model, None while nobody watches it."""
+
+    modules: ModuleWatch | None = None
+
+
+def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: contextlib.ExitStack) -> None:
+    """Register the hooks. begin: called in a thread that is not watched so far and calls a part of the model. undo: takes them off."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if own.modules is None:
+            failsafe("thread", _meet, module, begin)
+        watch = own.modules
+        if watch is None:
+            return
+        if watch._open is None:
+            failsafe("module-begins", watch._begin, module)
+        elif module is watch._open:
+            watch._depth += 1
+
+    def after(module: nn.Module, args: Any, *rest: Any) -> None:
+        watch = own.modules
+        if watch is not None and module is watch._open and not torch.compiler.is_compiling():
+            watch._depth -= 1
+            if not watch._depth:
+                # torch hands over (kwargs, output), but after an exception only None
+                failsafe("module-ends", watch._end, module, args, *(rest if len(rest) == 2 else ({}, None)))
+
+    first = hooks.register_module_forward_pre_hook(before)
+    undo.callback(first.remove)
+    second = hooks.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+    undo.callback(hooks._global_forward_hooks_with_kwargs.pop, second.id, None)  # torch's handle forgets this one
+    undo.callback(second.remove)
+    # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
+    if _HOOK_WARNING not in warnings.filters:
+        warnings.filterwarnings("ignore", message=_HOOK_WARNING[1].pattern)
+        undo.enter_context(contextlib.suppress(ValueError))  # somebody may have put other filters there
+        undo.callback(warnings.filters.remove, _HOOK_WARNING)  # type: ignore[attr-defined]
+    for function in (before, after, Failsafe.__call__, failsafe.door("", print)):
+        never_compile(function)
+    registers: list[dict[int, Any]] = [
+        hooks._global_forward_pre_hooks,
+        hooks._global_forward_hooks,
+        hooks._global_forward_hooks_with_kwargs,
+        hooks._global_forward_hooks_always_called,
+    ]
+    failsafe("compiler", hide, registers, {first.id, second.id}, failsafe, undo)
+
+
+def _meet(module: nn.Module, begin: Callable[[], None]) -> None:
+    if has_weights(module) and not torch.is_inference_mode_enabled():  # whoever trains does not sample like that
+        begin()

@@ -397,6 +397,9 @@ class Tape:
         self._due = self.length + max(PATIENCE, 2 * len(self.values), 2 * self._usual if over else 0)
 
 
+OVER = "over"  # why a mode sleeps that nobody will wake
+
+
 class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves.
 
@@ -428,29 +431,44 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sleeping.discard(why)
         if not self.sleeping and self._below is not None:
             # A mode that was entered meanwhile, and is not left yet, will take down what is on top.
-            above = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - self._below)]
+            above = _taken_off(self._below)
             _push_mode(self)
-            for mode in reversed(above):
-                _push_mode(mode)
+            _put_back(above)
             self._below = None
 
     def install(self, undo: contextlib.ExitStack) -> None:
-        """Begin to listen. undo: takes us off the stack, wherever on it we are by then."""
+        """Begin to listen. undo: takes us off the stack, wherever on it we are by then; that of another thread only passes us by."""
 
-        def leave() -> None:
+        def leave() -> None:  # calls nothing of ours, which might fail
             above: list[TorchDispatchMode] = []
-            if self._below is None and self in _get_current_dispatch_mode_stack():
+            if self in _get_current_dispatch_mode_stack():
                 while _get_current_dispatch_mode() is not self:
                     above.append(_pop_mode())
             else:
                 _push_mode(self)
-                self._below = None
+            self.sleeping.add(OVER)
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             for mode in reversed(above):
                 _push_mode(mode)
 
+        _put_back([mode for mode in _taken_off(0) if not _is_over(mode)])
         self.__enter__()  # type: ignore[no-untyped-call]
         undo.callback(leave)
+
+    def slip_under(self) -> None:
+        """Begin to listen in a thread that is on its way: below the modes of the trainer's that are on its stack, and leaves them so."""
+        above = _taken_off(0)
+        _push_mode(self)
+        _put_back([mode for mode in above if not _is_over(mode)])
+
+    def retire(self) -> None:
+        """Listen no more. Takes us off the stack of this thread; where we are on that of another one, we pass calls on for good."""
+        self.sleeping.add(OVER)
+        stack = _get_current_dispatch_mode_stack()
+        if self in stack:
+            above = _taken_off(stack.index(self) + 1)
+            _pop_mode()
+            _put_back(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -481,8 +499,24 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Deliberate:
             raise
         except Exception as error:
+            if OVER in self.sleeping:  # what is told to the tape of a thread that goes on is nobody's business any more
+                return None
             self.tape.broken = type(error).__name__
             if self._failsafe is None:
                 raise
             self._failsafe.caught("tape", error)
             return None
+
+
+def _is_over(mode: TorchDispatchMode) -> bool:
+    return isinstance(mode, TapeMode) and OVER in mode.sleeping
+
+
+def _taken_off(below: int) -> list[TorchDispatchMode]:
+    """Take modes off the stack until so many are left, and return them, the uppermost first."""
+    return [_pop_mode() for _ in range(_len_torch_dispatch_stack() - below)]
+
+
+def _put_back(modes: list[TorchDispatchMode]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)

@@ -34,7 +34,7 @@ class Entry:
     grad_norm: 2-norm of the gradients (where they are sharded, of this rank's part), before the trainer clipped them where it took that
     norm itself. grad_norm_clipped: of what reached the optimizer, where that is another. stepped: what became of the step where an
     optimizer did not take it, see `Stepped`. update: which one of the steps of this number, from 2 on. micro_batches: backward passes,
-    from 2 on. optimizer: which one of several.
+    from 2 on. optimizer: which one of several. thread: that made it, where it was not the main one.
     log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
     headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
     """
@@ -55,6 +55,7 @@ class Entry:
     update: int | None = None
     micro_batches: int | None = None
     optimizer: str | None = None
+    thread: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""

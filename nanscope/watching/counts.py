@@ -8,6 +8,7 @@ A step is one try at an update, also where the trainer then does not take it. `u
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,50 +36,90 @@ COUNTERS = (
 )
 
 
-class Counts:
-    """Counts steps, micro-batches and backward passes. targets: what is watched; one of them may have a count of its own.
+GIVEN = 4096  # numbers that are remembered; a loop that counts anew gives them once more
 
-    number, update: of the running step. micro_batch: backward passes in it so far. backward: in the run. steps: that are over, in the run.
-    """
 
-    def __init__(self, targets: Iterable[Any]) -> None:
-        self.number, self.update = 0, 1
-        self.micro_batch = self.backward = self.steps = 0
-        self._told: int | None = None
-        self._counters = [(target, counter) for target in targets for counter in COUNTERS if _is_of(target, counter.package)]
+class Tally:
+    """What the threads of a run count together, so that no two steps are called the same. begun: steps, of all of them."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._given: dict[int, int] = {}  # number → steps that have it
+        self._lock = threading.Lock()
+        self._said: int | None = None
+        self._here = threading.local()
 
     def tell(self, number: int) -> None:
-        """The loop says which step it is in, until it says another."""
-        self._told = number
+        """The loop of this thread says which step it is in, until it says another; others say the same that have said nothing."""
+        self._said = self._here.said = number
+
+    @property
+    def told(self) -> int | None:
+        """Which step this thread is in, None if nobody has said."""
+        return getattr(self._here, "said", self._said)
+
+    @property
+    def said(self) -> int | None:
+        """Which step this thread itself has said that it is in."""
+        return getattr(self._here, "said", None)
+
+    def begin(self, number: int | None) -> tuple[int, int]:
+        """A step begins: return its number, and which one of that number it is. number: that its loop gives it."""
+        with self._lock:
+            self.begun += 1
+            return self._give(self.begun if number is None else number)
+
+    def again(self, number: int) -> int:
+        """A step that has begun is given another number: return which one of that number it is."""
+        with self._lock:
+            return self._give(number)[1]
+
+    def _give(self, number: int) -> tuple[int, int]:
+        update = self._given[number] = self._given.pop(number, 0) + 1
+        if len(self._given) > GIVEN:
+            del self._given[next(iter(self._given))]
+        return number, update
+
+
+class Counts:
+    """Counts the steps, micro-batches and backward passes of a thread. targets: what is watched; one may have a count of its own.
+
+    number, update: of the running step. micro_batch: backward passes in it so far. backward: in the run, of this thread.
+    """
+
+    def __init__(self, targets: Iterable[Any], tally: Tally | None = None) -> None:
+        self.number, self.update = 0, 1
+        self.micro_batch = self.backward = 0
+        self._tally = Tally() if tally is None else tally
+        self._counters = [(target, counter) for target in targets for counter in COUNTERS if _is_of(target, counter.package)]
 
     @property
     def next(self) -> int:
         """The number of a step that would begin now."""
-        own = self._own()
-        return self.steps + 1 if own is None else own
+        own = self._own(self._tally.told)
+        return self._tally.begun + 1 if own is None else own
 
     @property
     def moved(self) -> bool:
         """Has the loop's own count moved since the last backward pass began?"""
-        return self._own() not in (None, self.number)
+        return self._own(self._tally.said) not in (None, self.number)
 
     def open(self) -> None:
         """A step begins."""
-        number, before = self.next, self.number
-        self.update = self.update + 1 if number == before else 1
-        self.number, self.micro_batch = number, 0
+        self.number, self.update = self._tally.begin(self._own(self._tally.told))
+        self.micro_batch = 0
 
     def begin(self) -> None:
         """A backward pass of it begins; a loop may count micro-batches, too."""
-        number = self.next
-        self.update = self.update if number == self.number else 1
-        self.number = number
+        own = self._own(self._tally.said)
+        if own is not None and own != self.number:
+            self.number, self.update = own, self._tally.again(own)
         self.micro_batch += 1
         self.backward += 1
 
-    def _own(self) -> int | None:
-        if self._told is not None:
-            return self._told
+    def _own(self, told: int | None) -> int | None:
+        if told is not None:
+            return told
         for known in self._counters:
             try:
                 found = functools.reduce(getattr, known[1].path, known[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -73,6 +74,7 @@ class Line:
             update=counts.update if counts.update > 1 else None,
             micro_batches=counts.micro_batch if counts.micro_batch > 1 else None,
             optimizer=self.optimizer,
+            thread=None if threading.current_thread() is threading.main_thread() else threading.current_thread().name,
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
-from nanscope.snapshot.record import Remark, RunRecord, now
+from nanscope.snapshot.record import Aftermath, Remark, RunRecord, now
 from nanscope.snapshot.runs import history_path
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import is_round, listed
@@ -42,6 +43,7 @@ from nanscope.watching.recording import Recording
 from nanscope.watching.share import Share
 from nanscope.watching.surroundings import environment, has_peers
 from nanscope.watching.telling import Teller
+from nanscope.watching.turns import Turns, in_turn
 
 NOTES = 32  # notes kept per run
 UNLIKE = "replicas differ from here on, and of weights that are sharded only a part was updated"
@@ -63,10 +65,16 @@ class Logbook:
         self._max_bytes, self._on_incident = max_bytes, on_incident
         self._record = RunRecord()
         self._pid = os.getpid()
+        self.turns = Turns()
+        self._poisonings: WeakSet[Poisoning] = WeakSet()
         self._begin()
 
     def _begin(self) -> None:
-        self.history, self.poisoning, self._teller = History(), Poisoning(), Teller()
+        self.history, self._teller = History(), Teller()
+        self._aftermath: list[Aftermath] = []
+        for poisoning in self._poisonings:
+            poisoning.forget(self._aftermath)
+        self._poisoning = self.another_poisoning()
         self._disk = Disk(None, self._max_bytes)
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
@@ -74,7 +82,7 @@ class Logbook:
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = 0
-        self.held_peak: int | None = None
+        self._held_peak: int | None = None
         self._skips: list[int] = []
         self._peers = Peers(self.folder, self.rank, 0)
         self._verdict: tuple[int, Verdict] | None = None
@@ -104,18 +112,20 @@ class Logbook:
             Finalize(None, self.close, exitpriority=0)  # of a worker of multiprocessing, which runs nothing of atexit
             atexit.register(self.close)
 
-    def enter(self, entry: Entry) -> None:
-        """Write the line of a step."""
+    @in_turn
+    def enter(self, entry: Entry, poisoning: Poisoning | None = None) -> None:
+        """Write the line of a step. poisoning: of the weights that it belongs to."""
         self._in_this_process()
         self.steps += 1
         if not entry.nonfinite:
-            self.poisoning.fine()
+            (poisoning or self._poisoning).fine()
         try:
             self.history.append(entry)
         except OSError as error:
             self._disk.failed("the history could not be written", error)
         self._ask_peers(0.0)
 
+    @in_turn
     def note(self, slug: str, text: str, step: int) -> None:
         """Keep a note, once."""
         self._in_this_process()
@@ -123,6 +133,7 @@ class Logbook:
             self.notes.append(Note(slug, text, step))
             self._put()
 
+    @in_turn
     def gap(self, slug: str, text: str, step: int | None = None) -> None:
         """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
         try:
@@ -159,39 +170,66 @@ class Logbook:
         saved = [snapshot.step for snapshot in self.snapshots if snapshot.consequence_of is None]
         return len({*saved, step}) <= self.limit and saved.count(step) < self.limit
 
-    def count(self, step: int, recording: Recording | None, another: bool) -> bool:
-        """Count a bad backward pass, and return whether it is to be looked at and kept. another: the step was not known to be bad."""
+    def another_poisoning(self) -> Poisoning:
+        """Return what a further thread tells of the weights that it trains."""
+        poisoning = Poisoning(self._aftermath)
+        self._poisonings.add(poisoning)
+        return poisoning
+
+    @in_turn
+    def differentiated(self) -> None:
+        """Count a backward pass."""
+        self.backwards += 1
+
+    @in_turn
+    def held(self, peak: int) -> None:
+        """So many bytes were held at a time, by one thread."""
+        self._held_peak = max(peak, self._held_peak or 0)
+
+    @in_turn
+    def count(self, step: int, recording: Recording | None, another: bool, poisoning: Poisoning | None = None) -> bool:
+        """Count a bad backward pass, and return whether it is to be looked at and kept. another: the step was not known to be bad.
+
+        poisoning: of the weights that it belongs to.
+        """
         self._in_this_process()
+        poisoning = poisoning or self._poisoning
         self.bad_steps += another
         room = self.wants(step)
-        of = self.poisoning.explains(step, recording, room)
-        if (of is None and room) or self.poisoning.doubtful(step):
+        of = poisoning.explains(step, recording, room)
+        if (of is None and room) or poisoning.doubtful(step):
             return True
         if another and of is not None:
-            self.poisoning.add(step, of)
+            poisoning.add(step, of)
         elif another:
             self._teller.unsaved()
         if another and is_round(self.bad_steps):
             self._put()
         return False
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """Keep a bad step: write it, say so, and call whoever wants to know."""
-        of = self.poisoning.of(snapshot.step, snapshot.found)
+    def keep(self, snapshot: Snapshot, poisoning: Poisoning | None = None) -> None:
+        """Keep a bad step: write it, say so, and call whoever wants to know. poisoning: of the weights that it belongs to."""
+        kept = self._keep(snapshot, poisoning or self._poisoning)
+        if self._on_incident is not None and kept is not None:  # out of turn: what it calls may wait for another thread
+            self._on_incident(*kept)
+
+    @in_turn
+    def _keep(self, snapshot: Snapshot, poisoning: Poisoning) -> tuple[Snapshot, str | None] | None:
+        of = poisoning.of(snapshot.step, snapshot.found)
         if of is not None:
-            self.poisoning.add(snapshot.step, of)
+            poisoning.add(snapshot.step, of)
         elif not self.wants(snapshot.step):
             self._teller.unsaved()
-            return
+            return None
         self.snapshots.append(replace(snapshot, consequence_of=of))
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
         kept, path = self.snapshots[-1], self.paths[-1]
         self._teller.found(kept, path, self._disk.leaves(kept))
         self._put()
-        if self._on_incident is not None and of is None:
-            self._on_incident(kept, str(path) if path is not None else None)
+        return (kept, str(path) if path is not None else None) if of is None else None
 
+    @in_turn
     def keep_asked(self, snapshot: Snapshot) -> None:
         """Write a step that nothing is wrong with."""
         self._in_this_process()
@@ -199,12 +237,14 @@ class Logbook:
         if path is not None:
             self.saved.append(path)
 
-    def mark(self, step: int, update: int = 1, **changes: Any) -> None:
+    @in_turn
+    def mark(self, step: int, update: int = 1, /, **changes: Any) -> None:
         """Add to what the incidents of the running step reached, in memory and in their files."""
         for index, known in enumerate(self.snapshots):
             if (known.step, known.update) == (step, update):
                 self._change(index, replace(known, reached=replace(known.reached, **changes)))
 
+    @in_turn
     def compare(self, logged: Sequence[object]) -> None:
         """Compare with what the trainer logged at the bad steps. logged: its entries, of which those with step and loss count."""
         for index, snapshot in enumerate(self.snapshots):
@@ -217,6 +257,7 @@ class Logbook:
                     notes.append(("logged_loss", f"the trainer logged {shown[0]} for this step; the true loss was {loss}"))
                     self._change(index, replace(snapshot, notes=tuple(notes)))
 
+    @in_turn
     def close(self, raised: str = "") -> None:
         """End the run. raised: class of the exception that ended it."""
         if self._finished or self._pid != os.getpid():
@@ -239,6 +280,7 @@ class Logbook:
         if self._unheard:
             self._teller.unheard(self._unheard)
 
+    @in_turn
     def verdict(self) -> Verdict:
         """Return what was found so far, complete once the book is closed."""
         if self._verdict is None or self._verdict[0] != len(self.snapshots) or not self._finished:
@@ -253,11 +295,12 @@ class Logbook:
                 bad_steps=self.bad_steps,
                 backwards=self.backwards,
                 gaps=self.gaps,
-                aftermath=self.poisoning.aftermath,
+                aftermath=self._aftermath,
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
 
+    @in_turn
     def skip(self, step: int) -> None:
         """Count a step that this rank keeps from its weights."""
         self.skipped += 1
@@ -302,8 +345,8 @@ class Logbook:
             backwards=self.backwards,
             gaps=tuple(self.gaps),
             notes=tuple(Remark(note.slug, note.text, note.step) for note in (*self.notes, *self._not_on_disk())),
-            aftermath=tuple(self.poisoning.aftermath),
-            held_peak=self.held_peak,
+            aftermath=tuple(self._aftermath),
+            held_peak=self._held_peak,
             first=BadStep.of_snapshot(min(self.snapshots, key=lambda one: one.observation.suspect)) if self.snapshots else None,
         )
         self._disk.write(self._record)

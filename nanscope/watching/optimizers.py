@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ class Optimizers:
     def __init__(self) -> None:
         self.any = False
         self._names: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
+        self._lock = threading.Lock()  # several threads may train
 
     def add(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """One is about to step. modules: of which one may hold its parameters; looked at once an optimizer."""
@@ -22,8 +24,9 @@ class Optimizers:
         if optimizer not in self._names:
             owner = _owner(optimizer, modules)
             name = type(optimizer).__name__ + (f" of {type(owner).__name__}" if owner is not None else "")
-            alike = sum(known == name or known.startswith(f"{name} #") for known in self._names.values())
-            self._names[optimizer] = f"{name} #{alike + 1}" if alike else name
+            with self._lock:
+                alike = sum(known == name or known.startswith(f"{name} #") for known in self._names.values())
+                self._names[optimizer] = f"{name} #{alike + 1}" if alike else name
 
     def name(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         """What one of several is called, None if there is no other."""
@@ -36,7 +39,9 @@ class Optimizers:
     def of(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer | None:
         """Return the one that updates one of these, None if none of those seen does."""
         wanted = {id(parameter) for parameter in parameters}
-        return next((one for one in self._names if any(id(parameter) in wanted for parameter in _parameters(one))), None)
+        with self._lock:
+            known = list(self._names)
+        return next((one for one in known if any(id(parameter) in wanted for parameter in _parameters(one))), None)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

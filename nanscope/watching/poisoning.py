@@ -18,10 +18,14 @@ from nanscope.watching.recording import Recording
 
 
 class Poisoning:
-    """Since when the weights are bad. aftermath: the consequences of each step that made them so."""
+    """Since when the weights of a thread are bad. aftermath: the consequences of each step that made them so, in the run."""
 
-    def __init__(self) -> None:
-        self.aftermath: list[Aftermath] = []
+    def __init__(self, aftermath: list[Aftermath] | None = None) -> None:
+        self.forget([] if aftermath is None else aftermath)
+
+    def forget(self, aftermath: list[Aftermath]) -> None:
+        """Begin anew, in another run."""
+        self.aftermath = aftermath
         self._since: int | None = None
         self._first = 0  # step that can be a consequence of it
         self._own: int | None = None  # the last step with a cause of its own
@@ -72,8 +76,8 @@ class Poisoning:
         """Count a consequence; what follows within the step itself is a part of that."""
         if step == of:
             return
-        known = self.aftermath[-1] if self.aftermath and self.aftermath[-1].of == of else None
-        if known is None:
-            self.aftermath.append(Aftermath(of, step, step, 1))
-        else:
-            self.aftermath[-1] = replace(known, last=step, count=known.count + 1)
+        for index, known in enumerate(self.aftermath):
+            if known.of == of:
+                self.aftermath[index] = replace(known, last=step, count=known.count + 1)
+                return
+        self.aftermath.append(Aftermath(of, step, step, 1))

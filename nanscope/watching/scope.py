@@ -21,10 +21,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanscope.capture import modules
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import BUDGET, Tape, TapeMode
+from nanscope.capture.threads import Instruments, Threads
 from nanscope.capture.unseen import unseen
 from nanscope.errors import NanscopeError
 from nanscope.roles import Role
@@ -33,10 +35,12 @@ from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.watching.counts import Tally
 from nanscope.watching.disk import MAX_BYTES
 from nanscope.watching.examine import Examiner
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import repeated_tokens
+from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.place import Place, name_of, settle_somewhere
 from nanscope.watching.step import OnNonFinite, Step
 from nanscope.watching.surroundings import find_trainer
@@ -73,18 +77,14 @@ class Scope:
         self._name = name_of([name] if name else sys.argv, targets)
         self._on_incident = on_incident
         self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None)
-        # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
-        self._tape = Tape(budget, wide=budget // 32)
         self._failsafe = Failsafe(self._logbook.gap)
-        self._mode = TapeMode(self._tape, self._failsafe)
-        self._modules = ModuleWatch(partial(self._mode.sleep, "module"), partial(self._mode.wake, "module"), self._failsafe)
-        self._tape.module_outputs = self._modules.output_of
-        self._tape.is_parameter = self._modules.parameter_name
-        self._modules.caller = self._tape.callers.place
-        self._modules.account, self._modules.still_read = self._tape.account, self._tape.still_read
-        examiner = Examiner(self._tape, self._modules, targets, save_tokens)
-        self._step = Step(self._tape, self._modules, self._failsafe, examiner, self._logbook, on_nonfinite, frozenset(save_steps))
-        self._gates = Gates(self._step, self._mode, self._modules, self._failsafe)
+        self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
+        self._tally, self._optimizers = Tally(), Optimizers()
+        self._own = self._instruments()
+        self._mode, self._modules, self._step = self._own.mode, self._own.modules, self._own.observer
+        self._tape = self._mode.tape
+        self._threads = Threads(partial(self._instruments, late=True), self._failsafe, self._logbook.gap)
+        self._gates = Gates(self._threads, self._failsafe)
         self._undo = contextlib.ExitStack()
         self._entered = False
 
@@ -102,20 +102,37 @@ class Scope:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._failsafe("leave", self._undo.close)
-        self._failsafe("finish", self._unseen, self._step.finish)
-        self._failsafe("close-run", self._unseen, partial(self._close, "" if kind is None else kind.__name__))
-        for forget in (self._step.forget, self._modules.forget, partial(self._tape.forget, True)):
-            self._failsafe("forget", self._unseen, forget)
+        with contextlib.ExitStack() as rest:  # whatever finishing a step raises that was asked for
+            rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
+            rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, "" if kind is None else kind.__name__)))
+            self._failsafe("leave", self._undo.close)
+            self._failsafe("finish", self._unseen, self._threads.finish)
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         """Install the instruments. undo: takes them off in reverse order, each whatever becomes of the others."""
         for target in self._targets:
             for module in _modules_of(target):
                 self._modules.seen.add(module)
-        self._modules.install(undo)
+        modules.install(self._threads.here, self._threads.begin, self._failsafe, undo)
         self._gates.install(undo)
-        self._mode.install(undo)
+        self._threads.enter(self._own, undo)
+
+    def _instruments(self, late: bool = False) -> Instruments:
+        """Return what a thread is watched with. late: it may have computed something already."""
+        # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
+        tape = Tape(self._budget, wide=self._budget // 32)
+        mode = TapeMode(tape, self._failsafe)
+        watch = ModuleWatch(partial(mode.sleep, "module"), partial(mode.wake, "module"), self._failsafe)
+        tape.module_outputs, tape.is_parameter = watch.output_of, watch.parameter_name
+        watch.caller, watch.account, watch.still_read = tape.callers.place, tape.account, tape.still_read
+        examiner = Examiner(tape, watch, self._targets, self._save_tokens)
+        shared = self._logbook, self.on_nonfinite, self._asked, self._tally, self._optimizers
+        return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late))
+
+    def _mine(self) -> Instruments:
+        """Return what this thread is watched with."""
+        self._failsafe("thread", self._threads.begin)
+        return self._threads.here.strand.eyes or self._own
 
     def _unseen(self, function: Callable[[], object]) -> None:
         with unseen():
@@ -124,7 +141,7 @@ class Scope:
     def _open(self) -> None:
         place = self._place or settle_somewhere(self._logbook.folder, self._name)
         targets = tuple(type(target).__qualname__ for target in self._targets)
-        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._tape.budget))
+        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._budget))
 
     def _announce(self, snapshot: Snapshot, path: str | None) -> None:
         if self._on_incident is not None:
@@ -145,7 +162,7 @@ class Scope:
                 raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
             if not isinstance(tensor, Tensor):
                 raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
-            self._failsafe("tag", self._unseen, partial(self._tape.tag, name, tensor))
+            self._failsafe("tag", self._unseen, partial(self._tag, name, tensor))
         if "response_ids" in tensors:
             self._failsafe("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
 
@@ -160,13 +177,17 @@ class Scope:
             whole = None
         if whole is None or isinstance(number, bool):
             raise NanscopeError(f"step(…) takes a whole number, not {number!r}", slug="bad-argument")
-        self._step.counts.tell(whole)
+        self._tally.tell(whole)
+
+    def _tag(self, name: str, tensor: Tensor) -> None:
+        self._mine().mode.tape.tag(name, tensor)
 
     def _look_at_tokens(self, ids: Tensor, mask: Tensor | None) -> None:
-        with self._gates.aside():
+        with self._threads.aside():
             words = repeated_tokens(ids, mask)
         if words:
-            self._logbook.note("repeated_tokens", f"step {self._step.number}: {words}", self._step.number)
+            number = self._mine().observer.number
+            self._logbook.note("repeated_tokens", f"step {number}: {words}", number)
 
     def missed(self, slug: str, text: str) -> None:
         """Say that training did something here that nobody looked at: what and why, in words that follow "not seen: "."""
@@ -174,14 +195,14 @@ class Scope:
 
     def abandon(self, why: str) -> Verdict:
         """Return the verdict of a run that is about to be killed, from whatever thread; what comes later is not looked at."""
-        self._gates.rest()
+        self._threads.resting = True
         self._failsafe("finish", self._logbook.close, why)
         return self._logbook.verdict()
 
     @property
     def verdict(self) -> Verdict:
         """What was found so far; complete after the block. Diagnosing runs when it is first asked for."""
-        with self._gates.aside():
+        with self._threads.aside():
             return self._logbook.verdict()
 
     @property

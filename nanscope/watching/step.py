@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.absorbed import Absorbed
-from nanscope.watching.counts import Counts
+from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.line import Line
@@ -45,7 +46,8 @@ OnNonFinite = Literal["record", "skip", "stop"]
 class Step:
     """The optimizer step that is running; the next one begins in the same object.
 
-    targets: what is watched. asked: numbers of steps to save although nothing is wrong with them.
+    asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads, each of which has a step
+    of its own. late: it had computed something before it was watched.
     """
 
     def __init__(
@@ -57,11 +59,15 @@ class Step:
         logbook: Logbook,
         on_nonfinite: OnNonFinite,
         asked: frozenset[int],
+        tally: Tally,
+        optimizers: Optimizers,
+        late: bool,
     ) -> None:
         self._tape, self._modules, self._failsafe = tape, modules, failsafe
         self._examiner, self._logbook = examiner, logbook
         self._on_nonfinite, self._asked = on_nonfinite, asked
         self._recordings = Recordings(tape.account, self._look_at_waiting)
+        self._late = late
         self._current: Recording | None = None
         self._closed = True
         self._bad = False  # this step is known to be bad
@@ -74,8 +80,9 @@ class Step:
         # what outlives a step
         self._gauge = Gauge()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.counts = Counts(examiner.targets)
-        self._optimizers = Optimizers()
+        self.counts = Counts(examiner.targets, tally)
+        self._optimizers = optimizers
+        self._poisoning = logbook.another_poisoning()
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
         self._passed = PassedOver(tape, modules, logbook)
         self._remains = Remains(modules)
@@ -130,7 +137,7 @@ class Step:
         self._tape.forget()
         if recording is None:
             return
-        self._logbook.backwards += 1
+        self._logbook.differentiated()
         recording.close()
         if not recording.is_whole():
             recording.forget_program()
@@ -194,7 +201,7 @@ class Step:
         self._held.clear()
         weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
         bad = count_bad(weights)
-        self._logbook.poisoning.weights(self.counts.number, bad)
+        self._poisoning.weights(self.counts.number, bad)
         if bad and not (self._bad or self._foreign):
             self._weights_are_bad(optimizer, len(weights), bad)
         stepped = Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN
@@ -207,15 +214,11 @@ class Step:
             self._recordings.let_go()
         self._steppers.add(optimizer)
 
-    def elsewhere(self, what: str) -> None:
-        """Another thread than the watched one trains."""
-        self._logbook.gap("other-thread", what)
-
     def finish(self) -> None:
         """The block is left: look at what no optimizer looked at."""
         self._look_whether_it_was_dropped(last=True)
         self._failsafe("passed-over", self._keep_passed_over, [])
-        self._logbook.held_peak = self._tape.account.peak
+        self._logbook.held(self._tape.account.peak)
         if not self._closed and self._recordings.made:
             for recording in self._waiting():
                 if not all(bool(flag) for flag in recording.flags):
@@ -421,10 +424,13 @@ class Step:
     def _save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
         """Count a bad step, and have it described and kept if there is room for it."""
         another, self._bad = not self._bad, True
-        if self._logbook.count(self.counts.number, recording, another):
+        if self._logbook.count(self.counts.number, recording, another, self._poisoning):
             kept = [self._blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
-            self._logbook.keep(kept[-1])
+            if self._late and self.counts.backward == self.counts.micro_batch and kept[-1].found.origin.line is None:
+                thread = threading.current_thread().name
+                self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", self.counts.number)
+            self._logbook.keep(kept[-1], self._poisoning)
 
     def _keep_unexplained(self) -> None:
         """A step that is bad and of which nobody can say why is bad all the same."""
@@ -476,6 +482,5 @@ class Step:
         entry = self._line.entry(self.counts, self._logbook.rank, stepped, self._bad)
         self._line, self._closed = Line(), True
         self._ending.left.forget()
-        self.counts.steps += 1
-        self._logbook.held_peak = self._tape.account.peak
-        self._logbook.enter(entry)
+        self._logbook.held(self._tape.account.peak)
+        self._logbook.enter(entry, self._poisoning)

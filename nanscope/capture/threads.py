@@ -1,0 +1,198 @@
+"""The threads that train: each has a tape, and a step, of its own.
+
+A dispatch mode stands on the stack of one thread. On that of the thread which enters the block it is put then; any other gets one when it
+first calls a module that has weights, differentiates, or steps an optimizer. Where autograd runs a backward pass on a thread of its own
+nobody trains, and threads that do nothing of the kind are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.modules import ModuleWatch, Own
+from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.unseen import is_ours, is_traced, unseen
+from nanscope.errors import Deliberate
+
+PATIENCE = 5.0  # seconds that a thread which is looking at something is waited for when the block is left
+
+
+class Observer(Protocol):
+    """Who is told what a thread does; `nanscope.watching.step.Step` is one."""
+
+    @property
+    def number(self) -> int: ...
+    def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None: ...
+    def after_backward(self) -> None: ...
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def passed_over(self) -> None: ...
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What one thread is watched with."""
+
+    mode: TapeMode
+    modules: ModuleWatch
+    observer: Observer
+
+    def forget(self) -> None:
+        """Let go of all that is held."""
+        self.observer.forget()
+        self.modules.forget()
+        self.mode.tape.forget(everything=True)
+
+
+class Strand:
+    """One thread, as the gates see it.
+
+    inside: its backward pass runs. stepping: the optimizer between its two hooks; a step that raises never reaches
+    the second. eyes: what it is watched with, None while it is not. lock: held while its observer is told something.
+    """
+
+    __slots__ = ("eyes", "inside", "lock", "stepping", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.inside = False
+        self.stepping: torch.optim.Optimizer | None = None
+        self.eyes: Instruments | None = None
+        self.lock = threading.RLock()
+
+    @property
+    def is_mine(self) -> bool:
+        """Is it the thread that asks?"""
+        return self.thread is threading.current_thread()
+
+
+class Here(Own):
+    """What a thread knows of itself."""
+
+    def __init__(self) -> None:
+        self.strand = Strand()
+
+
+class Threads:
+    """The threads that are watched.
+
+    make: makes the instruments of another one. missed: is told slug and words of what nobody saw. resting: nobody is told anything.
+    """
+
+    def __init__(self, make: Callable[[], Instruments], failsafe: Failsafe, missed: Callable[[str, str], None]) -> None:
+        self.here = Here()
+        self.resting = True
+        self.missed = missed
+        self._make, self._failsafe = make, failsafe
+        self._watched: list[Strand] = []
+        self._budget = 0  # bytes, for all
+        self._lock = threading.Lock()
+
+    def enter(self, eyes: Instruments, undo: contextlib.ExitStack) -> None:
+        """Watch the thread that enters the block. undo: lets all threads go."""
+        self._budget = eyes.mode.tape.budget
+        undo.callback(self._retire)
+        eyes.mode.install(undo)
+        self._add(eyes)
+        self.resting = False
+
+    def begin(self) -> None:
+        """Watch this thread from now on, if it is one of the trainer's and not watched so far."""
+        strand = self.here.strand
+        if strand.eyes is not None or self.resting or is_ours() or is_traced():
+            return
+        if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+            return
+        with self.aside():
+            self._sweep()
+            eyes = self._make()
+        self._add(eyes)
+        eyes.mode.slip_under()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do work of our own: its calls and backward passes go past every instrument, ours and the trainer's."""
+        eyes = self.here.strand.eyes
+        fresh = eyes is not None and "aside" not in eyes.mode.sleeping
+        if eyes is not None:
+            self._failsafe("suspend", eyes.mode.sleep, "aside")
+        try:
+            with unseen():
+                yield
+        finally:
+            if eyes is not None and fresh:
+                self._failsafe("resume", eyes.mode.wake, "aside")
+
+    def finish(self) -> None:
+        """The block was left: whoever is between two steps is asked what he has seen last."""
+        for strand in self._watched:
+            if strand.eyes is not None and self._is_idle(strand):
+                self._failsafe("finish", strand.eyes.observer.finish)
+            else:
+                self.missed("other-thread", f"the end of the step that thread {strand.thread.name} was in when the block was left")
+
+    def forget(self) -> None:
+        """Let go of all that is held. A thread that goes on may be writing to its tape right now, and is left with an empty one."""
+        watched, self._watched, self.here = self._watched, [], Here()
+        for strand in watched:
+            if strand.eyes is not None and (strand.is_mine or not strand.thread.is_alive()):
+                self._failsafe("forget", strand.eyes.forget)
+            elif strand.eyes is not None:
+                strand.eyes.mode.tape = Tape(0)
+
+    def _add(self, eyes: Instruments) -> None:
+        strand = self.here.strand
+        strand.eyes, self.here.modules = eyes, eyes.modules
+        eyes.mode.tape.doubts.again = self._passed_over
+        with self._lock:
+            self._watched.append(strand)
+            self._share()
+
+    def _passed_over(self) -> None:
+        eyes = self.here.strand.eyes
+        if eyes is not None and not self.resting:
+            with self.aside():
+                self._failsafe("passed-over", eyes.observer.passed_over)
+
+    def _share(self) -> None:
+        """Each may hold the same part of what may be held, on an account that no other thread reads or writes."""
+        accounts = [strand.eyes.mode.tape.account for strand in self._watched if strand.eyes is not None]
+        for account in accounts:
+            account.budget = self._budget // len(accounts)
+
+    def _retire(self) -> None:
+        self.resting = True
+        for strand in self._watched:
+            if strand.eyes is not None:
+                strand.eyes.mode.retire()
+
+    def _is_idle(self, strand: Strand) -> bool:
+        """Will nobody tell the observer of a thread anything any more?"""
+        if strand.is_mine or not strand.thread.is_alive():
+            return True
+        if not strand.lock.acquire(timeout=PATIENCE):
+            return False
+        strand.lock.release()
+        return not strand.inside and strand.stepping is None
+
+    def _sweep(self) -> None:
+        """Let go of threads that have ended."""
+        with self._lock:
+            over = [strand for strand in self._watched if not strand.thread.is_alive()]
+            self._watched = [strand for strand in self._watched if strand not in over]
+            self._share()
+        for strand in over:
+            if strand.eyes is not None:
+                with contextlib.suppress(Deliberate):  # it was asked for in a thread that is no more
+                    self._failsafe("finish", strand.eyes.observer.finish)
+                self._failsafe("forget", strand.eyes.forget)

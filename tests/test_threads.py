@@ -1,0 +1,341 @@
+"""Threads that train: each has a tape and a step of its own, and nothing of ours stays on the stack of one that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import nanscope
+from nanscope.watching.scope import Scope
+
+Work = Callable[[], object]
+
+
+def alone(work: Work) -> None:
+    """Do it in a thread of its own."""
+    thread = threading.Thread(target=work, name="trainer")
+    thread.start()
+    thread.join()
+
+
+def train(steps: int, bad: int = -1, seed: int = 0) -> list[Tensor]:
+    """A few steps with a generator of its own, one of them ruined; returns the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        error = model(torch.randn(6, 4, generator=generator)).square().mean()
+        loss = torch.log(error * 0) if step == bad else error
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def line(scope: Scope) -> str:
+    """The line at which the first incident was born."""
+    origin = scope.verdict.incidents[0].origin
+    return dict(origin.source)[origin.line or 0].strip()
+
+
+BORN = "loss = torch.log(error * 0) if step == bad else error"
+
+
+def hooked(kind: str, work: Work) -> None:
+    """Train twice, and once somewhere in there in another thread."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    todo = [work]
+
+    def once(*_: object) -> None:
+        while todo:
+            alone(todo.pop())
+
+    register = {
+        "forward": model.register_forward_hook,
+        "backward": model.weight.register_hook,
+        "optimizer": optimizer.register_step_pre_hook,
+    }
+    if kind in register:
+        register[kind](once)
+    for _ in range(2):
+        loss = model(torch.ones(6, 4)).square().mean()
+        if kind == "before backward":
+            once()
+        loss.backward()
+        if kind == "before the step":
+            once()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["forward", "before backward", "backward", "before the step", "optimizer"])
+def test_a_thread_that_trains_while_another_is_anywhere_in_its_step_is_watched(kind: str, tmp_path: Path) -> None:
+    """In the middle of its forward, backward or optimizer: what the other one trains has a line, and its own is healthy."""
+    with nanscope.watch(out=tmp_path) as scope:
+        hooked(kind, lambda: train(2, bad=1))
+    assert line(scope) == BORN
+    assert (scope.steps, scope.bad_steps, scope.backwards) == (4, 1, 4)
+    assert not scope.verdict.gaps
+    assert [entry.thread for entry in scope.history.entries].count("trainer") == 2
+
+
+def test_threads_that_were_there_before_and_go_on_afterwards_are_watched(tmp_path: Path) -> None:
+    """The threads of a pool are asked in two blocks: each of them sees its own, and what they do in between is nobody's business."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train, 1).result()
+        for _ in range(2):
+            with nanscope.watch(out=tmp_path) as scope:
+                pool.submit(train, 3, bad=1).result()
+            assert (scope.steps, line(scope)) == (3, BORN)
+            stack = pool.submit(_get_current_dispatch_mode_stack).result()
+            assert len(stack) == 1  # inert, and gone when the next block meets this thread
+            pool.submit(train, 2, bad=0).result()
+            assert (scope.steps, scope.verdict.gaps) == (3, ())
+
+
+def test_two_threads_that_train_at_once_come_out_bit_identical(tmp_path: Path) -> None:
+    """Healthy or bad: the weights are those of the bare run, each incident has its line, and no two steps have the same name."""
+
+    def both() -> list[list[Tensor]]:
+        with ThreadPoolExecutor(2) as pool:
+            return [one.result() for one in [pool.submit(train, 20, -1, 1), pool.submit(train, 20, 18, 2)]]
+
+    bare = both()
+    with nanscope.watch(out=tmp_path) as scope:
+        watched = both()
+    for one, two in zip(bare, watched, strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    entries = scope.history.entries
+    assert (scope.steps, len({entry.step for entry in entries}), len({entry.thread for entry in entries})) == (40, 40, 2)
+    assert {entry.optimizer for entry in entries} >= {"AdamW of Linear #2"}
+    assert [incident.step for incident in scope.verdict.incidents if incident.consequence_of is None] == [
+        entry.step for entry in entries if entry.nonfinite
+    ][:1]
+    assert line(scope) == BORN
+
+
+def test_a_thread_for_each_step_holds_nothing_when_it_is_over(tmp_path: Path) -> None:
+    """Threads that live for one step each: they are all counted, and let go of when the next one begins."""
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(8):
+            alone(lambda: train(1))
+        assert len(scope._threads._watched) == 2
+        alone(lambda: train(1, bad=0))
+    assert (scope.steps, line(scope)) == (9, BORN)
+
+
+def test_what_a_thread_holds_is_its_part_of_the_budget(tmp_path: Path) -> None:
+    """All of them together stay within it."""
+    with nanscope.watch(out=tmp_path, budget=1 << 20) as scope, ThreadPoolExecutor(3) as pool:
+        barrier = threading.Barrier(3)
+        for one in [pool.submit(lambda: (train(1), barrier.wait())) for _ in range(3)]:
+            one.result()
+        budgets = [strand.eyes.mode.tape.budget for strand in scope._threads._watched if strand.eyes is not None]
+    assert budgets == [1 << 18] * 4
+
+
+def test_a_step_is_numbered_by_the_thread_that_counts(tmp_path: Path) -> None:
+    """Each thread may say its own numbers; where two say the same one, the second is another update of it."""
+
+    def numbered(scope: Scope, bad: bool) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for number in (100, 101):
+            scope.step(number)
+            loss = (weight * (-1 if bad and number == 101 else 1)).log().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with nanscope.watch(out=tmp_path) as scope:
+        numbered(scope, True)
+        alone(lambda: numbered(scope, True))
+    assert [(entry.step, entry.update) for entry in scope.history.entries] == [(100, None), (101, None), (100, 2), (101, 2)]
+    assert [snapshot.place for snapshot in scope.snapshots] == ["step 101", "step 101, update 2"]
+    assert len({incident.headline for incident in scope.verdict.incidents}) == 2
+
+
+def test_a_tag_is_of_the_thread_that_sets_it(tmp_path: Path) -> None:
+    """Before its first gate, too: what is tagged is named in the incident."""
+
+    def work() -> None:
+        weight = torch.ones(2, requires_grad=True)
+        given = torch.tensor([0.0, -1.0])
+        scope.tag(advantages=given)
+        (weight * given.log()).sum().backward()
+
+    with nanscope.watch(out=tmp_path) as scope:
+        alone(work)
+    assert "advantages" in {leaf.name for leaf in scope.snapshots[0].program.leaves}
+
+
+def test_skipping_and_stopping_are_done_in_the_thread_that_is_bad(tmp_path: Path) -> None:
+    """A skipped step leaves its weights alone; a stopped one raises there."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope, ThreadPoolExecutor(1) as pool:
+        weights = pool.submit(train, 3, 1).result()
+    assert scope.skipped == 1 and all(bool(torch.isfinite(weight).all()) for weight in weights)
+    with nanscope.watch(out=tmp_path, on_nonfinite="stop") as scope, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(nanscope.NonFiniteError):
+            pool.submit(train, 3, 1).result()
+        train(2)
+    assert (scope.bad_steps, scope.steps) == (1, 3)
+
+
+def test_whoever_is_called_with_an_incident_may_wait_for_another_thread(tmp_path: Path) -> None:
+    """Nothing that a thread needs to go on is held while `on_incident` runs."""
+    found: list[int] = []
+
+    def ask(incident: nanscope.Incident) -> None:
+        alone(lambda: train(1))
+        found.append(incident.step)
+
+    with nanscope.watch(out=tmp_path, on_incident=ask) as scope:
+        train(2, bad=1)
+    assert (found, scope.steps) == ([2], 3)
+
+
+class Deep(torch.autograd.Function):
+    """Differentiates while it is differentiated: beyond some depth torch does that in threads of its own."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, depth: int) -> Tensor:  # type: ignore[override]
+        ctx.depth = depth  # type: ignore[attr-defined]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        depth = ctx.depth  # type: ignore[attr-defined]
+        seen.add(threading.get_ident())
+        if depth:
+            with torch.enable_grad():
+                x = torch.ones(2, requires_grad=True)
+                checkpoint(nn.Linear(2, 2), Deep.apply(x, depth - 1), use_reentrant=False).sum().backward()
+        return grad, None
+
+
+seen: set[int] = set()
+
+
+def test_a_thread_of_autograds_is_none_of_the_trainers(tmp_path: Path) -> None:
+    """Backward passes within backward passes, deep enough to be on other threads: one was made, and nobody is met."""
+    seen.clear()
+    weight = torch.ones(2, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        Deep.apply(weight, 80).sum().backward()
+        assert len(seen) > 1
+        assert len(scope._threads._watched) == 1
+    assert (scope.backwards, scope.verdict.gaps) == (1, ())
+
+
+def test_the_modes_of_the_trainer_stay_where_they_are(tmp_path: Path) -> None:
+    """A thread that is met inside a mode of its own leaves that as it would have, and is watched from then on."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def work() -> list[object]:
+        model = nn.Linear(4, 1)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.ones(6, 4)).sum().backward()
+        kinds = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+        model(torch.ones(6, 4)).sub(1e9).exp().log().sum().backward()
+        return [counter.get_total_flops(), kinds]
+
+    with ThreadPoolExecutor(1) as pool:
+        flops, _ = pool.submit(work).result()
+        with nanscope.watch(out=tmp_path) as scope:
+            assert pool.submit(work).result() == [flops, ["TapeMode"]]
+    assert scope.verdict.incidents[0].origin.op == "log"
+
+
+def test_a_step_that_is_cut_off_by_the_end_of_the_block_is_a_gap(tmp_path: Path) -> None:
+    """The block is left while another thread is in the middle of a backward pass: that goes on, and it is said."""
+    reached, left = threading.Event(), threading.Event()
+    results: list[Tensor] = []
+
+    def work() -> None:
+        weight = torch.ones(2, requires_grad=True)
+
+        def wait(grad: Tensor) -> None:
+            reached.set()
+            assert left.wait(60)
+
+        weight.register_hook(wait)
+        (weight * 2).sum().backward()
+        assert weight.grad is not None
+        results.append(weight.grad)
+
+    with nanscope.watch(out=tmp_path) as scope:
+        thread = threading.Thread(target=work, name="trainer")
+        thread.start()
+        assert reached.wait(60)
+    left.set()
+    thread.join()
+    assert torch.equal(results[0], torch.full((2,), 2.0))
+    (gap,) = scope.verdict.gaps
+    assert gap.text == "the end of the step that thread trainer was in when the block was left"
+    assert scope.verdict.status == "unwatched"
+
+
+def test_what_a_thread_computed_before_it_was_met_is_said_to_be_unknown(tmp_path: Path) -> None:
+    """A loss without a model is first seen when it is differentiated: the incident is there, and that its making was not seen."""
+
+    def work(bad: int) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for number in range(2):
+            (weight * (-1 if number == bad else 1)).log().sum().backward()
+            optimizer.step()
+
+    for bad, gaps in (0, 1), (1, 0):
+        with nanscope.watch(out=tmp_path) as scope:
+            alone(lambda bad=bad: work(bad))  # type: ignore[misc]
+        assert scope.bad_steps == 1
+        assert len(scope.verdict.gaps) == gaps
+
+
+def test_a_scope_is_made_entered_and_left_in_threads_of_its_own(tmp_path: Path) -> None:
+    """Made here, entered in one thread, left in another: what trains in between, in whatever thread, is watched."""
+    scope = nanscope.watch(out=tmp_path)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        first.submit(scope.__enter__).result()
+        for pool in first, second:
+            pool.submit(train, 2, bad=1).result()
+        alone(lambda: train(2))
+        second.submit(scope.__exit__, None, None, None).result()
+        for pool in first, second:
+            pool.submit(train, 2, bad=1).result()
+        assert (scope.steps, scope.bad_steps, scope.verdict.gaps) == (6, 2, ())
+        assert second.submit(_get_current_dispatch_mode_stack).result() == []
+        assert len(first.submit(_get_current_dispatch_mode_stack).result()) == 1  # inert, until the thread meets another block
+        again = nanscope.watch(out=tmp_path)
+        first.submit(again.__enter__).result()
+        first.submit(again.__exit__, None, None, None).result()
+        assert first.submit(_get_current_dispatch_mode_stack).result() == []
+
+
+def test_a_generator_may_hold_the_block_open_across_threads(tmp_path: Path) -> None:
+    """Begun in one thread and exhausted in another, as a fixture or an async framework does it."""
+
+    @contextlib.contextmanager
+    def watching() -> Iterator[Scope]:
+        with nanscope.watch(out=tmp_path) as scope:
+            yield scope
+
+    around = watching()
+    with ThreadPoolExecutor(1) as pool:
+        scope = pool.submit(around.__enter__).result()
+        alone(lambda: train(2, bad=1))
+        around.__exit__(None, None, None)
+    assert (scope.steps, scope.verdict.incidents[0].origin.op) == (2, "log")
