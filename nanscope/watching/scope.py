@@ -162,7 +162,7 @@ class Scope:
                 raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
             if not isinstance(tensor, Tensor):
                 raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
-            self._failsafe("tag", self._unseen, partial(self._tag, name, tensor))
+            self._failsafe("tag", self._tag, name, tensor)
         if "response_ids" in tensors:
             self._failsafe("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
 
@@ -180,13 +180,15 @@ class Scope:
         self._tally.tell(whole)
 
     def _tag(self, name: str, tensor: Tensor) -> None:
-        self._mine().mode.tape.tag(name, tensor)
+        tape = self._mine().mode.tape
+        with unseen():
+            tape.tag(name, tensor)
 
     def _look_at_tokens(self, ids: Tensor, mask: Tensor | None) -> None:
+        number = self._mine().observer.number
         with self._threads.aside():
             words = repeated_tokens(ids, mask)
         if words:
-            number = self._mine().observer.number
             self._logbook.note("repeated_tokens", f"step {number}: {words}", number)
 
     def missed(self, slug: str, text: str) -> None:
