@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,128 @@ def test_programs_of_any_length_leave_a_bounded_number_of_plans(tmp_path: Path) 
                 loss = loss + 1
             loss.sum().backward()
         assert len(scope._step._gauge._dials) <= 64
+
+
+Losses = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Trunk(nn.Module):
+    """Two heads on one body, as an actor-critic has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden * 2, hidden.sum(-1)
+
+
+def separate() -> tuple[Tensor, Tensor]:
+    one, two = nn.Linear(4, 1), nn.Linear(4, 1)
+    return one(torch.randn(6, 4)).mean(), torch.log(two(torch.randn(6, 4)).square().mean() * 0)
+
+
+def chained() -> tuple[Tensor, Tensor]:
+    """The model of the second loss has run, and its loss is computed when the first is over."""
+    one, two, three = nn.Linear(4, 1), nn.Linear(4, 4), nn.Linear(4, 1)
+    out = three(two(torch.randn(6, 4)) * 0).square()
+    return one(torch.randn(6, 4)).mean(), torch.log(out.mean() * 0)
+
+
+def shared() -> tuple[Tensor, Tensor]:
+    policy, value = Trunk()(torch.randn(6, 4))
+    return policy.mean(), torch.log(value.square().mean() * 0)
+
+
+LOSSES: dict[str, tuple[Losses, bool]] = {
+    "of two models": (separate, False),
+    "of several": (chained, False),
+    "of one model": (shared, True),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["two backward passes", "two optimizers"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_waits_for_its_backward_pass_keeps_its_record(name: str, stepped: bool, tmp_path: Path) -> None:
+    """Another loss is differentiated, and stepped on, before it: it is explained as if it were alone."""
+    make, retain = LOSSES[name]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        first, second = make()
+        first.backward(retain_graph=retain)
+        if stepped:
+            optimizer.step()
+        second.backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.phase, incident.origin.line is not None) == ("log", "forward", True)
+
+
+def test_a_loss_that_waits_leads_into_the_model_that_made_it(tmp_path: Path) -> None:
+    """What was bad in there is found in there, with the line."""
+
+    class Spoils(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(self.inner(x) * 0)
+
+    for late in (False, True):
+        critic, actor = Spoils(), nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([*critic.parameters(), *actor.parameters()], 0.1)
+        with nanscope.watch(out=tmp_path) as scope:
+            values = critic(torch.randn(6, 4))
+            value_loss = None if late else values.square().mean()
+            policy_loss = actor(torch.randn(6, 4)).mean()
+            policy_loss.backward()
+            value_loss = values.square().mean() if value_loss is None else value_loss
+            value_loss.backward()
+            optimizer.step()
+        (incident,) = scope.verdict.incidents
+        assert (incident.origin.op, incident.origin.function) == ("log", Spoils.forward.__qualname__), late
+
+
+def test_a_graph_that_is_kept_is_explained_each_time_that_it_is_differentiated(tmp_path: Path) -> None:
+    """The same loss twice: the second time its gradient goes bad, in a line."""
+    weight = torch.zeros(2, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        loss = weight.square().sum().sqrt()
+        (weight * 1).sum().backward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert [snapshot.part for snapshot in scope.snapshots] == [2, 3]
+    assert all(incident.origin.op == "sqrt" for incident in scope.verdict.incidents)
+
+
+def test_a_loss_that_nobody_will_differentiate_is_let_go_of(tmp_path: Path) -> None:
+    """One that was made and dropped is held until the next backward pass has ended, at most; so is what a metric was made of."""
+    weight = torch.ones(8, requires_grad=True)
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(20):
+            given = torch.randn(8)
+            alive.add(given)
+            metric = (weight * given).exp().mean()
+            (weight * 2).sum().backward()
+            del given
+            assert len(alive) <= 2
+        assert alive
+        del metric
+        weight.sum().backward()
+        assert not alive
+    assert scope._tape.account.held == 0
+
+
+def test_a_loss_that_waits_is_let_go_of_when_the_budget_is_full(tmp_path: Path) -> None:
+    """What waits is on the account, too."""
+    weight = torch.ones(256, requires_grad=True)
+    budget = 4 * BATCH
+    with nanscope.watch(out=tmp_path, budget=budget) as scope:
+        waiting = [micro_batch(weight, 1 + number) for number in range(12)]
+        for loss in waiting:
+            loss.backward()
+            assert scope._tape.held <= budget
+    assert scope.backwards == 12

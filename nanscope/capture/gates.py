@@ -85,7 +85,7 @@ class Gates:
         with self._threads.aside():
             roots, seeds = _roots(args, kwargs)
             if roots:
-                self._tell(strand, eyes.observer.before_backward, roots, seeds)
+                self._tell(strand, eyes.observer.before_backward, roots, seeds, _is_kept(args, kwargs))
 
     def _told(self, strand: Strand) -> None:
         if strand.eyes is not None:
@@ -158,6 +158,12 @@ def _named_so(function: Callable[..., Any]) -> Callable[..., Any]:
     twin = FunctionType(function.__code__, around, function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
+
+
+def _is_kept(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """May the graph be differentiated again?"""
+    given = {**dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)), **kwargs}
+    return bool(given.get("create_graph") if given.get("retain_graph") is None else given["retain_graph"])
 
 
 def _roots(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -138,12 +138,33 @@ class Log:
                 self._values.nameless.add(leaf)
         self._drop(index)
 
-    def forget(self, named: Collection[int]) -> None:
-        """Drop what belongs to a finished backward pass. named: values that have a tag."""
-        for index in self._passing:
-            self._drop(index)
-        self._passing.clear()
+    def forget(self, named: Collection[int], over: Collection[int] | None) -> Collection[int]:
+        """Drop what belongs to a finished backward pass, and return what is read by that which still waits for its own.
+
+        named: values that have a tag. over: those that were differentiated, None if not known: then nothing waits. What waits has a
+        gradient, was not differentiated, and is held by somebody else; a value that was is kept only for what waits.
+        """
+        by_id, is_wanted = self._values.by_id, self._values.is_wanted
+        waiting: list[int] = []
+        readers: dict[int, int] = {}  # value → the first call that waits and reads it
+        done = set(over or ())  # and what it was made of
+        for index in reversed(self._passing):
+            entry = self.entries.get(index)
+            if entry is None:
+                continue
+            outs = [out for out in entry.outs if out is not None]
+            is_done = over is None or not done.isdisjoint(outs)
+            if is_done:
+                done.update(entry.reads())
+            held = not is_done and any((out := by_id.get(value)) is not None and out.diff and is_wanted(out) for value in outs)
+            if held or not readers.keys().isdisjoint(outs):
+                waiting.append(index)
+                readers.update(dict.fromkeys(entry.reads(), index))
+            else:
+                self._let_go(index, readers)
+        self._passing = waiting[::-1]
         self._values.drop_strays(named, over=True)
+        return readers
 
     def clear(self) -> None:
         """Drop everything."""

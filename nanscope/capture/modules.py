@@ -13,8 +13,8 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -159,6 +159,7 @@ class ModuleWatch:
         self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool] | None = None
         self._outputs: dict[Address, str] = {}
         self._count = 0  # calls so far
+        self._waiting: list[ModuleCall] = []  # from before the last backward pass, which has not differentiated them
         self._frozen: list[ModuleCall] = []  # without gradient: of a reference model, or before the epochs over a batch
         self._frozen_outputs: dict[Address, tuple[str, Any]] = {}  # class, and weak handle on the tensor
         self._without: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that made them
@@ -224,7 +225,7 @@ class ModuleWatch:
         self.calls.append(call)
         if len(self.calls) > self._due:
             self._collect()
-        self._outputs = {place: name for call in self.calls for place in call.outputs}
+        self._outputs = {place: type(known.module).__name__ for known in (*self._waiting, *self.calls) for place in known.outputs}
 
     def _remember_frozen(self, call: ModuleCall, name: str) -> None:
         """Remember a call without gradient while something that it made is alive: no backward pass says that it is over."""
@@ -301,10 +302,21 @@ class ModuleWatch:
 
     def finish(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
         """Return the calls with gradient remembered since the last time, and forget them; and those without of which something is left."""
-        calls, self.calls, self._outputs, self._names = self.calls, [], {}, {}
+        calls, self.calls, self._outputs, self._names = [*self._waiting, *self.calls], [], {}, {}
+        self._waiting = []
         self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
         self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
         return calls, list(self._frozen)
+
+    def wait(self, calls: Iterable[ModuleCall], read: Set[Address], own: Set[Address]) -> None:
+        """A backward pass was: remember those of its calls that another one may come to. read: outputs that it will. own: those that it has
+        been through."""
+        for call in calls:
+            if not call.is_gone() and (not read.isdisjoint(call.outputs) or own.isdisjoint(call.outputs)):
+                holding = Holding(self.account)
+                holding.add(*tensors_in([call.args, call.kwargs]), *call.rng, needed=True)
+                self._waiting.append(replace(call, holding=holding))
+        self._outputs = {place: type(call.module).__name__ for call in self._waiting for place in call.outputs}
 
 
 class Own(threading.local):

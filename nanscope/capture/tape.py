@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -249,6 +249,11 @@ class Tape:
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         return value
 
+    def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
+        """Return the ids of values, None if one of them is not known."""
+        found = [self.find(tensor) for tensor in tensors]
+        return None if None in found else [value.id for value in found if value is not None]
+
     def before_unseen_writes(self, tensor: Tensor) -> Value:
         """Return the last that was made here in the place of a tensor, whatever has been written to it since that has no other form.
 
@@ -348,14 +353,18 @@ class Tape:
         """
         return self._slicing.program(output, self.tags)
 
-    def forget(self, everything: bool = False) -> None:
+    def forget(self, everything: bool = False, over: Collection[int] | None = None) -> set[Address]:
         """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
-        (rewards, advantages) is still explained in its later micro-batches."""
+        (rewards, advantages) is still explained in its later micro-batches, and so does what waits for a backward pass of its own.
+
+        over: the values that were differentiated, and cannot be again; None if they are not known, and nothing waits. Returns where the
+        leaves lie that what waits reads.
+        """
         self.callers.forget()
-        self.log.forget(self.tags.values())
+        read = self.log.forget(self.tags.values(), over)
         if everything or self.broken:
             self.log.clear()
-        self._went_through(over=True)
+        self._went_through(over=True, waiting=bool(read))
         self.broken = ""
         self.norms.clear()
         self.measured.clear()
@@ -365,6 +374,7 @@ class Tape:
         if len(self.entries) > self._lasting:
             self.collect()  # between two large tensors, small ones that nobody needs keep the allocator from using their memory again
             self._lasting = 4 * PATIENCE + 2 * len(self.entries)
+        return {value.key[:4] for i in read if (value := self.values.get(i)) is not None and value.leaf is not None}
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
@@ -385,9 +395,10 @@ class Tape:
         self.log.collect(self.tags.values(), max(PATIENCE, self._usual), reach)
         return {value.key[:4] for value in self.values.values() if value.leaf is not None}
 
-    def _went_through(self, over: bool) -> None:
-        """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next."""
-        self.known.forget_histories(over)
+    def _went_through(self, over: bool, waiting: bool = False) -> None:
+        """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next.
+        waiting: there is something that it has not taken with it."""
+        self.known.forget_histories(over and not waiting)
         self._slicing.forget()
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         if over:

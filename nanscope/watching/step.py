@@ -69,6 +69,7 @@ class Step:
         self._recordings = Recordings(tape.account, self._look_at_waiting)
         self._late = late
         self._current: Recording | None = None
+        self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._closed = True
         self._bad = False  # this step is known to be bad
         self._foreign = False  # weights were already spoilt by gradients that were not made here
@@ -100,8 +101,11 @@ class Step:
 
     # The gates.
 
-    def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None]) -> None:
-        """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves."""
+    def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> None:
+        """A backward pass begins: take the program of its loss from the tape, and watch the gradients at its leaves.
+
+        kept: its graph stays, and may be differentiated again.
+        """
         if self._current is not None:
             self._current.let_go()  # its backward pass raised, and was never seen to end
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
@@ -112,6 +116,7 @@ class Step:
         self.counts.begin()
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
         calls, frozen = self._modules.finish()
+        self._over = [] if kept else self._tape.known_as(roots)
         recording = Recording(
             program,
             tensors,
@@ -134,9 +139,11 @@ class Step:
     def after_backward(self) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
         recording, self._current = self._current, None
-        self._tape.forget()
+        waiting = self._tape.forget(over=self._over)
         if recording is None:
             return
+        if self._over is not None:
+            self._modules.wait(recording.calls, waiting, set(recording.places.values()))
         self._logbook.differentiated()
         recording.close()
         if not recording.is_whole():
