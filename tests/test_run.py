@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from nanscope.snapshot.file import save
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.record import RUNNING, Remark, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, history_path
+from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import LIKE, MOST, verdict_of
 from nanscope.verdict.standing import Standing
@@ -171,3 +174,23 @@ def test_what_each_of_many_ranks_notes_is_told_of_a_few(tmp_path: Path) -> None:
     alone = [note.text for note in found.notes if note.slug == "skipped_alone"]
     assert len(alone) == LIKE + 1 and alone[-1] == f"and {2 * LIKE} more notes of this kind"
     assert found.ranks is not None and (found.ranks.world, found.status) == (0, Status.HEALTHY)
+
+
+def test_one_snapshot_is_held_at_a_time(real: Real, tmp_path: Path) -> None:
+    """Each may be as large as a batch: it is let go of before the next one is read."""
+    for rank in range(4):
+        save(replace(real.made, rank=rank, step=rank + 1, reached=replace(real.made.reached, bad_weights=0)), tmp_path)
+    held: list[int] = []
+
+    def loaded() -> int:
+        gc.collect()
+        return sum(isinstance(one, Snapshot) for one in gc.get_objects())
+
+    before = loaded()
+
+    def track(files: Sequence[Path]) -> Iterator[Path]:
+        for path in files:
+            held.append(loaded() - before)
+            yield path
+
+    assert len(verdict_of(tmp_path, track).incidents) == 4 and max(held) == 0

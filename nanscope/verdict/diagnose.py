@@ -9,7 +9,7 @@ so that every report tells the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nanscope.errors import ProgramError
@@ -44,23 +44,16 @@ def verdict(
     gaps: Sequence[Gap] = (),
     aftermath: Sequence[Aftermath] = (),
     ranks: Ranks | None = None,
+    incidents: Sequence[Incident] = (),
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
     aftermath: which steps are consequences. ranks: who was first, and who followed.
+    incidents: of snapshots that were explained before.
     """
-    incidents: list[Incident] = []
-    poisoned: int | None = None
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
-    # Of one step, the rank that made the harm comes before those that it reached.
-    for snapshot, path in sorted(numbered, key=lambda pair: _order(pair[0])):
-        here = (snapshot.step, snapshot.update)
-        source = next((i for i in incidents if (i.step, i.update) == here and i.rank != snapshot.rank), None)
-        told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
-        incidents.append(diagnose(snapshot, path, poisoned_at=poisoned, source=told))
-        if poisoned is None and snapshot.reached.bad_weights:
-            poisoned = snapshot.step
+    incidents = [*incidents, *explained(sorted(numbered, key=lambda pair: _order(pair[0])))]
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
     bad_steps = max(bad_steps, len({(incident.step, incident.update) for incident in incidents}))
     return Verdict(
@@ -75,6 +68,21 @@ def verdict(
         tuple(aftermath),
         ranks,
     )
+
+
+def explained(snapshots: Iterable[tuple[Snapshot, str | None]]) -> list[Incident]:
+    """Explain the snapshots of one run, each with its path, one after another: of a step, who made the harm before whom it reached."""
+    incidents: list[Incident] = []
+    poisoned: int | None = None
+    for snapshot, path in snapshots:
+        here = (snapshot.step, snapshot.update)
+        source = next((i for i in incidents if (i.step, i.update) == here and i.rank != snapshot.rank), None)
+        told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
+        incidents.append(diagnose(snapshot, path, poisoned_at=poisoned, source=told))
+        if poisoned is None and snapshot.reached.bad_weights:
+            poisoned = snapshot.step
+        del snapshot  # before the next one is read
+    return incidents
 
 
 def _order(snapshot: Snapshot) -> tuple[int, int, bool, int, int]:

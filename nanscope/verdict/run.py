@@ -18,7 +18,7 @@ from nanscope.snapshot.observation import Came
 from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records
 from nanscope.snapshot.runs import bad_step_files, histories
 from nanscope.text import count
-from nanscope.verdict.diagnose import verdict
+from nanscope.verdict.diagnose import explained, verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.verdict.standing import Ranks, Standing, groups_of, say_ranks, told_of
 
@@ -39,7 +39,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     files = [(BadStep.read(path), path) for path in sorted(bad_step_files(run_dir))]
     world = max([0, *(record.world for record in told if record.world <= WORLDS)])
     several = len({*written, *(record.rank for record in told), *(one.rank for one, _ in files)}) > 1 or world > 1
-    shown, left = _to_explain(files) if several else ([path for _, path in files], 0)
+    shown, left = _to_explain(files) if several else ([path for _, path in sorted(files, key=_order)], 0)
     notes = [Note(remark.slug, remark.text, remark.step) for record in told for remark in record.notes]
     open_ = list(_unfinished(told, outlines, world))
     notes += [Note("still_running", text, step) for text, step, alive in open_ if alive]
@@ -52,8 +52,8 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
         gaps.append(Gap("unheard", f"{say_ranks(missing, world)} never reported: there is no file of {whose}"))
     # Of several ranks each counts the same steps; what a killed one did not come to count stands in the history.
     return verdict(
-        [load(path) for path in track(shown)],
-        [str(path) for path in shown],
+        (),
+        incidents=explained((load(path), str(path)) for path in track(shown)),  # one at a time: each may be as large as a batch
         notes=list(_few(dict.fromkeys(notes))),
         steps=max([0, *(found.steps for found in outlines.values()), *(record.steps for record in told)]),
         skipped=max([0, *(record.skipped for record in told)]),
@@ -63,6 +63,11 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
         aftermath=_joined(found for record in told for found in record.aftermath),
         ranks=ranks,
     )
+
+
+def _order(found: tuple[BadStep, Path]) -> tuple[int, int, bool, int, int]:
+    one, _ = found
+    return one.step, one.update, one.came is Came.REDUCED, one.rank, one.part
 
 
 def _to_explain(files: Sequence[tuple[BadStep, Path]]) -> tuple[list[Path], int]:
