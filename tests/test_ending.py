@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nanscope
 from nanscope.watching.ending import Ending
@@ -284,6 +285,50 @@ def test_a_closure_that_drops_gradients_ends_no_step(tmp_path: Path) -> None:
         for _ in range(3):
             optimizer.step(closure)
     assert [entry.step for entry in scope.history.entries] == [1, 2, 3]
+
+
+def mended_in_a_closure(path: Path, reentrant: bool, finite_loss: bool) -> nanscope.Scope:
+    """The optimizer asks for the loss within its step; what went bad in the second one is repaired at once."""
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        x = torch.ones(8, 4, requires_grad=True)
+        values = checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
+        divisor = torch.tensor([0.0 if step[0] == 2 else 1.0] + [1.0] * 7)
+        quotient = values / divisor
+        loss: Tensor = torch.where(divisor == 0, 0.0, quotient).mean() if finite_loss else (quotient * 0).mean()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.nan_to_num_(0, 0, 0)
+        norm_of(model)
+        return loss.detach().nan_to_num(0, 0, 0)
+
+    step = [0]
+    with nanscope.watch(out=path) as scope:
+        for step[0] in (1, 2, 3):
+            optimizer.step(closure)
+    return scope
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_bad_loss_of_a_closure_is_told_before_its_step_is_over(tmp_path: Path, reentrant: bool) -> None:
+    """Nothing asks after the step, and nothing is left of it: neither loss nor gradient nor weight."""
+    scope = mended_in_a_closure(tmp_path, reentrant, finite_loss=False)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.origin.op) == (2, "div") and scope.notes == [] and not scope.verdict.gaps
+    assert [bad for *_, bad in told(scope)] == [False, True, False]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_bad_gradients_of_a_closure_are_told_before_they_are_repaired(tmp_path: Path, reentrant: bool) -> None:
+    """Also where the model ran without gradient, as a reentrant checkpoint runs it: they did arrive, and are not called absorbed."""
+    scope = mended_in_a_closure(tmp_path, reentrant, finite_loss=True)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.origin.op) == (2, "div") and scope.notes == []
 
 
 def test_our_own_failure_to_see_an_end_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

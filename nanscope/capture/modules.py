@@ -286,6 +286,11 @@ class ModuleWatch:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
         return self._parameters_of(self.seen)
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the modules seen; where none has one, of those that ran without: a reentrant checkpoint."""
+        found = ([p.grad for _, p in self._parameters_of(modules).values() if p.grad is not None] for modules in (self.seen, self._without))
+        return next(filter(None, found), [])
+
     def _parameters_of(self, modules: Iterable[nn.Module]) -> dict[int, tuple[str, nn.Parameter]]:
         """The parameters of modules; a frozen copy of a model has the names of the model itself, and is told apart."""
         trained = {id(parameter) for module in list(self._with) for parameter in module.parameters()} if self._without else set()

@@ -89,8 +89,7 @@ class Examiner:
 
     def at_hand(self, recording: Recording) -> list[Tensor]:
         """Return the gradients that can be counted: none while a sharded model still keeps them elsewhere, none once they were dropped."""
-        named = self.modules.parameters()
-        grads = [p.grad for _, p in named.values() if p.grad is not None]
+        named, grads = self.modules.parameters(), self.modules.gradients()
         if recording.program is not None:
             own = [t for leaf in recording.program.leaves if leaf.diff and (t := recording.tensors[leaf.id]).is_leaf and id(t) not in named]
             grads += [t.grad for t in own if t.grad is not None]
@@ -134,14 +133,16 @@ class Examiner:
         look = swallowed_look(recording, self.tape.budget * 4, self.modules)
         if look is None or look.location is None:
             return None
-        return Hit(recording, Reached(recording.value, len(self._gradients()), 0), look=look, seen=Observation(Kind.SWALLOWED))
+        return Hit(recording, Reached(recording.value, len(self.modules.gradients()), 0), look=look, seen=Observation(Kind.SWALLOWED))
 
     def spike(self, recording: Recording, scale: str) -> Hit | None:
         """Everything is finite, and out of scale: what made it so?"""
         look = look_for_spike(recording, functools.partial(self._deeper, recording))
         if look is None:
             return None
-        return Hit(recording, Reached(recording.value, len(self._gradients()), 0), look=look, seen=Observation(Kind.SPIKE, scale=scale))
+        return Hit(
+            recording, Reached(recording.value, len(self.modules.gradients()), 0), look=look, seen=Observation(Kind.SPIKE, scale=scale)
+        )
 
     def gradients(self, recordings: Sequence[Recording], parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Hit | None:
         """Gradients are non-finite although nothing was seen at the edge of the loss: the model's own backward made it, or whoever
@@ -258,9 +259,6 @@ class Examiner:
 
     def _deeper(self, recording: Recording, backward: bool = False) -> Look | None:
         return deeper_look(recording, self.tape.budget * 4, self.modules, backward)
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for _, p in self.modules.parameters().values() if p.grad is not None]
 
     def _norm_overflowed(self) -> bool:
         """Was a norm of this step's gradients, taken to clip them, not finite?"""

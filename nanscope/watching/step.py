@@ -153,7 +153,8 @@ class Step:
         self._tape.leave_room()
         self._failsafe("gradients-left", self._ending.left.take, recording)
         fine = recording.waits or all(bool(flag) for flag in recording.flags)
-        waits = recording.waits or not (fine or self._examiner.at_hand(recording))  # for gradients that a sharded model keeps elsewhere
+        # a loss that is bad says enough; gradients that a sharded model keeps elsewhere are waited for
+        waits = recording.waits or not (fine or not recording.flags[0] or self._examiner.at_hand(recording))
         if not waits and len(self._waiting()) > 1:
             self._look_at_waiting()  # what went bad first is told first
         elif not waits:
@@ -206,6 +207,7 @@ class Step:
         for parameter, grad in self._held:
             parameter.grad = grad
         self._held.clear()
+        self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
         weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
         bad = count_bad(weights)
         self._poisoning.weights(self.counts.number, bad)
