@@ -7,6 +7,9 @@ print(scope.verdict.sentence)
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanscope.errors import NanscopeError, ProgramError, SnapshotError
@@ -55,6 +58,9 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'nanscope' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_WHERE[name]), name)
+
+
+if "NANSCOPE_MEMBER" in os.environ:  # a process of a watched run begins to watch at the end of `import torch`: not amid an import of ours
+    with suppress(ImportError):
+        import_module("torch")

@@ -1,27 +1,25 @@
 """The command line: one verb, one function, one renderer, one exit status.
 
-Exit status: 0 healthy, 3 something non-finite was found, 4 nothing was found and not everything was watched, 1 an error that is explained
-in one line, 2 wrong usage. A watched script that fails by itself keeps its own status.
-
 Notable: each verb imports what it needs when it runs, so that `--help` and `inspect` answer without torch, and a package that is missing
 is one line that says what to install.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
-from nanscope.errors import NanscopeError, words_of
+from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.streams import CLOSED_PIPE, Given, legible, settle, silence, unwrapped
+from nanscope.report.exit import FOUND, HEALTHY, STATUSES, finish, say, settled, status_of, write_json, writing
+from nanscope.report.streams import legible, silence
+from nanscope.snapshot.coverage import Status
+from nanscope.snapshot.runs import MAX_BYTES
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
@@ -37,9 +35,6 @@ except ModuleNotFoundError:
 
 RUNS = Path("nanscope-runs")
 
-HEALTHY, FAILED, USAGE, FOUND, UNSEEN = 0, 1, 2, 3, 4
-
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -54,60 +49,10 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line."""
     with legible() as given:
-        status = _status(given)
-        try:
-            settle()
-        except BrokenPipeError:
-            status = CLOSED_PIPE
-        except OSError as error:
-            status = _unwritten(error)
+        status = settled(status_of(lambda: app(prog_name="nanscope", obj=given)))
         silence()
-    sys.exit(status)
-
-
-def _status(given: Given) -> int:
-    """Run a verb, say in one line what kept it from its end, and return the exit status."""
-    try:
-        app(prog_name="nanscope", obj=given)
-    except SystemExit as left:
-        if unwrapped():  # how click leaves a pipe that nobody reads
-            return CLOSED_PIPE
-        return left.code if isinstance(left.code, int) else FAILED if left.code else HEALTHY
-    except NanscopeError as error:
-        return _failed(str(error))
-    except ModuleNotFoundError as error:
-        if _is_ours(error):
-            raise
-        return _failed(_lacking("this", error))
-    except BrokenPipeError:
-        return CLOSED_PIPE
-    except OSError as error:
-        if error.filename is None:
-            return _unwritten(error)
-        return _failed(f"{error.filename}: {error.strerror or error}")
-    return HEALTHY
-
-
-def _failed(why: str) -> int:
-    """End with one line."""
-    with suppress(OSError):
-        print(f"nanscope: {clean(why)}", file=sys.stderr)
-    return FAILED
-
-
-def _unwritten(error: OSError) -> int:
-    """End because of a stream: what was to be said is lost, but for the reason."""
     silence()
-    return _failed(f"the output cannot be written ({error.strerror or error})")
-
-
-def _is_ours(error: ModuleNotFoundError) -> bool:
-    return (error.name or "nanscope").partition(".")[0] == "nanscope"
-
-
-def _lacking(what: str, error: ModuleNotFoundError) -> str:
-    package = (error.name or "").partition(".")[0]
-    return f"{what} needs {package}, which is not installed: pip install {package}"
+    sys.exit(status)
 
 
 def _leave(found: bool) -> NoReturn:
@@ -117,22 +62,7 @@ def _leave(found: bool) -> NoReturn:
 
 def _leave_with(verdict: Verdict) -> NoReturn:
     """End a verb that shows a verdict."""
-    raise typer.Exit({"proven": HEALTHY, "doubt": UNSEEN, "harm": FOUND}[verdict.status.tone])
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NanscopeError(f"{path} cannot be written ({error.strerror or error})", slug="not-writable") from None
-
-
-def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    """Write what a verb found, if it was asked for with --json."""
-    if path is not None:
-        with _writing(path):
-            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(STATUSES[verdict.status.tone])
 
 
 def _version(wanted: bool) -> None:
@@ -153,22 +83,24 @@ def _options(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, with -m the module, or after -- a command.")],
     out: Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets a directory in it.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
     save_step: Annotated[
         list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is, to audit or replay it.")
     ] = None,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = 1 << 30,
+    max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
-    """Run a training script and watch it.
+    """Run a training script and watch it, with all the processes that it starts.
 
     The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found,
     4 if nothing was and not everything was watched.
 
     Example: nanscope run train.py --lr 1e-6
+
+    Example: nanscope run -- torchrun --nproc-per-node 8 train.py
     """
     if on_nonfinite not in ("record", "skip", "stop"):
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
@@ -176,6 +108,7 @@ def run(
 
     if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir() or not os.access(json_file.parent, os.W_OK)):
         raise NanscopeError(f"{json_file} cannot be written", slug="not-writable")
+    json_file = json_file and json_file.absolute()  # whatever directory the script goes to
     with context.obj.back() if context.obj is not None else nullcontext():
         outcome = launch.run(
             target,
@@ -187,56 +120,26 @@ def run(
             max_bytes=max_bytes,
             at_death=lambda scope, why: _last_words(scope, why, json_file),
         )
-    verdict = outcome.scope.verdict
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         traceback.print_exception(outcome.error)
     elif outcome.error is not None:
-        print(clean(outcome.error), file=sys.stderr)
-    _finish(verdict, outcome.scope.out, json_file)
-    if outcome.exit_code:
+        say(str(outcome.error))
+    if not outcome.tells:  # somebody else does
+        raise typer.Exit(outcome.exit_code or (FOUND if outcome.stopped else HEALTHY))
+    verdict = outcome.verdict
+    finish(verdict, outcome.scope.out, outcome.scope.shown, json_file)
+    if outcome.exit_code and not (on_nonfinite == "stop" and verdict.status is Status.NONFINITE):  # a process that stops fails its launcher
         raise typer.Exit(outcome.exit_code)
     _leave_with(verdict)
 
 
-def _finish(verdict: Verdict, out: Path, json_file: Path | None) -> None:
-    """Show a verdict, then write it, then leave the page and the picture beside the snapshots: what fails keeps nothing else back."""
-    from nanscope.report.render import render
-    from nanscope.report.terminal import print_verdict, print_written
-
-    try:
-        print_verdict(verdict, file=sys.stderr)
-    finally:  # a pipe that is closed keeps nothing back
-        if json_file is not None:
-            _attempt(json_file, lambda path: _write_json(path, verdict.to_json()))
-        for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
-            if _attempt(path, lambda path: render(verdict, path)):
-                with suppress(OSError):
-                    print_written(str(path), file=sys.stderr)
-
-
 def _last_words(scope: Scope, why: str, json_file: Path | None) -> None:
     """Tell what was found when a signal is about to end the process."""
+    from nanscope.watching.launch import verdict_on
+
     with legible():
-        _finish(scope.abandon(why), scope.out, json_file)
-
-
-def _attempt(path: Path, write: Callable[[Path], None]) -> bool:
-    """Write a file, or say in one line why it is not there."""
-    try:
-        write(path)
-    except ModuleNotFoundError as error:
-        why = _lacking(path.name, error)
-    except NanscopeError as error:
-        why = str(error)
-    except OSError as error:
-        why = f"{path} cannot be written ({error.strerror or error})"
-    except Exception as error:  # noqa: BLE001 - the verdict was told; what cannot be drawn is one line after it
-        why = f"{path} could not be drawn ({words_of(error)})"
-    else:
-        return True
-    with suppress(OSError):
-        print(clean(f"nanscope: {why}"), file=sys.stderr)
-    return False
+        scope.abandon(why)
+        finish(verdict_on(scope), scope.out, scope.shown, json_file)
 
 
 @app.command()
@@ -283,7 +186,7 @@ def replay(
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
     told = {"rows": tried_json(incident), **Verdict((incident,), steps=1, bad_steps=1).to_json()}
-    _write_json(json_file, told if others is None else told | {"alternatives": [outcome.to_json() for outcome in others.outcomes]})
+    write_json(json_file, told if others is None else told | {"alternatives": [outcome.to_json() for outcome in others.outcomes]})
     failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     print_replay(incident, failing, file=sys.stdout)
     if others is not None:
@@ -304,10 +207,10 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file:
         raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
     with progress(f"sweeping {file.name}", file=sys.stderr):
         found = sweep_clamp(load(file), *under)
-    _write_json(json_file, found.to_json())
+    write_json(json_file, found.to_json())
     objectives.print_sweep(found, file=sys.stdout)
     if png is not None:
-        with _writing(png):
+        with writing(png):
             objectives.draw_sweep(found, png)
         print(clean(str(png)))
     _leave(True)
@@ -326,7 +229,7 @@ def variants(
     from nanscope.report.variants import print_variants
 
     found = listed(prefix)
-    _write_json(json_file, found.to_json())
+    write_json(json_file, found.to_json())
     print_variants(found, bool(prefix), file=sys.stdout)
 
 
@@ -344,7 +247,7 @@ def report(
 
     choose(RENDERERS, output)
     verdict = _read(path)
-    with _writing(output), progress(f"drawing {output.name}", file=sys.stderr):
+    with writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
     print(clean(str(output)))
     _leave_with(verdict)
@@ -384,7 +287,7 @@ def runs(
     if not folder.is_dir():
         raise NanscopeError(f"there is no folder of runs {str(folder)!r}", slug="no-run")
     found = [listed(run_dir) for run_dir in runs_in(folder) or ([folder] if is_run(folder) else [])]
-    _write_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
+    write_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
     print_runs(found, str(folder), file=sys.stdout)
 
 
@@ -433,7 +336,7 @@ def atlas(
     if output is None:
         shown.print_atlas(found, verification, file=sys.stdout)
     else:
-        with _writing(output):
+        with writing(output):
             shown.render_atlas(found, output, verification)
         print(clean(str(output)))
         if verification is not None:
@@ -461,7 +364,7 @@ def audit(
 
     snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
     found = audit_snapshots(snapshots, [str(file) for file in files], group_size=group_size)
-    _write_json(json_file, found.to_json())
+    write_json(json_file, found.to_json())
     print_audit(found, file=sys.stdout)
     _leave(found.changes_loss)
 
@@ -488,7 +391,7 @@ def inspect(
 
         snapshot = load(file)
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
-    _write_json(json_file, {"tensors": tensors, "nanscope": header.about})
+    write_json(json_file, {"tensors": tensors, "nanscope": header.about})
     print_header(header, str(file), program, snapshot, file=sys.stdout)
     verify(file, header)  # what is damaged is shown all the same
 
@@ -516,7 +419,7 @@ def demo(
             if scope.snapshots:
                 break
     verdict = scope.verdict
-    _finish(verdict, scope.out, None)
+    finish(verdict, scope.out, scope.shown)
     print_demo_end(verdict, scope.out, file=sys.stderr)
 
 

@@ -266,16 +266,22 @@ process.join()
 """
 
 
-def test_a_forked_process_that_trains_is_a_run_of_its_own(tmp_path: Path) -> None:
-    """It inherits the instruments, and writes nothing into its parent's run, which saw nothing and says so."""
+def test_a_forked_process_that_trains_takes_part_in_the_run(tmp_path: Path) -> None:
+    """It inherits the instruments, and writes under its own name into the run's directory; the verdict is its parent's, once."""
     (tmp_path / "train.py").write_text(FORKS)
     done = spawn("run", "--json", "v.json", "train.py", cwd=tmp_path)
-    assert done.returncode == 4 and "[bad-step]: step 1" in done.stderr
-    assert json.loads((tmp_path / "v.json").read_text())["status"] == "unwatched"
-    parent, _ = sorted((tmp_path / "nanscope-runs").glob("2*"), key=lambda run: len(list(run.glob("*.safetensors"))))
-    assert sorted(path.name for path in parent.iterdir()) == ["history.rank0.jsonl", "run.json"]
+    assert done.returncode == 3 and "[bad-step]: step 1 on ForkProcess-1" in done.stderr and done.stderr.count("● step 1") == 1
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert (verdict["status"], verdict["incidents"][0]["worker"], verdict["gaps"]) == ("non-finite", "ForkProcess-1", [])
+    (run,) = (tmp_path / "nanscope-runs").glob("2*")
+    names = {path.name for path in run.iterdir()} - {"report.html", "report.png"}
+    assert names == {
+        "run.json",
+        "run.rank0.ForkProcess-1.json",
+        "history.rank0.ForkProcess-1.jsonl",
+        "step-000001.rank0.ForkProcess-1.safetensors",
+    }
     assert call("report", tmp_path / "nanscope-runs", "-o", tmp_path / "r.json").returncode == 3
-    assert json.loads((tmp_path / "r.json").read_text())["gaps"] == []
 
 
 def test_replay_prints_the_table_and_tries_what_is_asked(run_dir: Path, tmp_path: Path) -> None:

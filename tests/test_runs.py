@@ -82,8 +82,8 @@ def test_the_files_of_a_run_are_found_by_rank_and_by_step(tmp_path: Path) -> Non
     for name in ("history.rank2.jsonl", "history.rankx.jsonl", "step-000412.rank0.safetensors", "step-000413.rank0.part2.safetensors"):
         (tmp_path / "a" / name).touch()
     (tmp_path / "a" / "batch-000412.rank0.safetensors").touch()
-    assert histories(tmp_path / "a") == {rank: history_path(tmp_path / "a", rank) for rank in (2, 10)} and list(
-        histories(tmp_path / "a")
-    ) == [2, 10]
+    (tmp_path / "a" / "history.rank2.actor.jsonl").touch()
+    found = {who: history_path(tmp_path / "a", *who) for who in ((2, ""), (2, "actor"), (10, ""))}
+    assert histories(tmp_path / "a") == found and list(histories(tmp_path / "a")) == list(found)
     assert len(list(bad_step_files(tmp_path / "a"))) == 2
     assert [path.name for path in bad_step_files(tmp_path / "a", 412)] == ["step-000412.rank0.safetensors"]

@@ -44,7 +44,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def test_a_line_says_what_where_and_what_next(said: Callable[[], list[str]]) -> None:
     """Step, value, line of code, file, command; the rank where there are several."""
-    Teller(Path("runs/a"), 3).found(at(412), Path("runs/a/step.safetensors"))
+    Teller("runs/a", "rank 3").found(at(412), "runs/a/step.safetensors")
     (line,) = said()
     assert line.startswith("step 412 on rank 3: exp gave NaN at [0, 1] of [2, 3], loss.py:12: exp(99) = NaN")
     assert line.endswith("; next: nanscope replay runs/a/step.safetensors")
@@ -54,7 +54,7 @@ def test_a_line_says_what_where_and_what_next(said: Callable[[], list[str]]) -> 
 
 def test_an_origin_is_told_once_and_then_counted(said: Callable[[], list[str]]) -> None:
     """At the 1st, the 10th and the 100th more, and what is left when the run ends; another line of code is another origin."""
-    teller = Teller(Path("runs/a"))
+    teller = Teller("runs/a")
     for step in range(1, 121):
         teller.found(at(step), None)
     teller.found(at(121, line=13), None)

@@ -141,6 +141,15 @@ class Threads:
             else:
                 self.missed("other-thread", f"the end of the step that thread {strand.thread.name} was in when the block was left")
 
+    def forked(self) -> None:
+        """In a forked process: only the thread that forked is there, and the step that runs is the parent's."""
+        self._lock = threading.Lock()
+        self._watched = [strand for strand in self._watched if strand.is_mine]
+        for strand in self._watched:
+            strand.lock = threading.RLock()
+            if strand.eyes is not None:
+                self._failsafe("forget", strand.eyes.observer.forget)
+
     def forget(self) -> None:
         """Let go of all that is held. A thread that goes on may be writing to its tape right now, and is left with an empty one."""
         watched, self._watched, self.here = self._watched, [], Here()

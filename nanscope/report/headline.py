@@ -36,7 +36,7 @@ def facts_of(incident: Incident) -> tuple[Fact, ...]:
     finite, state = ("finite", "") if is_finite_number(incident.loss) else ("", "harm" if real(incident.loss) is not None else "")
     facts = [
         Fact("step", clean(incident.step, 24), clean(", ".join(incident.place.split(", ")[1:]), 40)),
-        Fact("rank", clean(incident.rank, 24)),
+        Fact("rank", clean(incident.rank, 24), clean(incident.worker, 40)),
         Fact("phase", clean(incident.phase, 24)),
         Fact("loss", numeral(incident.loss), finite, state),
     ]

@@ -128,7 +128,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
 
 
 def _name(incident: Incident) -> str:
-    return f"{clean(incident.place, 60)} · rank {clean(incident.rank, 24)} · {clean(incident.phase, 24)}"
+    return f"{clean(incident.place, 60)} · {clean(incident.process, 60)} · {clean(incident.phase, 24)}"
 
 
 def _section(incident: Incident, index: int, limits: Limits) -> Section:

@@ -31,7 +31,7 @@ def _replayed(incident: Incident, failing: bool) -> list[RenderableType]:
         return [incident_shown(incident), Text("  nothing can be run again: the file holds no program of this step's loss", QUIET)]
     if failing:
         return [incident_shown(incident)]
-    head = f"{incident.place} · rank {incident.rank}: the replayed loss and its gradients are finite"
+    head = f"{incident.place} · {clean(incident.process)}: the replayed loss and its gradients are finite"
     parts: list[RenderableType] = [Text.assemble(("● ", PROVEN), head)]
     if incident.reproduces is False:
         words = "The recorded loss does not come out again: the fault was transient (hardware, a race), or lies outside the program."

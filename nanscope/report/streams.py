@@ -5,6 +5,7 @@
         settle()                     what is still in a buffer is written now, while somebody can be told that it was not
 
 A pipe that was closed early (`| head -1`) is no error: the status is that of a program that SIGPIPE ended. A full disk is one line.
+A stream that a script closed is opened anew on its descriptor, for what we have to say after it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell tells it
@@ -75,25 +75,54 @@ class Given:
             with _treating(self.streams[0], self.errors[0]), _treating(self.streams[1], self.errors[1]):
                 yield
         finally:
-            for place, stream in enumerate(self.streams):
-                now = (sys.stdout, sys.stderr)[place]
-                if now is stream:  # else it was replaced, and stays so
-                    setattr(sys, ("stdout", "stderr")[place], ours[place])
+            for place, name in enumerate(("stdout", "stderr")):
+                now = getattr(sys, name)
+                if _is_closed(now):
+                    setattr(sys, name, _anew(place + 1))
+                elif now is self.streams[place]:  # else it was replaced, and stays so
+                    setattr(sys, name, ours[place])
 
 
 @contextmanager
 def legible() -> Iterator[Given]:
     """While it lasts, standard output and error exist, and write what they have no character for in other ones."""
     before = sys.stdout, sys.stderr
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        ours = tuple(stream if stream is not None else nowhere for stream in before)  # closed, as by `>&-`
-        given = Given(before, tuple(getattr(stream, "errors", None) or "strict" for stream in ours))  # type: ignore[arg-type]
-        sys.stdout, sys.stderr = ours
-        with _treating(ours[0], _HANDLER), _treating(ours[1], _HANDLER):
-            try:
-                yield given
-            finally:
-                sys.stdout, sys.stderr = before
+    ours = tuple(stream if stream is not None else Nowhere() for stream in before)  # closed, as by `>&-`
+    given = Given(before, tuple(getattr(stream, "errors", None) or "strict" for stream in ours))  # type: ignore[arg-type]
+    sys.stdout, sys.stderr = ours
+    with _treating(ours[0], _HANDLER), _treating(ours[1], _HANDLER):
+        try:
+            yield given
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+class Nowhere(io.StringIO):
+    """A stream that keeps nothing, and takes no descriptor: one that a script closed could be somebody else's by now."""
+
+    def write(self, text: str, /) -> int:
+        """Forget it."""
+        return len(text)
+
+
+def _is_closed(stream: TextIO | None) -> bool:
+    """Has a script closed a stream, or its descriptor?"""
+    try:
+        return stream is not None and os.fstat(stream.fileno()) is None
+    except io.UnsupportedOperation:  # it has none
+        return False
+    except (OSError, ValueError):
+        return True
+    except AttributeError:  # no file of Python's
+        return False
+
+
+def _anew(number: int) -> TextIO:
+    """Open what a script closed: Python closes its streams, and leaves their descriptors open."""
+    try:
+        return open(number, "w", encoding="utf-8", errors=_HANDLER, closefd=False)  # a descriptor
+    except OSError:
+        return Nowhere()
 
 
 @contextmanager

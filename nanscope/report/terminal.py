@@ -62,7 +62,7 @@ def _verdict(verdict: Verdict) -> RenderableType:
     parts += [Text(""), _ranks(verdict.ranks)] if verdict.ranks is not None else []
     shown = len({(incident.step, incident.update) for incident in verdict.causes})
     more = verdict.bad_steps - shown - sum(found.count for found in verdict.aftermath)
-    counts = f"{count(verdict.steps, 'step')} watched"
+    counts = f"{count(verdict.steps, 'step')}{f' of {verdict.processes} processes' if verdict.processes > 1 else ''} watched"
     counts += f", {count(more, 'more bad step')} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]

@@ -13,6 +13,7 @@ from nanscope.errors import SnapshotError
 from nanscope.plain import checked, read
 from nanscope.snapshot.header import read_header
 from nanscope.snapshot.observation import Came, Observation
+from nanscope.snapshot.processes import Who
 from nanscope.snapshot.step import Reached, Snapshot
 
 
@@ -22,6 +23,7 @@ class BadStep:
 
     update, part: as in `Snapshot`. came: how it came to this rank. of: the earlier step whose consequence it is. site: where it was made,
     alike for ranks that met the same; "" if not known. spoilt: its update wrote it into weights. suspect: everything stayed finite.
+    worker: what its process is called where that is not a rank alone.
     """
 
     step: int = 0
@@ -33,6 +35,12 @@ class BadStep:
     site: str = ""
     spoilt: bool = False
     suspect: bool = False
+    worker: str = ""
+
+    @property
+    def who(self) -> Who:
+        """Which process of the run it was on."""
+        return self.rank, self.worker
 
     @staticmethod
     def of_snapshot(snapshot: Snapshot) -> BadStep:
@@ -47,6 +55,7 @@ class BadStep:
             site=snapshot.site,
             spoilt=bool(snapshot.reached.bad_weights),
             suspect=snapshot.observation.suspect,
+            worker=snapshot.worker,
         )
 
     @staticmethod
@@ -75,4 +84,5 @@ def _from(about: dict[str, Any]) -> BadStep:
         site=str(about.get("site") or ""),
         spoilt=bool(Reached(**checked(Reached, about["reached"])).bad_weights),
         suspect=seen.suspect,
+        worker=str(about.get("worker") or ""),
     )

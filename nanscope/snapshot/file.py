@@ -186,6 +186,7 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "backward": snapshot.backward,
         "came": str(snapshot.came),
         "site": snapshot.site,
+        **({"worker": snapshot.worker} if snapshot.worker else {}),
     }
     found: dict[str, Any] = show(described)
     return found
@@ -256,6 +257,7 @@ def load(path: Path | str) -> Snapshot:
             consequence_of=read(int | None, about.get("consequence_of")),
             update=int(about.get("update", 1)),
             backward=int(about.get("backward", 0)),
+            worker=str(about.get("worker") or ""),
         )
     except SnapshotError:
         raise

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
 from nanscope.plain import frame as frame_of
+from nanscope.snapshot.descriptors import Descriptor
 from nanscope.snapshot.runs import histories, latest
 
 SUFFIX = ".jsonl"
@@ -34,7 +35,8 @@ class Entry:
     grad_norm: 2-norm of the gradients (where they are sharded, of this rank's part), before the trainer clipped them where it took that
     norm itself. grad_norm_clipped: of what reached the optimizer, where that is another. stepped: what became of the step where an
     optimizer did not take it, see `Stepped`. update: which one of the steps of this number, from 2 on. micro_batches: backward passes,
-    from 2 on. optimizer: which one of several. thread: that made it, where it was not the main one.
+    from 2 on. optimizer: which one of several. thread: that made it, where it was not the main one. worker: what the process is called
+    where that is not a rank alone.
     log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
     headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
     """
@@ -56,6 +58,7 @@ class Entry:
     micro_batches: int | None = None
     optimizer: str | None = None
     thread: str | None = None
+    worker: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""
@@ -74,7 +77,7 @@ class History:
         self.path, self.run = path, run
         self.entries: list[Entry] = []
         self.count = 0
-        self._file: TextIO | None = None
+        self._file: Descriptor | None = None
 
     def append(self, entry: Entry) -> None:
         """Add a step. Raises OSError if the file cannot be written; the entry is kept in memory all the same."""
@@ -83,16 +86,30 @@ class History:
         del self.entries[:-TAIL]
         if self.path is None:
             return
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps({**entry.to_json(), **({"run": self.run} if self.run else {})}) + "\n")
-        self._file.flush()
+        if self._file is None or not self._file.ours:
+            self._file = Descriptor(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        self._write([entry], self._file)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; one that somebody has deleted is there again, with the last steps. Raises OSError."""
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self.path is not None and self.entries and not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            again = Descriptor(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            self._write(self.entries, again)
+            again.close()
+
+    def let_go(self) -> None:
+        """In a forked process: the file is the parent's."""
+        if self._file is not None:
+            self._file.close()
+        self.path = self._file = None
+
+    def _write(self, entries: Sequence[Entry], file: Descriptor) -> None:
+        run = {"run": self.run} if self.run else {}
+        file.write("".join(json.dumps({**entry.to_json(), **run}) + "\n" for entry in entries).encode())
 
 
 def read(path: Path) -> list[Entry]:

@@ -15,6 +15,19 @@ from pathlib import Path
 _PROC = Path("/proc")
 
 
+Who = tuple[int, str]  # a process of a run: its rank, and what it is called where that is not a rank alone
+
+
+def writes_as(rank: int, worker: str) -> str:
+    """Return what stands in the names of a process's files: "rank3", or "rank0.actor" of one with a name. No two of a run have the same."""
+    return f"rank{rank}.{worker}" if worker else f"rank{rank}"
+
+
+def called(rank: object, worker: str) -> str:
+    """Return what a person calls a process of a run: "rank 3", "actor", or "actor rank 1"."""
+    return " ".join([*filter(None, [worker]), *([f"rank {rank}"] if rank or not worker else [])])
+
+
 def mark(pid: int | None = None) -> str:
     """Return the mark of a process, of this one without a number."""
     pid = os.getpid() if pid is None else pid

@@ -1,4 +1,4 @@
-"""What a run says of itself, as each of its processes wrote it: `run.json`, and `run.rank3.json` of a further rank.
+"""What a run says of itself, as each of its processes wrote it: `run.json`, `run.rank3.json` of a further rank, `run.rank0.actor.json`.
 
 Written when the run begins, whenever something is found, and when it ends; a process that was killed leaves "running" behind.
 SCHEMA history: absent — before there was one directory a run. 1 — `run`, `rank`, `status`, counts, gaps, notes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status
 from nanscope.snapshot.files import write_whole
 from nanscope.snapshot.history import last_entry, outline
-from nanscope.snapshot.processes import lives
+from nanscope.snapshot.processes import Who, called, lives, writes_as
 from nanscope.snapshot.runs import bad_step_files, histories
 
 SCHEMA = 1
@@ -57,7 +58,7 @@ class RunRecord:
     steps, skipped, bad_steps, backwards: counts. gaps: what was not watched. notes: as in the verdict. aftermath: consequences of bad
     steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
-    nanscope: the release.
+    nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
     """
 
     run: str = ""
@@ -83,11 +84,23 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     world: int = 0
     first: BadStep | None = None
+    worker: str = ""
+    member: bool = False
 
     @property
     def file_name(self) -> str:
         """run.json, or run.rank3.json."""
-        return f"run.rank{self.rank}.json" if self.rank else "run.json"
+        return f"run.{writes_as(self.rank, self.worker)}.json" if self.rank or self.member else "run.json"
+
+    @property
+    def who(self) -> Who:
+        """Which process of the run it is."""
+        return self.rank, self.worker
+
+    @property
+    def called(self) -> str:
+        """What a person calls the process."""
+        return called(self.rank, self.worker)
 
     @property
     def alive(self) -> bool | None:
@@ -128,16 +141,16 @@ def records(run_dir: Path) -> list[RunRecord]:
     Raises NanscopeError with the slug "run-damaged" for one that cannot be read.
     """
     found = [_read(path) for path in run_dir.glob("run*.json") if path.name == "run.json" or path.name.startswith("run.rank")]
-    return sorted(found, key=lambda record: record.rank)
+    return sorted(found, key=lambda record: (record.member, record.rank, record.worker))
 
 
-def record_of(run_dir: Path, rank: int) -> RunRecord | None:
+def record_of(run_dir: Path, rank: int, worker: str = "") -> RunRecord | None:
     """Return what one process of a run wrote of it, None if there is nothing; its name is asked for, since a folder may list it late.
 
     Raises NanscopeError as `records` does.
     """
-    path = run_dir / RunRecord(rank=rank).file_name
-    return _read(path) if path.exists() else None
+    names = (RunRecord(rank=rank, worker=worker, member=True).file_name, RunRecord(rank=rank, worker=worker).file_name)
+    return next((_read(run_dir / name) for name in names if (run_dir / name).exists()), None)
 
 
 def _read(path: Path) -> RunRecord:
@@ -153,12 +166,26 @@ def _read(path: Path) -> RunRecord:
         raise NanscopeError(message, slug="run-damaged") from None
 
 
+def others(run_dir: Path) -> bool:
+    """Have other processes than the first written into a run?"""
+    return any(run_dir.glob("run.rank*.json"))
+
+
+def unwatched(run_dir: Path) -> list[str]:
+    """Return what processes left that could not be watched: which Python, and why."""
+    found = []
+    for path in sorted(run_dir.glob("unwatched.*")):
+        with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            found.append(file.read(400))
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """One run, as `nanscope runs` lists it.
 
     path: its directory. status: as in its record; "running", "killed", or "unknown" where nobody here can tell; "damaged". last: time of
-    its last step, in seconds since 1970. ranks: processes that wrote. size: bytes on disk. snapshots: of bad steps.
+    its last step, in seconds since 1970. ranks: processes that trained. size: bytes on disk. snapshots: of bad steps.
     """
 
     path: str
@@ -181,8 +208,8 @@ def listed(run_dir: Path) -> Listed:
         found, damaged = [], True
     written = histories(run_dir)
     last = [entry.time for path in written.values() if (entry := last_entry(path)) is not None]
-    ended = {record.rank for record in found if record.status != RUNNING}
-    counted = [outline(path).steps for rank, path in written.items() if rank not in ended]
+    ended = {record.who for record in found if record.status != RUNNING}
+    counted = [outline(path).steps for who, path in written.items() if who not in ended]
     first = found[0] if found else RunRecord(status="")
     return Listed(
         path=str(run_dir),
@@ -191,7 +218,7 @@ def listed(run_dir: Path) -> Listed:
         status="damaged" if damaged else state(found),
         steps=max([*(record.steps for record in found), *counted], default=0),
         bad_steps=max([record.bad_steps for record in found], default=0),
-        ranks=max(len(written), len(found)),
+        ranks=len(written) or len(found),
         size=sum(path.stat().st_size for path in run_dir.iterdir() if path.is_file()),
         snapshots=sum(1 for _ in bad_step_files(run_dir)),
         last=max(last, default=None),

@@ -7,18 +7,40 @@ nanscope-runs/
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import PREFIX, SUFFIX, write_whole
-from nanscope.snapshot.processes import mark
+from nanscope.snapshot.processes import Who, mark, writes_as
 
 LATEST = "latest"
+MAX_BYTES = 1 << 30  # of all snapshots that one process of a run writes
+
+_OURS = re.compile(r"run(\.rank\d+.*)?\.json|history\.rank\d+.*\.jsonl|step-\d+\.rank\d+.*\.safetensors")
 
 
-_OURS = re.compile(r"run(\.rank\d+)?\.json|history\.rank\d+\.jsonl|step-\d+\.rank\d+.*\.safetensors")
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of runs. given: as a person wrote it. path: the same place whatever directory a script goes to later."""
+
+    given: Path
+    path: Path
+
+    @staticmethod
+    def of(given: str | os.PathLike[str]) -> Folder:
+        """The folder that is meant here and now."""
+        try:
+            return Folder(Path(given), Path(given).absolute())
+        except OSError:  # the current directory is gone
+            return Folder(Path(given), Path(given))
+
+    def shown(self, path: Path) -> str:
+        """A path in it, as a person would write it."""
+        return str(self.given / path.relative_to(self.path) if path.is_relative_to(self.path) else path)
 
 
 def wrote(name: str) -> bool:
@@ -26,15 +48,15 @@ def wrote(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
-def history_path(run_dir: Path, rank: int) -> Path:
-    """Return where a rank writes a line for each of its steps."""
-    return run_dir / f"history.rank{rank}.jsonl"
+def history_path(run_dir: Path, rank: int, worker: str = "") -> Path:
+    """Return where a process writes a line for each of its steps."""
+    return run_dir / f"history.{writes_as(rank, worker)}.jsonl"
 
 
-def histories(run_dir: Path) -> dict[int, Path]:
-    """Return the histories of a run by rank, the lowest first."""
-    found = ((re.fullmatch(r"history\.rank(\d+)\.jsonl", path.name), path) for path in run_dir.glob("history.rank*.jsonl"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
+def histories(run_dir: Path) -> dict[Who, Path]:
+    """Return the histories of a run by process, the lowest rank first."""
+    found = ((re.fullmatch(r"history\.rank(\d+)(?:\.(.+))?\.jsonl", path.name), path) for path in run_dir.glob("history.rank*.jsonl"))
+    return dict(sorted(((int(match[1]), match[2] or ""), path) for match, path in found if match is not None))
 
 
 def bad_step_files(run_dir: Path, step: int | None = None) -> Iterator[Path]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanscope.program.program import Program
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import UNSEEN, Came, Observation
+from nanscope.snapshot.processes import writes_as
 
 
 class Stepped(StrEnum):
@@ -56,6 +57,7 @@ class Snapshot:
     step: the number that the loop gives it, else counted from 1. update: which one of the steps of this number, from 1. part: which
     backward pass of the step (micro-batch), from 1. backward: which one of the run, 0 if not known. asked: saved on request; nothing was
     wrong. run: id of the run. consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
+    worker: what its process is called where that is not a rank alone.
     found: where the process located it, for the line on the log; of that a file keeps `came` and `site`, since a reader finds it again.
     """
 
@@ -80,13 +82,14 @@ class Snapshot:
     found: Observation = UNSEEN
     update: int = 1
     backward: int = 0
+    worker: str = ""
 
     @property
     def file_name(self) -> str:
         """The name that the file of this step has: `step-…`, or `batch-…` if it was asked for."""
         update = f".update{self.update}" if self.update > 1 else ""
         part = f".part{self.part}" if self.part > 1 else ""
-        return f"{'batch' if self.asked else 'step'}-{self.step:06d}.rank{self.rank}{update}{part}.safetensors"
+        return f"{'batch' if self.asked else 'step'}-{self.step:06d}.{writes_as(self.rank, self.worker)}{update}{part}.safetensors"
 
     @property
     def came(self) -> Came:

@@ -19,6 +19,7 @@ from nanscope.locate.observe import observe
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.observation import Kind, Observation, Phase, Row
+from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
@@ -45,12 +46,13 @@ def verdict(
     aftermath: Sequence[Aftermath] = (),
     ranks: Ranks | None = None,
     incidents: Sequence[Incident] = (),
+    processes: int = 1,
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
-    aftermath: which steps are consequences. ranks: who was first, and who followed.
-    incidents: of snapshots that were explained before.
+    aftermath: which steps are consequences. ranks: who was first, and who followed. incidents: of snapshots that were explained before.
+    processes: that trained.
     """
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
     incidents = [*incidents, *explained(sorted(numbered, key=lambda pair: _order(pair[0])))]
@@ -67,20 +69,21 @@ def verdict(
         tuple(gaps),
         tuple(aftermath),
         ranks,
+        processes,
     )
 
 
 def explained(snapshots: Iterable[tuple[Snapshot, str | None]]) -> list[Incident]:
     """Explain the snapshots of one run, each with its path, one after another: of a step, who made the harm before whom it reached."""
     incidents: list[Incident] = []
-    poisoned: int | None = None
+    poisoned: dict[str, int] = {}  # by worker: what ranks do reaches each other, and nobody else
     for snapshot, path in snapshots:
-        here = (snapshot.step, snapshot.update)
-        source = next((i for i in incidents if (i.step, i.update) == here and i.rank != snapshot.rank), None)
+        here = (snapshot.step, snapshot.update, snapshot.worker)
+        source = next((i for i in incidents if (i.step, i.update, i.worker) == here and i.rank != snapshot.rank), None)
         told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
-        incidents.append(diagnose(snapshot, path, poisoned_at=poisoned, source=told))
-        if poisoned is None and snapshot.reached.bad_weights:
-            poisoned = snapshot.step
+        incidents.append(diagnose(snapshot, path, poisoned_at=poisoned.get(snapshot.worker), source=told))
+        if snapshot.reached.bad_weights:
+            poisoned.setdefault(snapshot.worker, snapshot.step)
         del snapshot  # before the next one is read
     return incidents
 
@@ -175,6 +178,7 @@ def diagnose(
         update=snapshot.update,
         micro_batch=snapshot.part,
         micro_batches=snapshot.reached.micro_batches,
+        worker=snapshot.worker,
     )
 
 
@@ -200,4 +204,4 @@ def _headline(snapshot: Snapshot, phase: str) -> str:
         parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
     if r.stepped in _STEPPED:
         parts.append(_STEPPED[r.stepped].format(r.optimizer or "optimizer"))
-    return f"{snapshot.place} · rank {snapshot.rank} · {phase}   " + " · ".join(parts)
+    return f"{snapshot.place} · {called(snapshot.rank, snapshot.worker)} · {phase}   " + " · ".join(parts)

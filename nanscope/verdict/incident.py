@@ -12,6 +12,7 @@ from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Origin, Row
+from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
@@ -96,6 +97,12 @@ class Incident:
     update: int = 1  # which one of the steps of this number
     micro_batch: int = 1  # which backward pass of the step
     micro_batches: int | None = None
+    worker: str = ""  # what its process is called where that is not a rank alone
+
+    @property
+    def process(self) -> str:
+        """What a person calls its process."""
+        return called(self.rank, self.worker)
 
     @property
     def place(self) -> str:
@@ -130,7 +137,7 @@ class Picture:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
-    aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed.
+    aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed. processes: that trained.
     """
 
     incidents: tuple[Incident, ...]
@@ -143,6 +150,7 @@ class Verdict:
     gaps: tuple[Gap, ...] = ()
     aftermath: tuple[Aftermath, ...] = ()
     ranks: Ranks | None = None
+    processes: int = 1
 
     @property
     def healthy(self) -> bool:
@@ -175,6 +183,7 @@ class Verdict:
         if self.status is Status.UNWATCHED:
             return f"nothing was watched, so nothing can be said of this run: {unseen or 'no backward pass and no optimizer step ran here'}"
         looked = count(self.steps, "step") if self.steps else count(self.backwards, "backward pass")
+        looked += f" of {self.processes} processes" if self.processes > 1 else ""
         if self.bad_steps:  # the disk was full, or somebody took the files away
             return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
         absorbed = [note.text for note in self.notes if note.slug == "nonfinite_absorbed"][:1]
@@ -191,6 +200,7 @@ class Verdict:
             "backwards": self.backwards,
             "bad_steps": self.bad_steps,
             "skipped": self.skipped,
+            **({"processes": self.processes} if self.processes > 1 else {}),
             "incidents": [_incident_json(incident) for incident in self.incidents],
             "consequences": [asdict(found) for found in self.aftermath],
             "notes": [_note_json(note) for note in self.notes],
@@ -224,6 +234,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "micro_batch": i.micro_batch,
         "micro_batches": i.micro_batches,
         "rank": i.rank,
+        **({"worker": i.worker} if i.worker else {}),
         "phase": i.phase,
         "cause": str(i.cause),
         "status": "suspect" if i.suspect else "non-finite",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanscope.snapshot.bad_step import BadStep
@@ -15,7 +16,7 @@ from nanscope.snapshot.coverage import Gap, with_gap
 from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Outline, outline
 from nanscope.snapshot.observation import Came
-from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records
+from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records, unwatched
 from nanscope.snapshot.runs import bad_step_files, histories
 from nanscope.text import count
 from nanscope.verdict.diagnose import explained, verdict
@@ -27,41 +28,41 @@ LIKE = 8  # notes of one kind that are told
 WORLDS = 1 << 20  # ranks; whoever says that a run has more did not train
 
 
-def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] = iter) -> Verdict:
-    """Return the verdict on a run from what it wrote. track: shows how far the reading of its snapshots has come.
+def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] = iter, *, shown: Callable[[Path], str] = str) -> Verdict:
+    """Return the verdict on a run from what it wrote. track: shows how far the reading of its snapshots has come. shown: names a file.
 
     Raises NanscopeError for a record that is damaged, SnapshotError for such a snapshot.
     """
     told = records(run_dir)
-    ended = {record.rank for record in told if record.status != RUNNING}
-    written = histories(run_dir)
-    outlines = {rank: outline(path) for rank, path in written.items() if rank not in ended}
-    files = [(BadStep.read(path), path) for path in sorted(bad_step_files(run_dir))]
-    world = max([0, *(record.world for record in told if record.world <= WORLDS)])
-    several = len({*written, *(record.rank for record in told), *(one.rank for one, _ in files)}) > 1 or world > 1
-    shown, left = _to_explain(files) if several else ([path for _, path in sorted(files, key=_order)], 0)
+    teams = _teams(run_dir, told)
+    to_explain = [team.to_explain() for team in teams]
+    files = [path for _, path in sorted((found for those, _ in to_explain for found in those), key=_order)]
+    left = sum(more for _, more in to_explain)
     notes = [Note(remark.slug, remark.text, remark.step) for record in told for remark in record.notes]
-    open_ = list(_unfinished(told, outlines, world))
+    open_ = [found for team in teams for found in team.unfinished()]
     notes += [Note("still_running", text, step) for text, step, alive in open_ if alive]
     if left:
         notes.append(Note("not_explained", f"{left} further bad steps have a cause of their own: `nanscope report FILE` explains one"))
     gaps = [Gap("unfinished", text, step) for text, step, alive in open_ if not alive]
-    ranks = _ranks(files, told, outlines, world) if several else None
-    if ranks is not None and (missing := ranks.of(Standing.UNHEARD)):
-        whose = "it" if len(missing) == 1 else "them"
-        gaps.append(Gap("unheard", f"{say_ranks(missing, world)} never reported: there is no file of {whose}"))
+    ranks = {team.worker: team.ranks() for team in teams if team.several}
+    for team in teams:
+        if team.worker in ranks and (missing := ranks[team.worker].of(Standing.UNHEARD)):
+            whose = "it" if len(missing) == 1 else "them"
+            gaps.append(Gap("unheard", f"{team.called(missing)} never reported: there is no file of {whose}"))
+    gaps += [Gap("child-unwatched", f"what a process did that could not be watched: {why}") for why in unwatched(run_dir)]
     # Of several ranks each counts the same steps; what a killed one did not come to count stands in the history.
     return verdict(
         (),
-        incidents=explained((load(path), str(path)) for path in track(shown)),  # one at a time: each may be as large as a batch
+        incidents=explained((load(path), shown(path)) for path in track(files)),  # one at a time: each may be as large as a batch
         notes=list(_few(dict.fromkeys(notes))),
-        steps=max([0, *(found.steps for found in outlines.values()), *(record.steps for record in told)]),
+        steps=max([0, *(found.steps for team in teams for found in team.outlines.values()), *(record.steps for record in told)]),
         skipped=max([0, *(record.skipped for record in told)]),
-        bad_steps=max([0, *(found.bad for found in outlines.values()), *(record.bad_steps for record in told)]),
+        bad_steps=max([0, *(found.bad for team in teams for found in team.outlines.values()), *(record.bad_steps for record in told)]),
         backwards=max([0, *(record.backwards for record in told)]),
         gaps=_all_gaps(told, gaps),
         aftermath=_joined(found for record in told for found in record.aftermath),
-        ranks=ranks,
+        ranks=next((ranks[team.worker] for team in sorted(teams, key=_Team.began_at) if team.worker in ranks), None),
+        processes=max(1, sum(team.written for team in teams)),
     )
 
 
@@ -70,11 +71,70 @@ def _order(found: tuple[BadStep, Path]) -> tuple[int, int, bool, int, int]:
     return one.step, one.update, one.came is Came.REDUCED, one.rank, one.part
 
 
-def _to_explain(files: Sequence[tuple[BadStep, Path]]) -> tuple[list[Path], int]:
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """Processes of a run that train together: ranks, each of which counts the same steps. worker: what they are called, "" for ranks alone.
+
+    told: what they said. files: of their bad steps. outlines: by rank, of the histories of those that have not ended. written: how many
+    histories there are.
+    """
+
+    worker: str
+    told: tuple[RunRecord, ...]
+    files: tuple[tuple[BadStep, Path], ...]
+    outlines: Mapping[int, Outline]
+    written: int
+    several: bool
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are, 0 where nobody said."""
+        return max([0, *(record.world for record in self.told if record.world <= WORLDS)])
+
+    def began_at(self) -> tuple[int, str]:
+        """The first bad step, for an order in which what went bad stands first."""
+        return min([one.step for one, _ in self.files], default=1 << 62), self.worker
+
+    def to_explain(self) -> tuple[Sequence[tuple[BadStep, Path]], int]:
+        """Return the snapshots that stand for a cause, and how many more there are than can be looked at."""
+        return _to_explain(self.files) if self.several else (self.files, 0)
+
+    def ranks(self) -> Ranks:
+        """Who was first."""
+        return _ranks(self.files, self.told, self.outlines, self.world)
+
+    def called(self, ranks: Sequence[int]) -> str:
+        """Return what a person calls some of them."""
+        told = say_ranks(ranks, self.world) if self.several or not self.worker else ""
+        return " ".join(filter(None, [self.worker, told]))
+
+    def unfinished(self) -> Iterator[tuple[str, int | None, bool | None]]:
+        """Yield what is known of those that have not ended: in words, their last step, and whether they still run."""
+        return _unfinished(self.told, self.outlines, self.called)
+
+
+def _teams(run_dir: Path, told: Sequence[RunRecord]) -> list[_Team]:
+    written = histories(run_dir)
+    files = [(BadStep.read(path), path) for path in sorted(bad_step_files(run_dir))]
+    if any(record.member for record in told):  # who only started others has nothing to end
+        told = [record for record in told if record.member or record.who in written]
+    ended = {record.who for record in told if record.status != RUNNING}
+    everybody = {*written, *(record.who for record in told), *(one.who for one, _ in files)}
+    teams = []
+    for name in sorted({worker for _, worker in everybody}):
+        own = tuple(record for record in told if record.worker == name)
+        outlines = {who[0]: outline(path) for who, path in written.items() if who[1] == name and who not in ended}
+        several = sum(worker == name for _, worker in everybody) > 1 or any(1 < record.world <= WORLDS for record in own)
+        mine = tuple((one, path) for one, path in files if one.worker == name)
+        teams.append(_Team(name, own, mine, outlines, sum(worker == name for _, worker in written), several))
+    return teams
+
+
+def _to_explain(files: Sequence[tuple[BadStep, Path]]) -> tuple[list[tuple[BadStep, Path]], int]:
     """Return the snapshots that stand for a cause, and how many more there are than can be looked at."""
     paths = dict(files)
     told = told_of(paths)
-    return [paths[one] for one in told[:MOST]], len(told[MOST:])
+    return [(one, paths[one]) for one in told[:MOST]], len(told[MOST:])
 
 
 def _ranks(files: Iterable[tuple[BadStep, Path]], told: Sequence[RunRecord], outlines: Mapping[int, Outline], world: int) -> Ranks:
@@ -118,7 +178,9 @@ def _joined(told: Iterable[Aftermath]) -> list[Aftermath]:
     return [found[of] for of in sorted(found)]
 
 
-def _unfinished(told: Sequence[RunRecord], outlines: Mapping[int, Outline], world: int) -> Iterator[tuple[str, int | None, bool | None]]:
+def _unfinished(
+    told: Sequence[RunRecord], outlines: Mapping[int, Outline], called: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[str, int | None, bool | None]]:
     """Yield what is known of the processes that have not ended: in words, their last step, and whether they still run."""
     running = {record.rank: record.alive for record in told if record.status == RUNNING}
     if told:  # a rank of which only lines are there cannot be asked after
@@ -129,7 +191,7 @@ def _unfinished(told: Sequence[RunRecord], outlines: Mapping[int, Outline], worl
             continue
         last = [entry for rank in ranks if rank in outlines and (entry := outlines[rank].last) is not None]
         latest = max(last, key=lambda entry: entry.time, default=None)
-        one, name = len(ranks) == 1, say_ranks(ranks, world)
+        one, name = len(ranks) == 1, called(ranks)
         if alive:
             text = f"{name} still run{'s' if one else ''}"
         else:

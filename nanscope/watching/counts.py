@@ -49,6 +49,11 @@ class Tally:
         self._said: int | None = None
         self._here = threading.local()
 
+    def restart(self) -> None:
+        """Another process begins, with steps of its own."""
+        self.begun, self._lock = 0, threading.Lock()
+        self._given.clear()
+
     def tell(self, number: int) -> None:
         """The loop of this thread says which step it is in, until it says another; others say the same that have said nothing."""
         self._said = self._here.said = number

@@ -12,12 +12,11 @@ from pathlib import Path
 from nanscope.program.numbers import tensor_bytes
 from nanscope.snapshot.file import save
 from nanscope.snapshot.record import RunRecord
+from nanscope.snapshot.runs import MAX_BYTES
 from nanscope.snapshot.step import Snapshot
 from nanscope.watching.share import Share
 
 log = logging.getLogger("nanscope")
-
-MAX_BYTES = 1 << 30
 
 
 class Disk:
@@ -27,7 +26,7 @@ class Disk:
     first is written however large it is. problem: why something could not be written, "" as long as all was. share: of this process.
     """
 
-    def __init__(self, folder: Path | None, max_bytes: int, share: Share | None = None) -> None:
+    def __init__(self, folder: Path | None, max_bytes: int = MAX_BYTES, share: Share | None = None) -> None:
         self.folder, self._max_bytes, self._share = folder, max_bytes, share
         self.problem = ""
         self._sizes: dict[Path, int] = {}
@@ -37,6 +36,7 @@ class Disk:
         """Write what the run says of itself."""
         if self.folder is not None:
             try:
+                self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
                 record.write(self.folder)
             except OSError as error:
                 self.failed(f"{record.file_name} could not be written", error)
@@ -50,11 +50,12 @@ class Disk:
         if path not in self._sizes and not self._make_room(need, snapshot):
             return None
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             save(snapshot, self.folder)
             self._sizes[path] = path.stat().st_size
         except OSError as error:
             self.failed(f"step {snapshot.step} could not be saved", error)
-            return path if path in self._sizes else None
+            return path if self.holds(path) else None
         if snapshot.consequence_of is not None and path not in self._consequences:
             self._consequences.append(path)
         return path
@@ -64,8 +65,8 @@ class Disk:
         return self._share is not None and self._share.leaves(snapshot)
 
     def holds(self, path: Path) -> bool:
-        """Is a snapshot that was written still there? A consequence may have made room."""
-        return path in self._sizes
+        """Is a snapshot that was written still there? A consequence may have made room, and a person or a script may have deleted it."""
+        return path in self._sizes and path.exists()
 
     def failed(self, what: str, error: OSError) -> None:
         """Say, once, that something could not be written."""

@@ -7,13 +7,17 @@ later takes the place of ours; ours does nothing then, and nothing in a process 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from types import FrameType
+
+from nanscope.snapshot.descriptors import Descriptor
 
 PATIENCE = 10.0  # seconds; launchers kill for good after 30
 
@@ -29,19 +33,20 @@ def last_words(say: Callable[[str], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or os.name != "posix" or not free:
         yield
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    reader, writer = (Descriptor(number) for number in os.pipe())
+    os.set_blocking(writer.number, False)
     owner = os.getpid()
 
     def handler(number: int, _: FrameType | None) -> None:
         if signal.getsignal(number) is handler:  # and not called by one that took its place
             if os.getpid() == owner:
-                os.write(writer, bytes([number]))
+                with contextlib.suppress(OSError):  # the script has closed it
+                    writer.write(bytes([number]))
             else:
                 die(number)
 
     def listen() -> None:
-        while (number := os.read(reader, 1)) != DONE:
+        while (number := _read(reader)) != DONE:
             if signal.getsignal(number[0]) is handler:
                 speaking = threading.Thread(target=_quietly, args=(say, signal.Signals(number[0]).name), daemon=True)
                 speaking.start()
@@ -59,27 +64,71 @@ def last_words(say: Callable[[str], None]) -> Iterator[None]:
     listener.start()
     for one in free:
         signal.signal(one, handler)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writer.number, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
-    try:
-        yield
-    finally:
-        if before == -1 and (now := signal.set_wakeup_fd(-1)) != writer:
+
+    def restore() -> None:
+        if before == -1 and (now := signal.set_wakeup_fd(-1)) != writer.number:
             signal.set_wakeup_fd(now)  # somebody else's, by now
         for one in free:
             if signal.getsignal(one) is handler:
                 signal.signal(one, signal.SIG_DFL)
-        os.write(writer, DONE)
-        listener.join()
-        os.close(writer)
-        os.close(reader)
+        with contextlib.suppress(OSError):
+            writer.write(DONE)
+            listener.join()
+        for end in (writer, reader):
+            end.close()
+
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:  # to a forked process that comes to this end it is the parent's, all of it
+            restore()
+
+
+def close_at_end(close: Callable[[str], None], *, on_signal: bool) -> None:
+    """Call `close` where this process ends without a block of ours to leave: at its exit, or, with "SIGTERM", when it is told to end.
+
+    Pools and launchers end their workers so when all is done. In Python alone, without a thread: there may be many of them, and nobody
+    reads their last words.
+    """
+    told: list[int] = []  # to end, while it closes
+    closing = False
+
+    def end(why: str) -> None:
+        nonlocal closing
+        closing = True
+        close(why)
+        for number in told:
+            die(number)
+
+    def handler(number: int, _: FrameType | None) -> None:
+        told.append(number)
+        if not closing:
+            with contextlib.suppress(BaseException):
+                end(signal.Signals(number).name)
+            die(number)
+
+    Finalize(None, end, args=("",), exitpriority=0)  # of a worker of multiprocessing, which runs nothing of atexit
+    atexit.register(end, "")
+    in_main = threading.current_thread() is threading.main_thread()
+    if on_signal and in_main and os.name == "posix" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def die(number: int) -> None:
     """End this process by a signal, from whatever thread: Python itself lets only the main one change what a signal does."""
     ctypes.CDLL(None).signal(number, None)  # SIG_DFL
     os.kill(os.getpid(), number)
+
+
+def _read(reader: Descriptor) -> bytes:
+    """Return the next byte; that of the end where there will be none."""
+    try:
+        return (os.read(reader.number, 1) if reader.ours else DONE) or DONE
+    except OSError:
+        return DONE
 
 
 def _quietly(say: Callable[[str], None], name: str) -> None:

@@ -8,14 +8,12 @@ batch-000001.rank0.safetensors           a step that was asked for
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -29,15 +27,16 @@ from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import Aftermath, Remark, RunRecord, now
-from nanscope.snapshot.runs import history_path
+from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
-from nanscope.watching.disk import MAX_BYTES, Disk
+from nanscope.watching.disk import Disk
+from nanscope.watching.dying import close_at_end
 from nanscope.watching.peers import PART, PATIENCE, Peers, of_other_ranks
-from nanscope.watching.place import Place, rank_and_world, settle_somewhere
+from nanscope.watching.place import Place, is_ranked, rank_and_world, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.share import Share
@@ -59,14 +58,23 @@ class Logbook:
     """
 
     def __init__(
-        self, folder: Path, limit: int, max_bytes: int = MAX_BYTES, on_incident: Callable[[Snapshot, str | None], None] | None = None
+        self,
+        folder: Path,
+        limit: int,
+        max_bytes: int = MAX_BYTES,
+        on_incident: Callable[[Snapshot, str | None], None] | None = None,
+        leave: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder, self.limit, self.rank = folder, limit, 0
+        self._runs = Folder.of(folder)
+        self.folder, self.limit, self.rank, self.worker = self._runs.path, limit, 0, ""
         self._max_bytes, self._on_incident = max_bytes, on_incident
         self._record = RunRecord()
         self._pid = os.getpid()
         self.turns = Turns()
         self._poisonings: WeakSet[Poisoning] = WeakSet()
+        self._join: Callable[[], Place] | None = None
+        self._join_forked = self._begin_beside
+        self._leave = leave or self.close
         self._begin()
 
     def _begin(self) -> None:
@@ -93,24 +101,68 @@ class Logbook:
         """Begin the run. place: where it writes, None if nothing can be written anywhere."""
         self._record = replace(about, started=now(), process=mark(), nanscope=__version__, environment=environment(None, None))
         if place is not None:
-            self.folder, self.rank = place.path, place.rank
-            world = rank_and_world()[1] if place.shared else 0
-            self._peers = Peers(place.path, place.rank, world)
-            self.history = History(history_path(place.path, place.rank), place.run)
-            self._record = replace(self._record, run=place.run, rank=place.rank, world=world)
-            self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
-            self._teller = Teller(place.path, place.rank if place.shared else None)
+            self._settle(place)
         self._put()
 
-    def _in_this_process(self) -> None:
-        """In a forked process, begin a run of its own: it inherits the instruments, and the parent's is the parent's."""
+    def take_part(self, join: Callable[[], Place] | None, join_forked: Callable[[], Place], about: RunRecord | None) -> None:
+        """Take part in a run from the first thing on that is to be kept: a process in which nothing happens has no file.
+
+        join: finds a place in it for this process, join_forked: for one that is forked from it. about: None for who began the run and has
+        said so.
+        """
+        self._join, self._join_forked = join, join_forked
+        if about is not None:
+            self._record = replace(about, started=now(), process=mark(), nanscope=__version__, member=True)
+
+    def forked(self) -> None:
+        """In a forked process, begin a book of its own: it inherits the instruments, and the parent's book is the parent's."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            folder = self.folder if self._disk.folder is None else self.folder.parent
+            self.history.let_go()
             self._begin()
-            self.open(settle_somewhere(folder, self._record.script), self._record)
-            Finalize(None, self.close, exitpriority=0)  # of a worker of multiprocessing, which runs nothing of atexit
-            atexit.register(self.close)
+            self._join = self._join_forked
+            self._record = replace(self._record, member=self._join != self._begin_beside, started=now(), process=mark())
+
+    def _settle(self, place: Place) -> None:
+        self.folder, self.rank, self.worker = place.path, place.rank, place.worker
+        self._runs = place.folder or self._runs
+        world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
+        self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world)
+        self._peers = Peers(place.path, place.rank, world, place.worker)
+        self.history = History(history_path(place.path, *self._record.who), place.run)
+        self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
+        self._teller = Teller(self.shown(place.path), self._record.called if place.shared else "")
+
+    def _in_this_process(self) -> None:
+        """Take the place in a run that is still to be taken."""
+        self.forked()  # not all forks are those of Python
+        if self._join is not None:
+            join, self._join = self._join, None
+            self._record = replace(self._record, environment=environment(None, None))
+            try:
+                self._settle(join())
+            except OSError as error:
+                log.warning("nanscope [out-unwritable]: %s: what is found is kept in memory only", error)
+            self._put()
+            if self._record.member or self._join_forked == self._begin_beside:
+                close_at_end(self._leave, on_signal=self._record.member)  # it has no block whose end would close the book
+
+    def _with_a_record(self) -> None:
+        """Take the place as far as it takes one to say something of the run: who began it has a record, also if it only starts others."""
+        self.forked()
+        if self._record.member:
+            self._in_this_process()
+
+    def _begin_beside(self) -> Place:
+        """A place for a forked process where nobody takes part in anything: a run of its own, beside its parent's."""
+        place = settle_somewhere(self._runs.path, self._record.script)
+        if place is None:
+            raise OSError("no place")
+        return place
+
+    def shown(self, path: Path) -> str:
+        """Return a path as the folder of runs was given, relative where that was: a script may have gone to another directory."""
+        return self._runs.shown(path)
 
     @in_turn
     def enter(self, entry: Entry, poisoning: Poisoning | None = None) -> None:
@@ -119,6 +171,8 @@ class Logbook:
         self.steps += 1
         if not entry.nonfinite:
             (poisoning or self._poisoning).fine()
+        if self.worker or entry.rank != self.rank:  # of a process that has only now got its place
+            entry = replace(entry, rank=self.rank, worker=self.worker or None)
         try:
             self.history.append(entry)
         except OSError as error:
@@ -128,7 +182,7 @@ class Logbook:
     @in_turn
     def note(self, slug: str, text: str, step: int) -> None:
         """Keep a note, once."""
-        self._in_this_process()
+        self._with_a_record()
         if self.takes_notes() and not any(note.slug == slug and note.text == text for note in self.notes):
             self.notes.append(Note(slug, text, step))
             self._put()
@@ -137,7 +191,7 @@ class Logbook:
     def gap(self, slug: str, text: str, step: int | None = None) -> None:
         """Keep what training did and was not looked at; counted where it is known. text: what and why, follows "not seen: "."""
         try:
-            self._in_this_process()
+            self._with_a_record()
         finally:  # kept whatever becomes of the files: nothing else stands between a failure of ours and a false all-clear
             known = len(self.gaps)
             self.gaps = with_gap(self.gaps, Gap(slug, text, self.steps + 1 if step is None else step))
@@ -163,6 +217,7 @@ class Logbook:
             environment=environment(loss, None),
             part=part,
             run=self._record.run,
+            worker=self.worker,
         )
 
     def wants(self, step: int) -> bool:
@@ -225,15 +280,16 @@ class Logbook:
         self.paths.append(None)
         self._write(len(self.snapshots) - 1)
         kept, path = self.snapshots[-1], self.paths[-1]
-        self._teller.found(kept, path, self._disk.leaves(kept))
+        shown = self.shown(path) if path is not None else None
+        self._teller.found(kept, shown, self._disk.leaves(kept))
         self._put()
-        return (kept, str(path) if path is not None else None) if of is None else None
+        return (kept, shown) if of is None else None
 
     @in_turn
     def keep_asked(self, snapshot: Snapshot) -> None:
         """Write a step that nothing is wrong with."""
         self._in_this_process()
-        path = self._disk.save(snapshot)
+        path = self._disk.save(replace(snapshot, rank=self.rank, worker=self.worker, run=self._record.run))
         if path is not None:
             self.saved.append(path)
 
@@ -262,19 +318,22 @@ class Logbook:
         """End the run. raised: class of the exception that ended it."""
         if self._finished or self._pid != os.getpid():
             return
+        if self._join is not None and self.backwards:
+            self._in_this_process()
         self._had_peers = has_peers()
         self._ask_peers(PATIENCE)
         self._finished, self._verdict = True, None
         for index, path in enumerate(self.paths):
-            if path is None:
-                self._write(index)  # there may be room again
+            if path is None or not path.exists():
+                self._write(index)  # there may be room again, or somebody has deleted it
         self._teller.end()
         try:
             self.history.close()
         except OSError as error:
             self._disk.failed("the history could not be written", error)
-        self._record = replace(self._record, ended=now(), status=str(self._status()), raised=raised)
-        self._put()
+        self._record = replace(self._record, ended=now(), status=self._last_status(), raised=raised)
+        if self._join is None or not self._record.member:
+            self._put()
         took = time.monotonic() - self._opened
         self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))
         if self._unheard:
@@ -288,7 +347,7 @@ class Logbook:
             others = of_other_ranks(self.folder, self.snapshots, wait=self._finished) if peers else {}
             found = verdict(
                 [*self.snapshots, *others.values()],
-                [*(str(path) if path else None for path in self.paths), *others],
+                [*(self.shown(path) if path else None for path in self.paths), *(self.shown(Path(path)) for path in others)],
                 notes=[*self.notes, *self._not_on_disk(), *([Note("not_heard_of", self._unheard)] if self._unheard else [])],
                 steps=self.steps,
                 skipped=self.skipped,
@@ -356,6 +415,11 @@ class Logbook:
         if self.snapshots:
             return Status.SUSPECT if all(snapshot.observation.suspect for snapshot in self.snapshots) else Status.NONFINITE
         return Verdict((), steps=self.steps, bad_steps=self.bad_steps, backwards=self.backwards, gaps=tuple(self.gaps)).status
+
+    def _last_status(self) -> str:
+        """What the record says in the end: nothing where others have trained, and this process has only started them."""
+        led = self._join is not None and any(self.folder.glob("run.rank*.json"))
+        return "" if led else str(self._status())
 
     def _not_on_disk(self) -> list[Note]:
         kept = zip(self.snapshots, self.paths, strict=True)

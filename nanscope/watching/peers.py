@@ -33,10 +33,10 @@ ALL = 16  # ranks of which each asks all others
 
 
 class Peers:
-    """The other ranks' files. rank: our own. world: how many there are, 0 or 1 where there is nobody to ask."""
+    """The other ranks' files. rank, worker: our own. world: how many there are, 0 or 1 where there is nobody to ask."""
 
-    def __init__(self, folder: Path, rank: int, world: int) -> None:
-        self._folder, self._rank, self._world = folder, rank, world
+    def __init__(self, folder: Path, rank: int, world: int, worker: str = "") -> None:
+        self._folder, self._rank, self._world, self._worker = folder, rank, world, worker
         self._near = near(rank, world)
         self._asked: Counter[int] = Counter()
 
@@ -54,7 +54,7 @@ class Peers:
         return found
 
     def _lines_of(self, rank: int, since: int) -> dict[int, Entry]:
-        last = last_entries(history_path(self._folder, rank), LATELY)
+        last = last_entries(history_path(self._folder, rank, self._worker), LATELY)
         return {entry.step: entry for entry in takewhile(lambda entry: entry.step >= since, last)}
 
     def unheard(self, patience: float) -> str:
@@ -64,14 +64,14 @@ class Peers:
             missing = [rank for rank in missing if not self._has_ended(rank)]
             if not missing:
                 return ""
-        last = last_entry(history_path(self._folder, missing[0]))
+        last = last_entry(history_path(self._folder, missing[0], self._worker))
         line = "there is no line of it" if last is None else f"its last line is step {last.step}"
         names = say_ranks(missing, self._world)
         return f"{names} has not reported: {line}" if len(missing) == 1 else f"{names} have not reported"
 
     def _has_ended(self, rank: int) -> bool:
         with contextlib.suppress(NanscopeError):
-            record = record_of(self._folder, rank)
+            record = record_of(self._folder, rank, self._worker)
             return record is not None and record.status != RUNNING
         return False
 
@@ -100,14 +100,16 @@ def _pauses(patience: float) -> Iterator[None]:
 def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict[str, Snapshot]:
     """Return the snapshots of other ranks that made what arrived from elsewhere at these steps, by path: one of each cause."""
     steps = {snapshot.step for snapshot in own if snapshot.observation.kind is Kind.ARRIVED}
-    ranks = {snapshot.rank for snapshot in own}
+    ranks, workers = {snapshot.rank for snapshot in own}, {snapshot.worker for snapshot in own}
     known: dict[Path, BadStep] = {}
     made: dict[BadStep, Path] = {}
     for _ in _pauses(PATIENCE if wait else 0.0) if steps else ():
         for path in (path for step in steps for path in bad_step_files(folder, step) if path not in known):
             with contextlib.suppress(NanscopeError):
                 known[path] = BadStep.read(path)
-        made = {one: path for path, one in known.items() if one.came is not Came.REDUCED and one.rank not in ranks}
+        made = {
+            one: path for path, one in known.items() if one.came is not Came.REDUCED and one.rank not in ranks and one.worker in workers
+        }
         if made:
             break
     found: dict[str, Snapshot] = {}

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import re
 import secrets
@@ -27,8 +29,8 @@ import torch
 
 from nanscope.plain import checked
 from nanscope.snapshot.files import PREFIX, SUFFIX, sweep
-from nanscope.snapshot.processes import age, lives, mark
-from nanscope.snapshot.runs import point
+from nanscope.snapshot.processes import age, lives, mark, writes_as
+from nanscope.snapshot.runs import Folder, point
 
 log = logging.getLogger("nanscope")
 
@@ -61,12 +63,18 @@ NAMELESS = {"", "-", "-c", "-m", "ipykernel_launcher", "colab_kernel_launcher"} 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The directory of a run. run: its id. rank: of this process in it. shared: further ranks write there, too."""
+    """The directory of a run. run: its id. rank: of this process in it. shared: further processes write there, too. worker: what the
+    process is called where that is not a rank alone. folder: of runs, as a person gave it, where this process was not given it itself.
+    named: rank and worker are this process's; where not, it gets its own when it needs one.
+    """
 
     path: Path
     run: str
     rank: int
     shared: bool = False
+    worker: str = ""
+    folder: Folder | None = None
+    named: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +86,13 @@ class Claim:
     launcher: str = ""
 
 
-def settle(folder: Path, name: str) -> Place:
+def settle(folder: Path, name: str, *, lead: bool = False) -> Place:
     """Return the directory of this process's run in a folder of runs, made for it or by another rank of its job.
 
+    lead: of a run in which the processes that this one starts take part; its own name in it, if it needs one, is that of `enrol`.
     Raises OSError if nothing can be written there.
     """
+    folder = folder.absolute()  # a script may go to another directory
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = rank_and_world()
     if rank == 0:  # a thousand ranks that list a thousand files each are a million
@@ -91,10 +101,28 @@ def settle(folder: Path, name: str) -> Place:
     key = shared_key(os.environ, world)
     if key is not None:
         return replace(_join(folder, name, rank, key), shared=world > 1)
-    place = _new(folder, name, rank)
+    place = replace(_new(folder, name, rank, take=not lead), named=not lead)
     with contextlib.suppress(OSError):
         point(folder, place.path)
     return place
+
+
+def enrol(path: Path, run: str, names: Sequence[str], folder: Folder) -> Place:
+    """Return a place in a run that has begun, under the first of these names that no other process of it has, or the last with a number.
+
+    Raises OSError if nothing can be written there.
+    """
+    path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+    rank = rank_and_world()[0]
+    numbered = (f"{names[-1] or 'process'}-{number}" for number in itertools.count(2))
+    return next(place for worker in itertools.chain(names, numbered) if _take(place := Place(path, run, rank, True, worker, folder)))
+
+
+def is_ranked() -> bool:
+    """Has a launcher given this process a rank? One that `multiprocessing` has started may have inherited that of its parent."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    return "RANK" in os.environ and multiprocessing.parent_process() is None
 
 
 def settle_somewhere(folder: Path, name: str) -> Place | None:
@@ -144,7 +172,7 @@ def name_of(argv: Sequence[str], targets: Sequence[Any]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("._-")[:40] or "run"
 
 
-def _new(folder: Path, name: str, rank: int) -> Place:
+def _new(folder: Path, name: str, rank: int, *, take: bool = True) -> Place:
     """Make a directory that nobody else has."""
     began, number = time.strftime("%Y-%m-%dT%H-%M-%S"), 1
     while True:
@@ -155,7 +183,7 @@ def _new(folder: Path, name: str, rank: int) -> Place:
             number += 1
             continue
         place = Place(path, f"{path.name}-{secrets.token_hex(4)}", rank)
-        if not _take(place):
+        if take and not _take(place):
             raise FileExistsError(f"{path} was taken")
         return place
 
@@ -163,7 +191,7 @@ def _new(folder: Path, name: str, rank: int) -> Place:
 def _take(place: Place) -> bool:
     """Take a rank of a run, False if another process has it."""
     try:
-        with (place.path / f"history.rank{place.rank}.jsonl").open("x"):
+        with (place.path / f"history.{writes_as(place.rank, place.worker)}.jsonl").open("x"):
             return True
     except FileExistsError:
         return False

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -32,12 +33,14 @@ from nanscope.errors import NanscopeError
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
 from nanscope.snapshot.record import RunRecord
+from nanscope.snapshot.runs import MAX_BYTES
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.counts import Tally
-from nanscope.watching.disk import MAX_BYTES
 from nanscope.watching.examine import Examiner
+from nanscope.watching.invitation import Invitation
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import repeated_tokens
 from nanscope.watching.optimizers import Optimizers
@@ -46,6 +49,18 @@ from nanscope.watching.step import OnNonFinite, Step
 from nanscope.watching.surroundings import find_trainer
 
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
+
+
+_OPEN: WeakSet[Scope] = WeakSet()  # of this process
+
+
+def _forked() -> None:
+    for scope in list(_OPEN):
+        scope.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Scope:
@@ -65,6 +80,7 @@ class Scope:
         name: str | None = None,
         on_incident: Callable[[Incident], None] | None = None,
         place: Place | None = None,
+        invitation: Invitation | None = None,
     ) -> None:
         if on_nonfinite not in ("record", "skip", "stop"):
             raise NanscopeError(f'on_nonfinite must be "record", "skip" or "stop", not {on_nonfinite!r}', slug="bad-argument")
@@ -73,10 +89,10 @@ class Scope:
         if max_bytes <= 0:
             raise NanscopeError(f"max_bytes is a number of bytes above 0, not {max_bytes!r}", slug="bad-argument")
         self.on_nonfinite = on_nonfinite
-        self._targets, self._place = targets, place
+        self._targets, self._place, self._invitation = targets, place, invitation
         self._name = name_of([name] if name else sys.argv, targets)
         self._on_incident = on_incident
-        self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None)
+        self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None, self.leave)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
         self._tally, self._optimizers = Tally(), Optimizers()
@@ -86,12 +102,14 @@ class Scope:
         self._threads = Threads(partial(self._instruments, late=True), self._failsafe, self._logbook.gap)
         self._gates = Gates(self._threads, self._failsafe)
         self._undo = contextlib.ExitStack()
-        self._entered = False
+        self._entered = self._took_over = False
 
     def __enter__(self) -> Scope:
         if self._entered:
             raise NanscopeError("a scope can be entered once; call nanscope.watch again", slug="scope-reused")
         self._entered = True
+        self._took_over = AMBIENCE.rest()
+        _OPEN.add(self)
         self._failsafe("open-run", self._unseen, self._open)
         with contextlib.ExitStack() as undo:  # half of the instruments are as good as none
             try:
@@ -102,9 +120,20 @@ class Scope:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.leave("" if kind is None else kind.__name__)
+        finally:
+            if self._took_over:
+                AMBIENCE.resume()
+
+    def leave(self, raised: str = "") -> None:
+        """Take everything down and close the book. raised: class of what ended the block, or the signal that is about to."""
+        if self not in _OPEN:
+            return
+        _OPEN.discard(self)
         with contextlib.ExitStack() as rest:  # whatever finishing a step raises that was asked for
             rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
-            rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, "" if kind is None else kind.__name__)))
+            rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
             self._failsafe("finish", self._unseen, self._threads.finish)
 
@@ -139,9 +168,25 @@ class Scope:
             function()
 
     def _open(self) -> None:
-        place = self._place or settle_somewhere(self._logbook.folder, self._name)
         targets = tuple(type(target).__qualname__ for target in self._targets)
-        self._logbook.open(place, RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._budget))
+        about = RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._budget)
+        invitation = self._invitation or (AMBIENCE.invitation if self._place is None else None)
+        if invitation is None or self._place is not None:
+            self._logbook.open(self._place or settle_somewhere(self._logbook.folder, self._name), about)
+        if invitation is not None:
+            join = partial(invitation.join, lead=self.leads) if self._place is None or self.leads else None
+            self._logbook.take_part(join, invitation.join, about if self._place is None else None)
+
+    @property
+    def leads(self) -> bool:
+        """Has this process begun a run in which others take part?"""
+        return self._place is not None and not self._place.named
+
+    def forked(self) -> None:
+        """In a forked process: the running step is the parent's, what comes is its own."""
+        self._tally.restart()
+        self._failsafe("forget", self._unseen, self._threads.forked)
+        self._failsafe("fork", self._unseen, self._logbook.forked)
 
     def _announce(self, snapshot: Snapshot, path: str | None) -> None:
         if self._on_incident is not None:
@@ -211,6 +256,10 @@ class Scope:
     def out(self) -> Path:
         """The directory of this run, once it has begun; the folder of runs before."""
         return self._logbook.folder
+
+    def shown(self, path: Path) -> str:
+        """Return a path of this run as a person would write it: relative where `out` was, whatever the current directory is now."""
+        return self._logbook.shown(path)
 
     @property
     def steps(self) -> int:

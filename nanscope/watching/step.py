@@ -244,6 +244,7 @@ class Step:
         self._current = None
         self._recordings.clear()
         self._ending.left.forget()
+        self._closed, self._bad = True, False
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""

@@ -25,13 +25,13 @@ UNSAVED = "other"  # steps that were counted and not looked at
 
 
 class Teller:
-    """Says what is found, once. rank: said with it where there are several; directory: of the run, where the rest is found."""
+    """Says what is found, once. process: said with it where there are several; directory: of the run, where the rest is found."""
 
-    def __init__(self, directory: Path | None = None, rank: int | None = None) -> None:
-        self.directory, self.rank = directory, rank
+    def __init__(self, directory: str | None = None, process: str = "") -> None:
+        self.directory, self.process = directory, process
         self._more: dict[object, tuple[str, int, int]] = {}  # origin → what it is called, how many more, how many of them were told
 
-    def found(self, snapshot: Snapshot, path: Path | None, left: bool = False) -> None:
+    def found(self, snapshot: Snapshot, path: str | None, left: bool = False) -> None:
         """A bad step was looked at, and written if it could be. left: to other ranks."""
         seen = snapshot.found
         site = (seen.origin.file, seen.origin.line, seen.origin.variable, seen.kind)
@@ -40,7 +40,7 @@ class Teller:
             return
         place = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else f"step {snapshot.step}"
         self._more[site] = (f"like that at {place}", 0, 0)
-        step = snapshot.place if self.rank is None else f"{snapshot.place} on rank {self.rank}"
+        step = f"{snapshot.place} on {self.process}" if self.process else snapshot.place
         if snapshot.consequence_of is not None:
             what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
             log.warning(LINE, f"{step}: {what_next}")

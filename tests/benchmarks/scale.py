@@ -111,7 +111,7 @@ class Real:
         """Read it."""
         found = {(one.rank, one.step): load(path) for path in bad_step_files(run_dir) if (one := BadStep.read(path))}
         made, came, *after = (found[at] for at in ((0, 3), (1, 3), (0, 4), (1, 4)))
-        entries = list(last_entries(histories(run_dir)[1]))[::-1]
+        entries = list(last_entries(histories(run_dir)[1, ""]))[::-1]
         return Real(replace(made, found=examine(made)[0]), came, (after[0], after[1]), entries[0], entries[2], records(run_dir)[1])
 
 

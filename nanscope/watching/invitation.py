@@ -1,0 +1,94 @@
+"""What `nanscope run` tells the processes that its script starts, and those that they start: which run they belong to, and how to watch.
+
+NANSCOPE_MEMBER={"path": "/work/nanscope-runs/2026-11-21T20-15-03-train", "run": "…", "on_nonfinite": "record", …}
+
+It goes through the environment, since that is what a shell, a launcher, `spawn` and `exec` hand on without knowing of it. PYTHONPATH is the
+other half: see `children/nanscope_child.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nanscope.plain import checked
+from nanscope.snapshot.runs import MAX_BYTES, Folder
+from nanscope.watching.place import OURS, Place, enrol, is_ranked, name_of
+
+MEMBER = "NANSCOPE_MEMBER"
+ROLE = "NANSCOPE_ROLE"  # what a process is called in files and words, given by hand: actor, critic, reference
+TORCHRUN_ROLE = "ROLE_NAME"  # the same, as given to torchrun; "default" if it was not
+
+CHILDREN = Path(__file__).parent / "children"
+
+ALONE = "MainProcess"
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """A run that other processes take part in.
+
+    path: its directory, given: its folder of runs as a person wrote it. run: its id. on_nonfinite, save_steps, max_bytes: as in `watch`.
+    """
+
+    path: str
+    given: str
+    run: str
+    on_nonfinite: str = "record"
+    save_steps: tuple[int, ...] = ()
+    max_bytes: int = MAX_BYTES
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> Invitation | None:
+        """Return what the environment says, None if this process takes part in nobody's run."""
+        try:
+            found = Invitation(**checked(Invitation, json.loads(environ[MEMBER])))
+        except (KeyError, ValueError, TypeError):
+            return None
+        return found if found.path and found.on_nonfinite in ("record", "skip", "stop") else None
+
+    def join(self, *, lead: bool = False) -> Place:
+        """Return a place in the run that no other process has: by rank, by role, or else by what the process is called.
+
+        lead: the process that began the run, which is called by nothing unless its child has come before. Raises OSError.
+        """
+        role = _plain(os.environ.get(ROLE) or _torchrun_role())
+        name = multiprocessing.current_process().name
+        called = "main" if lead else _plain(name if name != ALONE else name_of(sys.argv, ()))
+        names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
+        return enrol(Path(self.path), self.run, list(names), Folder(Path(self.given), Path(self.path).parent))
+
+    @contextmanager
+    def given_out(self) -> Iterator[None]:
+        """While it lasts, every process that this one starts, and every one that those start, takes part."""
+        before = {name: os.environ.get(name) for name in (MEMBER, OURS, "PYTHONPATH")}
+        os.environ[MEMBER] = json.dumps(asdict(self))
+        os.environ.setdefault(OURS, self.run)
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before["PYTHONPATH"]]), str(CHILDREN)])
+        sys.path.append(str(CHILDREN))  # `spawn` hands on this one
+        try:
+            yield
+        finally:
+            if str(CHILDREN) in sys.path:
+                sys.path.remove(str(CHILDREN))
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:40]
+
+
+def _torchrun_role() -> str:
+    role = os.environ.get(TORCHRUN_ROLE, "")
+    return "" if role == "default" else role

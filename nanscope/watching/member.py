@@ -1,0 +1,53 @@
+"""A process that takes part in a run which another one began: it watches itself, writes into that run's directory, and tells no verdict.
+
+    from nanscope.watching.member import begin
+    begin()                                     # a member of the run that NANSCOPE_MEMBER names; nothing at all without it
+
+What goes bad is one line on its log; the process that began the run tells the rest. A process in which nothing trains leaves no file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from nanscope.watching.ambience import AMBIENCE
+from nanscope.watching.invitation import Invitation
+from nanscope.watching.scope import Scope
+from nanscope.watching.step import OnNonFinite
+
+
+def begin() -> bool:
+    """Begin to watch this process, as its environment says. Returns whether it takes part in a run; a second call changes nothing."""
+    invitation = Invitation.of(os.environ)
+    if invitation is None or AMBIENCE.invitation is not None:
+        return AMBIENCE.invitation is not None
+    AMBIENCE.begin(invitation, partial(_enter, invitation))
+    atexit.register(AMBIENCE.rest)
+    return True
+
+
+def scope_of(invitation: Invitation) -> Scope:
+    """Return a scope that takes part in a run."""
+    return Scope(
+        out=invitation.given,
+        on_nonfinite=cast("OnNonFinite", invitation.on_nonfinite),
+        save_steps=invitation.save_steps,
+        max_bytes=invitation.max_bytes,
+        invitation=invitation,
+    )
+
+
+def _enter(invitation: Invitation) -> Callable[[], None]:
+    scope = scope_of(invitation)
+    scope.__enter__()
+    return partial(_leave, scope)
+
+
+def _leave(scope: Scope) -> None:
+    raised = getattr(sys, "last_value", None)  # what ended the interpreter
+    scope.leave("" if raised is None else type(raised).__name__)

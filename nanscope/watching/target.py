@@ -1,0 +1,169 @@
+"""What `nanscope run` is to run: a script, a module, or a command that starts them in processes of their own.
+
+nanscope run train.py --lr 1e-6          in this process, as Python would
+nanscope run -m package.train            the same of a module
+nanscope run -- torchrun train.py        a command that is Python, of this environment, in this process; any other one as a child
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from nanscope.errors import NanscopeError
+from nanscope.watching.place import name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is run. argv: as it sees it. module: argv[0] is the name of one. command: it is a process of its own."""
+
+    argv: tuple[str, ...]
+    module: bool = False
+    command: bool = False
+
+    @staticmethod
+    def of(target: str, args: Sequence[str], module: bool) -> Target:
+        """Return what a person means. Raises NanscopeError if there is no such script or command."""
+        if module:
+            return Target((target, *args), module=True)
+        is_file = Path(target).is_file()
+        found = str(Path(target).absolute()) if is_file and os.access(target, os.X_OK) else None if is_file else shutil.which(target)
+        if found is None and not is_file:
+            raise NanscopeError(f"there is no script and no command {target!r}", slug="no-script")
+        if found is None or (is_file and Path(target).suffix == ".py"):
+            return Target((target, *args))
+        interpreter = _interpreter(Path(found))
+        if interpreter is not None and _is_this_environment(interpreter):
+            return Target((found, *args))
+        if _is_this_environment(Path(found)) and Path(found).name.startswith("python") and args:
+            if args[0] == "-m" and len(args) > 1:
+                return Target(tuple(args[1:]), module=True)
+            if not args[0].startswith("-"):
+                return Target.of(args[0], args[1:], False)
+        return Target((found, *args), command=True)
+
+    @property
+    def name(self) -> str:
+        """What the run is called: as the script that the command starts, where it can be told."""
+        if self.module:
+            return self.argv[0]
+        script = next((word for word in self.argv if word.endswith(".py")), None)
+        start = self.argv.index("-m") + 1 if script is None and "-m" in self.argv[:-1] else 0
+        return name_of([script or self.argv[start]], ())
+
+    def ready(self) -> Callable[[], None]:
+        """Return what runs it, and raises what it raises, SystemExit with the status of a command.
+
+        Raises NanscopeError if it cannot be run.
+        """
+        if self.command:
+            return partial(_run_command, self.argv)
+        if not self.module:
+            return partial(_run_script, self.argv, _compiled(self.argv[0]))
+        with _as_main(self.argv, True):
+            if not _module_exists(self.argv[0]):
+                raise NanscopeError(f"there is no module {self.argv[0]!r}", slug="no-module")
+        return partial(_run_module, self.argv)
+
+
+def _interpreter(path: Path) -> Path | None:
+    """Return the Python that a script names in its first line, None if it names none."""
+    try:
+        with path.open("rb") as file:
+            words = file.readline(1000).removeprefix(b"#!").split() if file.read(2) == b"#!" else []
+    except OSError:
+        return None
+    named = [word.decode(errors="replace") for word in words]
+    if named and Path(named[0]).name == "env":
+        named = [shutil.which(named[1]) or ""] if len(named) == 2 else []
+    return Path(named[0]) if len(named) == 1 and Path(named[0]).name.startswith("python") else None
+
+
+def _is_this_environment(interpreter: Path) -> bool:
+    """Would it be this interpreter? All of an environment stand in one folder, which links to another environment's do not."""
+    return interpreter.parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _compiled(path: str) -> types.CodeType:
+    try:
+        return compile(Path(path).read_bytes(), path, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise NanscopeError(f"{path} is not a Python script: {error}", slug="not-python") from None
+
+
+def _run_script(argv: Sequence[str], code: types.CodeType) -> None:
+    main = types.ModuleType("__main__")
+    main.__dict__.update({"__file__": argv[0], "__builtins__": __builtins__, "__cached__": None, "__package__": None, "__spec__": None})
+    with _as_main(argv, False):
+        sys.modules["__main__"] = main  # as for `python script.py`: pickling and dataclasses look things up there
+        exec(code, main.__dict__)
+
+
+def _run_module(argv: Sequence[str]) -> None:
+    with _as_main(argv, True):
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def _as_main(argv: Sequence[str], module: bool) -> Iterator[None]:
+    """Make sys.argv, sys.path and __main__ what they are under `python target args`."""
+    before, path, main = sys.argv, list(sys.path), sys.modules.get("__main__")
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path.cwd()) if module else str(Path(argv[0]).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before, path
+        if main is not None:
+            sys.modules["__main__"] = main
+
+
+def _run_command(argv: Sequence[str]) -> None:
+    """Run a command, hand signals on to it, and leave with its status as a shell tells it."""
+    with ExitStack() as undo:
+        child: list[subprocess.Popen[bytes]] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            undo.callback(signal.signal, number, signal.signal(number, _hand_on(child)))
+        try:
+            child.append(subprocess.Popen(argv))
+        except OSError as error:
+            raise NanscopeError(f"{argv[0]} cannot be run ({error.strerror or error})", slug="no-script") from None
+        status = child[0].wait()
+    raise SystemExit(128 - status if status < 0 else status)
+
+
+def _hand_on(child: Sequence[subprocess.Popen[bytes]]) -> Callable[[int, FrameType | None], None]:
+    def handler(number: int, _: FrameType | None) -> None:
+        for process in child:
+            if number != signal.SIGINT or not _from_terminal():
+                process.send_signal(number)
+
+    return handler
+
+
+def _from_terminal() -> bool:
+    """Is this process in the foreground of a terminal? Its Ctrl-C goes to everybody there."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
