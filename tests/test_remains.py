@@ -55,9 +55,20 @@ def test_statistics_that_went_bad_while_the_loss_was_fine(tmp_path: Path) -> Non
     with nanscope.watch(out=tmp_path) as scope:
         model = train(lambda model: model[1].running_mean[2:].fill_(math.nan))  # type: ignore[operator,union-attr,index]
     incident = scope.verdict.incidents[0]
-    assert (incident.step, incident.phase, incident.cause) == (5, "weights", Cause.POISONED_WEIGHTS)
+    assert (incident.step, incident.phase, incident.cause) == (3, "weights", Cause.POISONED_WEIGHTS)
     assert "the buffer 1.running_mean was already NaN at [2] of [8]" in scope.verdict.sentence
     assert [note.slug for note in incident.notes] == ["left_behind"] and model is not None
+    assert (scope.steps, scope.bad_steps) == (4, 1) and [entry.nonfinite for entry in scope.history.entries] == [False, False, True, False]
+
+
+def test_statistics_of_a_model_that_nobody_optimizes(tmp_path: Path) -> None:
+    """They are found when the block ends."""
+    with nanscope.watch(out=tmp_path) as scope:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        for _ in range(2):
+            model(torch.randn(6, 4)).sum().backward()
+            model[1].running_var[0] = math.inf  # type: ignore[index,operator]
+    assert "the buffer 1.running_var was already +inf at [0] of [8]" in scope.verdict.sentence
 
 
 def test_weights_that_were_spoilt_after_the_last_step(tmp_path: Path) -> None:

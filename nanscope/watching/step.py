@@ -23,6 +23,7 @@ from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
+from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.absorbed import Absorbed
@@ -209,7 +210,12 @@ class Step:
         self._held.clear()
         self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
         weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
-        bad = count_bad(weights)
+        buffers = [] if self._logbook.bad_steps else self._remains.buffers()
+        bad = count_bad([*weights, *buffers])
+        if bad and buffers and (spoilt := count_bad(buffers)):
+            bad -= spoilt
+            if not (bad or self._foreign):
+                self._failsafe("remains", self._keep_remains, self._remains.bad_buffer())
         self._poisoning.weights(self.counts.number, bad)
         if bad and not (self._bad or self._foreign):
             self._weights_are_bad(optimizer, len(weights), bad)
@@ -324,8 +330,12 @@ class Step:
         found = self._remains.bad(self._optimizers.parameters())
         if found is not None:
             self._open()
-            text = "it was found when the block ended, and no update that was seen in it wrote it"
-            note = ("left_behind", text)
+            self._keep_remains(found)
+
+    def _keep_remains(self, found: Observation | None) -> None:
+        text = "every step was fine, and no update that was seen wrote it"
+        note = ("left_behind", text)
+        if found is not None:
             self._save(None, Reached(), lambda blank: replace(blank, observation=found, found=found, notes=(*blank.notes, note)))
 
     # What is found at them.
