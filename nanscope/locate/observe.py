@@ -18,6 +18,7 @@ from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
 from nanscope.program.ops import EXPONENTIALS
 from nanscope.program.program import Program
+from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
 from nanscope.snapshot.observation import Facts, Link, Observation, Origin, Phase
 from nanscope.text import show_index, unravel
@@ -134,26 +135,32 @@ def observe_made(op: str, result: Tensor, flat: int, site: Site | None, module: 
     return Observation(phase=phase, origin=origin, outside=True)
 
 
-def observe_gradient(op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None) -> Observation:
-    """Return an element of a gradient that `op` was the ruin of. site: where that was."""
-    origin = _element(op, gradient, flat, Role.GRAD, site)
+def observe_gradient(
+    op: str, name: str | None, gradient: Tensor, flat: int, site: Site | None, weight: Tensor | None = None
+) -> Observation:
+    """Return an element of a gradient that `op` was the ruin of. site: where that was. weight: whose gradient this rank holds a part of."""
+    origin = _element(op, gradient, flat, Role.GRAD, site, weight)
     origin = replace(origin, variable=name, operands=(("gradient", origin.value),))
     return Observation(phase=Phase.BACKWARD, origin=origin, outside=True)
 
 
-def _element(op: str, tensor: Tensor, flat: int, role: Role, site: Site | None = None) -> Origin:
-    """An element that only a watcher saw, in the part of its tensor that is here."""
+def _element(op: str, tensor: Tensor, flat: int, role: Role, site: Site | None = None, spread: Tensor | None = None) -> Origin:
+    """An element that only a watcher saw, in the part of its tensor that is here; its index is that in the whole. spread: over the ranks
+    as the tensor is, if not the tensor itself."""
     part = local(tensor)
-    tensor = tensor if part is None else part
+    here = tensor if part is None else part
+    index = unravel(flat, here.shape)
+    place = whole(tensor if spread is None else spread, index)
     return Origin(
         op=op,
-        index=unravel(flat, tensor.shape),
-        shape=tuple(tensor.shape),
-        value=at(tensor, flat),
-        dtype=dtype_name(tensor.dtype),
+        index=index if place is None else place[0],
+        shape=tuple(here.shape) if place is None else place[1],
+        value=at(here, flat),
+        dtype=dtype_name(here.dtype),
         role=str(role),
         file=site.file if site else None,
         line=site.line if site else None,
         function=site.function if site else None,
         source=site.source if site else (),
+        sharded=place is not None,
     )

@@ -24,7 +24,8 @@ def where_in(place: Origin, limit: int = 240) -> str:
 
 def element(place: Origin) -> str:
     """Return which element of how many: [2, 27] of [8, 512]."""
-    return f"{show_index(place.index)} of {show_index(place.shape)}" if place.shape or place.index else ""
+    count = " (global index)" if place.sharded else ""
+    return f"{show_index(place.index)} of {show_index(place.shape)}{count}" if place.shape or place.index else ""
 
 
 def mask_words(place: Origin, limit: int = 240) -> str:

@@ -64,7 +64,8 @@ class Origin:
     op: the bare operator. index, shape: of the element. value: what it is. variable, expression: what the code calls it. role: what it
     means (`nanscope.roles.Role`). masked: outside the loss, None where nothing selects; masked_by: what takes it out, in words.
     operands: (name, value) of what it was made from. source: (line number, text) around the line. headroom: bits left to the end of the
-    dtype, negative beyond it. limit: for an exponential, the largest exponent that its dtype can take, in nats.
+    dtype, negative beyond it. limit: for an exponential, the largest exponent that its dtype can take, in nats. sharded: the rank held a
+    part of the tensor; index and shape are those in the whole.
     """
 
     op: str = "unknown"
@@ -85,6 +86,7 @@ class Origin:
     source: tuple[tuple[int, str], ...] = ()
     headroom: float | None = None
     limit: float | None = None
+    sharded: bool = False
 
     def number(self, position: int) -> float:
         """Return the value of an operand, NaN if there is none."""

@@ -128,7 +128,7 @@ def _where(file: str | None, line: int | None) -> str:
 
 def _at(p: Origin) -> str:
     """Where in its tensor an element stands; a scalar has no index."""
-    return f" at {show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
+    return f" at {'global index ' if p.sharded else ''}{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
 
 
 def _inside(p: Origin) -> str:

@@ -172,9 +172,9 @@ class Examiner:
             return Hit(last, reached, look=replace(changed, notes=look.notes))  # notes: of the last try
         name = self.modules.parameters().get(id(parameter), ("a weight", parameter))[0]
         if changed is not None and not self._as_it_came(changed, spoilt):
-            seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN)
+            seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN, parameter)
         elif has_peers():
-            seen = arrived(name, spoilt, REDUCED if known else SPREAD)
+            seen = arrived(name, spoilt, REDUCED if known else SPREAD, parameter)
         elif all(recording.program is not None for recording in candidates):
             seen = late(name, spoilt, CHANGED if known else UNTRACED)
         else:

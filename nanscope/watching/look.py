@@ -336,19 +336,19 @@ def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> O
     return Observation(phase=Phase.OPTIMIZER, outside=True)
 
 
-def arrived(name: str, gradient: Tensor, by: str = REDUCED) -> Observation:
+def arrived(name: str, gradient: Tensor, by: str = REDUCED, weight: Tensor | None = None) -> Observation:
     """Return a gradient that is bad although this rank's own backward, made once more, is not. by: SPREAD where it could not be made."""
-    return replace(late(name, gradient, by), kind=Kind.ARRIVED)
+    return replace(late(name, gradient, by, weight=weight), kind=Kind.ARRIVED)
 
 
-def late(name: str, gradient: Tensor, by: str, site: Site | None = None) -> Observation:
-    """Return a gradient that is bad although nothing was at the edge of the loss. by: what is known of how. site: where."""
-    return observe_gradient(by, name, gradient, first_nonfinite(gradient) or 0, site)
+def late(name: str, gradient: Tensor, by: str, site: Site | None = None, weight: Tensor | None = None) -> Observation:
+    """Return the gradient of a weight that is bad although nothing was at the edge of the loss. by: what is known of how. site: where."""
+    return observe_gradient(by, name, gradient, first_nonfinite(gradient) or 0, site, weight)
 
 
-def written(name: str, gradient: Tensor, look: Look, by: str) -> Observation:
+def written(name: str, gradient: Tensor, look: Look, by: str, weight: Tensor | None = None) -> Observation:
     """Return a gradient into which the trainer wrote what is bad. look: through what was done to it after backward."""
     maker = None if look.location is None else look.program.maker(look.location.origin.value_id)
     calls = [*([] if maker is None else [maker]), *reversed(look.program.calls)]
     site = next((site for call in calls if (site := look.program.site_of(call)) is not None), None)
-    return late(name, gradient, by, site)
+    return late(name, gradient, by, site, weight)
