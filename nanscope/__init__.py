@@ -17,6 +17,7 @@ from nanscope.version import __version__
 
 if TYPE_CHECKING:
     from nanscope.frameworks.losses import framework_loss
+    from nanscope.integrations.ray import ray
     from nanscope.objective import advantages
     from nanscope.objective.settings import LossInputs, LossSettings
     from nanscope.program.summary import summarise
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "replay_under",
+    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "ray", "replay_under",
     "summarise", "watch",
 ]  # fmt: skip
 
@@ -50,6 +51,7 @@ _WHERE = {
     "LossSettings": "nanscope.objective.settings",
     "framework_loss": "nanscope.frameworks.losses",
     "loss_inputs": "nanscope.replay.batch",
+    "ray": "nanscope.integrations.ray",
     "replay_under": "nanscope.replay.under",
     "summarise": "nanscope.program.summary",
 }

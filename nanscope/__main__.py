@@ -92,6 +92,7 @@ def run(
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too, wherever they run.")] = False,
 ) -> None:
     """Run a training script and watch it, with all the processes that it starts.
 
@@ -101,15 +102,18 @@ def run(
     Example: nanscope run train.py --lr 1e-6
 
     Example: nanscope run -- torchrun --nproc-per-node 8 train.py
+
+    Example: nanscope run --ray --out s3://bucket/runs -- python -m verl.trainer.main_ppo
     """
     if on_nonfinite not in ("record", "skip", "stop"):
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
+    from nanscope.integrations.ray import by_environment
     from nanscope.watching import launch
 
     if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir() or not os.access(json_file.parent, os.W_OK)):
         raise NanscopeError(f"{json_file} cannot be written", slug="not-writable")
     json_file = json_file and json_file.absolute()  # whatever directory the script goes to
-    with context.obj.back() if context.obj is not None else nullcontext():
+    with context.obj.back() if context.obj is not None else nullcontext(), by_environment() if on_ray else nullcontext():
         outcome = launch.run(
             target,
             context.args,

@@ -193,6 +193,23 @@ def test_a_history_in_short_is_that_of_all_its_lines(tmp_path: Path, block: int,
         with path.open("ab") as file:
             file.write(b'{"step": 10, "rank": 3, "nonfinite": true')
         entries = read(path)
-        assert outline(path) == Outline(9, len(bad), entries[bad[0] - 1] if bad else None, entries[-1])
+        assert outline(path) == Outline(9, len(bad), entries[bad[0] - 1] if bad else None, entries[-1], amid=True)
         assert last_entry(path) == entries[-1] and list(last_entries(path)) == entries[::-1]
     assert outline(tmp_path / "none") == Outline() and list(last_entries(tmp_path / "none")) == []
+
+
+def test_a_file_tells_whether_its_process_was_in_a_step(tmp_path: Path) -> None:
+    """A step that has begun and not ended leaves the first sign of its line; one that a process dropped by itself leaves nothing."""
+    history = History(tmp_path / "history.rank0.jsonl", "id")
+    history.begin()  # before there is a file
+    history.append(Entry(1, 0, 1.0))
+    assert not outline(history.path).amid
+    history.begin()
+    history.begin()
+    assert outline(history.path).amid
+    history.append(Entry(2, 0, 2.0))
+    assert [entry.step for entry in read(history.path)] == [1, 2] and outline(history.path).steps == 2
+    assert not outline(history.path).amid
+    history.begin()
+    history.close()
+    assert not outline(history.path).amid and outline(history.path).steps == 2

@@ -24,6 +24,8 @@ from nanscope.snapshot.runs import histories, latest
 
 SUFFIX = ".jsonl"
 
+_BEGUN = b"{"
+
 TAIL = 200  # steps kept in memory and copied into a snapshot
 
 
@@ -78,6 +80,13 @@ class History:
         self.entries: list[Entry] = []
         self.count = 0
         self._file: Descriptor | None = None
+        self._begun = False
+
+    def begin(self) -> None:
+        """A step begins: the first sign of its line, which tells of a process that was killed whether it was in a step. Raises OSError."""
+        if self._file is not None and self._file.ours and not self._begun:
+            self._file.write(_BEGUN)
+            self._begun = True
 
     def append(self, entry: Entry) -> None:
         """Add a step. Raises OSError if the file cannot be written; the entry is kept in memory all the same."""
@@ -87,18 +96,21 @@ class History:
         if self.path is None:
             return
         if self._file is None or not self._file.ours:
-            self._file = Descriptor(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
-        self._write([entry], self._file)
+            self._file, self._begun = Descriptor(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)), False
+        begun, self._begun = self._begun, False
+        self._file.write(self._lines([entry])[len(_BEGUN) * begun :])
 
     def close(self) -> None:
         """Close the file; one that somebody has deleted is there again, with the last steps. Raises OSError."""
         if self._file is not None:
+            if self._begun and self._file.ours:  # a step that came to no end, and of which nothing was lost
+                os.ftruncate(self._file.number, os.fstat(self._file.number).st_size - len(_BEGUN))
             self._file.close()
             self._file = None
         if self.path is not None and self.entries and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             again = Descriptor(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            self._write(self.entries, again)
+            again.write(self._lines(self.entries))
             again.close()
 
     def let_go(self) -> None:
@@ -107,9 +119,9 @@ class History:
             self._file.close()
         self.path = self._file = None
 
-    def _write(self, entries: Sequence[Entry], file: Descriptor) -> None:
+    def _lines(self, entries: Sequence[Entry]) -> bytes:
         run = {"run": self.run} if self.run else {}
-        file.write("".join(json.dumps({**entry.to_json(), **run}) + "\n" for entry in entries).encode())
+        return "".join(json.dumps({**entry.to_json(), **run}) + "\n" for entry in entries).encode()
 
 
 def read(path: Path) -> list[Entry]:
@@ -144,12 +156,13 @@ def last_entry(path: Path) -> Entry | None:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A history in short. steps, bad: how many. first_bad, last: of them."""
+    """A history in short. steps, bad: how many. first_bad, last: of them. amid: the last step had not come to its end."""
 
     steps: int = 0
     bad: int = 0
     first_bad: Entry | None = None
     last: Entry | None = None
+    amid: bool = False
 
 
 BLOCK = 1 << 20  # bytes of a history that are held at a time
@@ -174,7 +187,7 @@ def outline(path: Path) -> Outline:
                 rest = rest[-TAIL_BYTES:]  # no line of ours is longer
     except OSError:
         return Outline()
-    return Outline(steps, bad, first_bad, last_entry(path))
+    return Outline(steps, bad, first_bad, last_entry(path), bool(rest))
 
 
 def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:

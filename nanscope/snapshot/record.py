@@ -59,6 +59,7 @@ class RunRecord:
     steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
     nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
+    reaped: whoever started the process ends it without a word, once nobody needs it any more.
     """
 
     run: str = ""
@@ -86,6 +87,7 @@ class RunRecord:
     first: BadStep | None = None
     worker: str = ""
     member: bool = False
+    reaped: bool = False
 
     @property
     def file_name(self) -> str:
@@ -106,6 +108,13 @@ class RunRecord:
     def alive(self) -> bool | None:
         """Does its process still run? False once it has ended, None where nobody here can tell."""
         return lives(self.process) if self.status == RUNNING else False
+
+    @property
+    def ended_as(self) -> str:
+        """Its status; of a process that was ended without a word, what it would have said."""
+        if self.status != RUNNING or not self.reaped or self.alive:
+            return self.status
+        return str(Status.NONFINITE if self.bad_steps else Status.PARTLY if self.gaps else Status.HEALTHY)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON data."""
@@ -227,8 +236,8 @@ def listed(run_dir: Path) -> Listed:
 
 def state(found: Sequence[RunRecord]) -> str:
     """Return how a run ended, the worst of its processes first; "running", "killed" or "unknown" if one has not."""
-    open_ = [record.alive for record in found if record.status == RUNNING]
+    open_ = [record.alive for record in found if record.ended_as == RUNNING]
     if open_:
         return KILLED if False in open_ else RUNNING if True in open_ else "unknown"
-    said = [record.status for record in found if record.status]
+    said = [record.ended_as for record in found if record.status]
     return next((status for status in WORST if status in said), said[0] if said else "unknown")

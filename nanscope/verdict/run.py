@@ -182,9 +182,11 @@ def _unfinished(
     told: Sequence[RunRecord], outlines: Mapping[int, Outline], called: Callable[[Sequence[int]], str]
 ) -> Iterator[tuple[str, int | None, bool | None]]:
     """Yield what is known of the processes that have not ended: in words, their last step, and whether they still run."""
+    reaped = {record.rank for record in told if record.reaped and not outlines.get(record.rank, Outline()).amid}
     running = {record.rank: record.alive for record in told if record.status == RUNNING}
     if told:  # a rank of which only lines are there cannot be asked after
         running = {**dict.fromkeys(outlines), **running}
+    running = {rank: alive for rank, alive in running.items() if rank not in reaped}
     for alive in (True, None, False):
         ranks = sorted(rank for rank, found in running.items() if found is alive)
         if not ranks:

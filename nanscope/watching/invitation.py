@@ -26,6 +26,8 @@ MEMBER = "NANSCOPE_MEMBER"
 ROLE = "NANSCOPE_ROLE"  # what a process is called in files and words, given by hand: actor, critic, reference
 TORCHRUN_ROLE = "ROLE_NAME"  # the same, as given to torchrun; "default" if it was not
 
+RAY_WORKER = "default_worker.py"  # the script of all of them
+
 CHILDREN = Path(__file__).parent / "children"
 
 ALONE = "MainProcess"
@@ -54,12 +56,16 @@ class Invitation:
             return None
         return found if found.path and found.on_nonfinite in ("record", "skip", "stop") else None
 
+    def to_text(self) -> str:
+        """Return what `of` reads."""
+        return json.dumps(asdict(self))
+
     def join(self, *, lead: bool = False) -> Place:
         """Return a place in the run that no other process has: by rank, by role, or else by what the process is called.
 
         lead: the process that began the run, which is called by nothing unless its child has come before. Raises OSError.
         """
-        role = _plain(os.environ.get(ROLE) or _torchrun_role())
+        role = _plain(os.environ.get(ROLE) or _torchrun_role() or _actor())
         name = multiprocessing.current_process().name
         called = "main" if lead else _plain(name if name != ALONE else name_of(sys.argv, ()))
         names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
@@ -69,7 +75,7 @@ class Invitation:
     def given_out(self) -> Iterator[None]:
         """While it lasts, every process that this one starts, and every one that those start, takes part."""
         before = {name: os.environ.get(name) for name in (MEMBER, OURS, "PYTHONPATH")}
-        os.environ[MEMBER] = json.dumps(asdict(self))
+        os.environ[MEMBER] = self.to_text()
         os.environ.setdefault(OURS, self.run)
         os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before["PYTHONPATH"]]), str(CHILDREN)])
         sys.path.append(str(CHILDREN))  # `spawn` hands on this one
@@ -87,6 +93,20 @@ class Invitation:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:40]
+
+
+def is_reaped() -> bool:
+    """Does whoever started this process end it without a word, as Ray does its workers?"""
+    return Path(sys.argv[0]).name == RAY_WORKER
+
+
+def _actor() -> str:
+    """What Ray calls the actor of this process, by its name or its class, or else the task that runs in it."""
+    ray = sys.modules.get("ray")
+    if not is_reaped() or ray is None or not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_name() or (context.get_task_name() or "").partition(".")[0])
 
 
 def _torchrun_role() -> str:

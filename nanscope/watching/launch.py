@@ -6,13 +6,17 @@ find in their environment which run they belong to, see `member`; who began the 
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
+from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.record import others, unwatched
 from nanscope.snapshot.runs import MAX_BYTES
 from nanscope.verdict.incident import NonFiniteError, Verdict
@@ -21,10 +25,12 @@ from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.dying import last_words
 from nanscope.watching.invitation import Invitation
 from nanscope.watching.member import scope_of
-from nanscope.watching.place import settle
+from nanscope.watching.place import name_of, settle
 from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
 from nanscope.watching.target import Target
+
+log = logging.getLogger("nanscope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +78,47 @@ def run(
     start = what.ready()
     if AMBIENCE.invitation is not None:  # within another `nanscope run`, which tells
         return _ended(start, scope_of(AMBIENCE.invitation), tells=False)
+    scope, invitation = _begun(out, what.name, on_nonfinite, save_steps, max_bytes)
+    dying = nullcontext() if what.command else last_words(lambda why: at_death(scope, why))
+    with invitation.given_out(), dying:
+        return _ended(start, scope, tells=True)
+
+
+def lead(
+    *, out: str | os.PathLike[str], on_nonfinite: OnNonFinite = "record", save_steps: Sequence[int] = (), max_bytes: int = MAX_BYTES
+) -> Invitation:
+    """Begin a run in this process that ends with it, and return the invitation to it; at the end the log tells the verdict on all of it.
+
+    Raises NanscopeError if nothing can be written to `out`.
+    """
+    scope, invitation = _begun(Path(out), name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes)
+
+    def enter() -> Callable[[], None]:
+        scope.__enter__()
+        return scope.leave
+
+    def tell(began: int = os.getpid()) -> None:
+        if os.getpid() == began:
+            AMBIENCE.rest()
+            verdict = verdict_on(scope)
+            level = logging.INFO if verdict.status is Status.HEALTHY else logging.WARNING
+            log.log(level, "nanscope [verdict]: %s; next: nanscope report %s", verdict.sentence, scope.shown(scope.out))
+
+    AMBIENCE.begin(invitation, enter)
+    atexit.register(tell)
+    return invitation
+
+
+def _begun(out: Path, name: str, on_nonfinite: OnNonFinite, save_steps: Sequence[int], max_bytes: int) -> tuple[Scope, Invitation]:
     try:
-        place = settle(out, what.name, lead=True)
+        place = settle(out, name, lead=True)
     except OSError as problem:
         raise NanscopeError(f"{out} cannot be written ({problem.strerror or problem}): choose another --out", slug="not-writable") from None
     invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes)
     scope = Scope(
-        out=out,
-        on_nonfinite=on_nonfinite,
-        save_steps=save_steps,
-        max_bytes=max_bytes,
-        name=what.name,
-        place=place,
-        invitation=invitation,
+        out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, name=name, place=place, invitation=invitation
     )
-    dying = nullcontext() if what.command else last_words(lambda why: at_death(scope, why))
-    with invitation.given_out(), dying:
-        return _ended(start, scope, tells=True)
+    return scope, invitation
 
 
 def _ended(start: Callable[[], None], scope: Scope, tells: bool) -> Ended:

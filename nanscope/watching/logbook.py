@@ -165,6 +165,14 @@ class Logbook:
         return self._runs.shown(path)
 
     @in_turn
+    def begin_step(self) -> None:
+        """A step begins."""
+        try:
+            self.history.begin()
+        except OSError as error:
+            self._disk.failed("the history could not be written", error)
+
+    @in_turn
     def enter(self, entry: Entry, poisoning: Poisoning | None = None) -> None:
         """Write the line of a step. poisoning: of the weights that it belongs to."""
         self._in_this_process()

@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.counts import Tally
 from nanscope.watching.examine import Examiner
-from nanscope.watching.invitation import Invitation
+from nanscope.watching.invitation import Invitation, is_reaped
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import repeated_tokens
 from nanscope.watching.optimizers import Optimizers
@@ -175,6 +176,7 @@ class Scope:
             self._logbook.open(self._place or settle_somewhere(self._logbook.folder, self._name), about)
         if invitation is not None:
             join = partial(invitation.join, lead=self.leads) if self._place is None or self.leads else None
+            about = replace(about, reaped=is_reaped())
             self._logbook.take_part(join, invitation.join, about if self._place is None else None)
 
     @property

@@ -492,6 +492,7 @@ class Step:
         self._closed = self._bad = False
         self._failsafe("remains", self._remains.begin)
         self.counts.open()
+        self._logbook.begin_step()
 
     def _close(self, stepped: Stepped) -> None:
         """The step is over."""

@@ -1,0 +1,1 @@
+"""Other people's doors: each is imported only by who asks for it."""
