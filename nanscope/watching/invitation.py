@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nanscope.plain import checked
@@ -69,7 +69,8 @@ class Invitation:
         name = multiprocessing.current_process().name
         called = "main" if lead else _plain(name if name != ALONE else name_of(sys.argv, ()))
         names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
-        return enrol(Path(self.path), self.run, list(names), Folder(Path(self.given), Path(self.path).parent))
+        place = enrol(Path(self.path), self.run, list(names), Folder(Path(self.given), Path(self.path).parent))
+        return replace(place, shared=bool(place.worker) or not lead)
 
     @contextmanager
     def given_out(self) -> Iterator[None]:

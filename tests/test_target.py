@@ -1,0 +1,84 @@
+"""What `nanscope run` is asked to run: a script, a module, or a command, in this process where that is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanscope.errors import NanscopeError
+from nanscope.watching.target import Target
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a script, and a folder of commands before all others."""
+    (tmp_path / "train.py").write_text("")
+    commands = {
+        "ours": f"#!{sys.executable}\n",
+        "foreign": "#!/elsewhere/bin/python3\n",
+        "shell": "#!/bin/sh\n",
+        "loose": "#!/usr/bin/env python3\n",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}")
+    return tmp_path
+
+
+ASKED = {  # what is typed -> (as what it is run, what it sees first, what the run is called)
+    "train.py --lr 1": ("script", "train.py", "train"),
+    "ours --nproc 2 train.py": ("script", "bin/ours", "train"),
+    "loose x": ("script", "bin/loose", "loose"),
+    "foreign train.py": ("command", "bin/foreign", "train"),
+    "shell -c x": ("command", "bin/shell", "shell"),
+    "python train.py": ("script", "train.py", "train"),
+    "python -m package.train --x 1": ("module", "package.train", "package.train"),
+    "python -u train.py": ("command", "python", "train"),
+    "bin/shell": ("command", "bin/shell", "shell"),
+}
+
+
+@pytest.mark.parametrize("typed", ASKED)
+def test_what_is_python_of_this_environment_runs_in_this_process(typed: str, folder: Path) -> None:
+    """Anything else is a process of its own; the run is called by the script where one is named."""
+    first, *rest = typed.split()
+    target = Target.of(first, rest, False)
+    kind, seen, name = ASKED[typed]
+    assert ("module" if target.module else "command" if target.command else "script") == kind
+    assert target.argv[0].endswith(seen) and target.name == name
+
+
+def test_what_is_not_there_is_said(folder: Path) -> None:
+    """Neither a script nor a command."""
+    with pytest.raises(NanscopeError, match="no script and no command 'nowhere'"):
+        Target.of("nowhere", (), False)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are those of Unix")
+def test_a_signal_reaches_the_command_and_its_status_is_ours(tmp_path: Path) -> None:
+    """The command ends as it does, then the verdict is told."""
+    line = [
+        sys.executable,
+        "-m",
+        "nanscope",
+        "run",
+        "--",
+        "sh",
+        "-c",
+        "trap 'echo told; exit 7' TERM; echo ready; while :; do sleep 0.1; done",
+    ]
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "told\n") and err.startswith("● nothing was watched")
