@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.entries import Value
-from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, meet, memory_order, overlaps
+from nanscope.capture.layout import copy_of, covers, first_row, is_dense, is_turned, meet, memory_order, overlaps
 from nanscope.capture.values import Values
 
 MEMORY = torch.arange(64.0)
@@ -79,3 +79,16 @@ def test_the_order_of_memory() -> None:
     turned = value_of(MEMORY.view(2, 4, 8).permute(2, 0, 1))
     assert memory_order(turned) == (1, 2, 0) and is_turned(turned)
     assert not is_turned(value_of(MEMORY.view(2, 4, 8)))
+
+
+@given(VIEWS, VIEWS)
+def test_rows_of_another_tensor_are_told_by_the_first(
+    one: tuple[list[tuple[int, int]], int], other: tuple[list[tuple[int, int]], int]
+) -> None:
+    """What is said to be rows from some place on is just these elements."""
+    whole, part = view(one), view(other)
+    start = first_row(whole, part) if whole.dim() else None
+    if start is not None:
+        assert positions(whole[start : start + len(part)]) == positions(part)
+    if whole.dim() and whole.stride(0):
+        assert [first_row(whole, whole[row:]) for row in range(len(whole))] == list(range(len(whole)))

@@ -1233,6 +1233,23 @@ def test_random_writes_leave_what_was_drawn() -> None:
     replayed(loss)
 
 
+@pytest.mark.parametrize("how", ["values", "unbind", "narrow", "a part"])
+def test_what_passes_through_a_jagged_tensor_is_followed(how: str) -> None:
+    """Packed sequences go in and their rows come out, with what made them and their gradient."""
+
+    def loss(mode: TapeMode) -> Tensor:
+        x = fresh(7, 3).log_softmax(-1)[:, 0]
+        if how == "narrow":
+            starts, lengths = torch.tensor([0, 0]), torch.tensor([2, 3])
+            jagged = torch.nested.narrow(x[:6].view(2, 3), 1, starts, lengths, layout=torch.jagged)
+        else:
+            jagged = torch.nested.nested_tensor_from_jagged(x[1:] if how == "a part" else x, torch.tensor([0, 2, 6]))
+        return jagged.values().exp().sum() if how in ("values", "a part") else torch.cat([row.exp() for row in jagged.unbind()]).sum()
+
+    program = replayed(loss)
+    assert "log_softmax" in "".join(program.ops) and not [leaf for leaf in program.leaves if leaf.origin == "opaque"]
+
+
 @pytest.mark.parametrize("kind", ["sparse", "meta", "quantized", "complex", "empty", "nested", "subclass", "inference", "fp8"])
 def test_strange_tensors_do_not_break_the_run(kind: str) -> None:
     """The calls are made as without a tape, and what can be recorded beside them still is."""

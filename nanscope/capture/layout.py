@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.entries import Value
+from nanscope.program.local import is_plain
 
 
 def memory_order(value: Value) -> tuple[int, ...]:
@@ -73,3 +74,13 @@ def copy_of(value: Value, content: Tensor) -> Tensor:
         return content.detach().clone()
     reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     return content.detach().as_strided((reach,), (1,)).clone().as_strided(shape, stride)
+
+
+def first_row(whole: Tensor, part: Tensor) -> int | None:
+    """Return the row of one tensor with which another one begins that is some rows of it in a sequence, None for any other."""
+    if not is_plain(part) or (part.shape[1:], part.stride(), part.dtype) != (whole.shape[1:], whole.stride(), whole.dtype):
+        return None
+    if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not whole.stride(0):
+        return None
+    start, rest = divmod(part.storage_offset() - whole.storage_offset(), whole.stride(0))
+    return start if not rest and 0 <= start <= len(whole) - len(part) else None

@@ -34,7 +34,7 @@ from nanscope.capture.counting import COUNTER, is_counted_here
 from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
 from nanscope.capture.failsafe import Failsafe
-from nanscope.capture.layout import is_dense, is_turned
+from nanscope.capture.layout import first_row, is_dense, is_turned
 from nanscope.capture.log import RING, Log
 from nanscope.capture.modules import Address
 from nanscope.capture.sites import Callers
@@ -46,11 +46,13 @@ from nanscope.capture.writes import Writes
 from nanscope.errors import Deliberate
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
-from nanscope.program.local import is_plain, local, memory_of
+from nanscope.program.local import is_plain, local, memory_of, unwrapped
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 
 Answer = TypeVar("Answer")
+SLICE = "aten.slice.Tensor"
+
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
@@ -127,7 +129,8 @@ class Tape:
             if is_doubtful(result):
                 self._answered(args[0], result)
         elif noted is None:
-            self._forget_results(result)
+            if not self._after_jagged(args, result):
+                self._forget_results(result)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 self._after_norm(part for item in tensors_of(result) if (part := local(item)) is not None)
         elif operator.mutable:
@@ -181,6 +184,22 @@ class Tape:
             results = list(tensors_of(result))
             self._after_norm(results)
             self._measure(noted, results)
+
+    def _after_jagged(self, args: tuple[Any, ...], result: Any) -> bool:
+        """Note what `values()` and `unbind()` take out of a jagged tensor as a slice of what was packed; False for anything else."""
+        packed = unwrapped(args[0]) if args and isinstance(args[0], Tensor) and args[0].is_nested else None
+        value = self.find(packed) if packed is not None else None
+        if packed is None or value is None:
+            return False
+        results = list(tensors_of(result))
+        starts = [first_row(packed, item) for item in results]
+        if None in starts or not results:
+            return False
+        self.log.read.append(value.id)
+        diff = self.log.flows(self.log.read)
+        for start, item in zip(starts, results, strict=True):
+            self.log.append(SLICE, ((Ref(value.id), 0, start, (start or 0) + len(item)), ()), [item], diff, True)
+        return True
 
     def _after_norm(self, results: Iterable[Tensor]) -> None:
         self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
