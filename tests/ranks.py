@@ -118,7 +118,7 @@ def train(kind: str, fault: str, scope: Any) -> dict[str, Any]:
     before, losses = issued(), []
     with scope:
         for step in range(STEPS):
-            now = fault.removesuffix("_all") if step == BAD and (rank == 0 or fault.endswith("_all")) else ""
+            now = fault.removesuffix("_drop").removesuffix("_all") if step == BAD and (rank == 0 or fault.endswith("_all")) else ""
             ids = torch.randint(0, WORDS, (2, 5))
             net.overflows = now == "model"
             with loss_parallel() if kind == "tp_loss" else contextlib.nullcontext():
@@ -131,9 +131,11 @@ def train(kind: str, fault: str, scope: Any) -> dict[str, Any]:
                     torch.distributed.all_reduce(parameter.grad)
                     parameter.grad /= 2
             if kind.startswith("fsdp1"):
-                model.clip_grad_norm_(1.0)  # type: ignore[operator]
+                norm = model.clip_grad_norm_(1.0)  # type: ignore[operator]
             else:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if fault.endswith("_drop") and not bool(getattr(norm, "full_tensor", lambda norm=norm: norm)().isfinite()):
+                continue  # the gradients go when the next loss has been computed
             if now == "late":
                 largest = max((p for p in model.parameters() if p.grad is not None), key=lambda p: local(p.grad).numel())
                 local(largest.grad).view(-1)[0] = math.nan

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[First, First]] = {
     "ddp:optimizer": ((0, "unknown", "mul"), (0, "uninitialized", "parameter")),
     "ddp:clip": ((0, *NORM), (1, *NORM)),
     "ddp:late": ((0, "unknown", "write"), POISONED),
+    "ddp:edge_drop": (WHERE, WHERE),
+    "fsdp2:edge_drop": (WHERE, WHERE),
     "fsdp1:loss": (MASK, MASK),
     "fsdp1:clip": ((0, *NORM), (1, *NORM)),
     "fsdp1_orig:model": (MODULE, MODULE),
@@ -130,13 +132,19 @@ def test_weights_that_are_bad_are_blamed_where_the_model_cannot_be_run_again(tol
 
 
 def test_a_rank_that_is_reached_says_from_where(told: Told) -> None:
-    """By all-reduce where its own backward was seen to be finite; where no rank can run the model alone, no more than that is said."""
-    own = {case: told[f"{case}:record"][1]["incidents"][1] for case in ("ddp:loss", "manual:loss", "fsdp2:loss", "reducing:edge")}
+    """By all-reduce where its own backward was seen to be finite; where no rank can run the model alone, no more than that is said.
+
+    Also where the trainer has dropped the gradients by then, and only their norm tells.
+    """
+    cases = ("ddp:loss", "manual:loss", "fsdp2:loss", "reducing:edge", "ddp:edge_drop", "fsdp2:edge_drop")
+    own = {case: told[f"{case}:record"][1]["incidents"][1] for case in cases}
     assert {case: (i[1], i[2], i[4]) for case, i in own.items()} == {
         "ddp:loss": (1, "allreduce_nan", "all_reduce"),
         "manual:loss": (1, "allreduce_nan", "all_reduce"),
         "fsdp2:loss": (1, "allreduce_nan", "backward"),
         "reducing:edge": (1, "allreduce_nan", "backward"),
+        "ddp:edge_drop": (1, "allreduce_nan", "all_reduce"),
+        "fsdp2:edge_drop": (1, "allreduce_nan", "backward"),
     }
 
 

@@ -160,7 +160,7 @@ class Examiner:
             known = known and look.knows_the_backward
         bad = [(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))]
         if not bad:
-            return None
+            return self._dropped(last, known)
         # a clip multiplies all of them by the norm of one that is bad
         parameter, spoilt = next((pair for pair in bad if (norm := self.tape.norm_of(pair[1])) is not None and not is_finite(norm)), bad[0])
         if self._norm_overflowed():
@@ -180,6 +180,18 @@ class Examiner:
         else:
             seen = UNSEEN
         return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=seen)
+
+    def _dropped(self, last: Recording, known: bool) -> Hit | None:
+        """The trainer has dropped the gradients, and what this rank made of them was finite: only their norm is left to tell.
+
+        known: its own backward was made once more.
+        """
+        norm = next((norm for norm in self.tape.norms if not bool(is_finite(norm))), None)
+        if norm is None or not has_peers():
+            return None
+        seen = overflowing_norm(self._deeper(last), self.tape.norm_site())
+        seen = seen or arrived("the whole model", norm, REDUCED if known else SPREAD)
+        return Hit(last, Reached(last.value, scaled=last.scaled), look=NOTHING, seen=seen)
 
     def _as_it_came(self, changed: Look, gradient: Tensor) -> bool:
         """Did a gradient come bad from backward or from a reduction, and not from what the trainer did to it afterwards?"""
