@@ -120,6 +120,57 @@ def test_a_count_that_moves_ends_a_step_whose_gradients_nobody_can_see(tmp_path:
     assert {incident.step for incident in scope.verdict.incidents} == {2}
 
 
+class Engine(nn.Module):
+    """Takes the gradients away after each backward pass, and steps at every second one on what it has gathered."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.global_steps, self.passes = model, 40, 0
+        self.kept = {p: torch.zeros_like(p) for p in model.parameters()}
+        self.sharded = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.adam = torch.optim.AdamW(self.sharded)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(x)
+        return out
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        for parameter, kept in self.kept.items():
+            kept += parameter.grad
+            parameter.grad = None
+
+    def step(self) -> None:
+        self.passes += 1
+        if self.passes % 2:
+            return
+        if all(bool(kept.isfinite().all()) for kept in self.kept.values()):
+            for part, kept in zip(self.sharded, self.kept.values(), strict=True):
+                part.grad = kept.clone()
+            self.adam.step()
+        for kept in self.kept.values():
+            kept.zero_()
+        self.global_steps += 1
+
+
+def test_an_engine_that_takes_the_gradients_away_says_when_a_step_is_over(tmp_path: Path) -> None:
+    """Nobody named it: it is found when it is called, and its number is the step's, also of one that it skips."""
+    engine = Engine(linear()[0])
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (41, 42, 43):
+            for micro in (1, 2):
+                engine.backward(engine(torch.full((2, 3), math.nan if (step, micro) == (42, 1) else 1.0)).mean())
+                engine.step()
+    assert [(e.step, e.update, e.micro_batches, e.stepped) for e in scope.history.entries] == [
+        (41, None, 2, None),
+        (42, None, 2, "skipped by the trainer"),
+        (43, None, 2, None),
+    ]
+    assert [(incident.step, incident.micro_batch, incident.cause) for incident in scope.verdict.incidents] == [(42, 1, "bad_input")]
+
+
 @dataclass
 class State:
     """What a trainer counts."""

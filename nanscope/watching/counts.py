@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
     """Where a trainer keeps its count. package: that its class comes from, "" for any. path: from the trainer on. finished: it counts
-    the steps that are over, else it is the number of the running one."""
+    the steps that are over, else it is the number of the running one. hides: it takes the gradients away after each micro-batch, and
+    only its count says that a step is over; it is a module, and found when it is called."""
 
     package: str
     path: tuple[str, ...]
     finished: bool
+    hides: bool = False
 
 
 COUNTERS = (
     Counter("", ("state", "global_step"), finished=True),  # transformers, TRL
     Counter("lightning", ("global_step",), finished=True),
     Counter("pytorch_lightning", ("global_step",), finished=True),
-    Counter("deepspeed", ("global_steps",), finished=True),  # of its engine; the steps that it skips among them
+    Counter("deepspeed", ("global_steps",), finished=True, hides=True),  # of its engine; the steps that it skips among them
     Counter("torchtitan", ("step",), finished=False),
     Counter("verl", ("global_steps",), finished=False),  # of several updates each
     Counter("skyrl", ("global_step",), finished=False),  # likewise
@@ -96,7 +101,24 @@ class Counts:
         self.number, self.update = 0, 1
         self.micro_batch = self.backward = 0
         self._tally = Tally() if tally is None else tally
-        self._counters = [(target, counter) for target in targets for counter in COUNTERS if _is_of(target, counter.package)]
+        self._counters: list[tuple[Callable[[], object], Counter]] = [
+            (functools.partial(_itself, target), counter) for target in targets for counter in COUNTERS if _is_of(target, counter.package)
+        ]
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def meet(self, modules: Iterable[nn.Module]) -> None:
+        """These were called: one of them may be, or hold, an engine that counts, though nobody said so."""
+        for module in modules:
+            if module not in self._met:
+                self._met.add(module)
+                hiding = [counter for counter in COUNTERS if counter.hides]
+                found = ((part, counter) for part in module.modules() for counter in hiding if _is_of(part, counter.package))
+                self._counters += [(weakref.ref(part), counter) for part, counter in found]
+
+    @property
+    def hides(self) -> bool:
+        """Does only the loop's own count say that a step is over?"""
+        return self._tally.told is None and any(counter.hides and target() is not None for target, counter in self._counters)
 
     @property
     def next(self) -> int:
@@ -125,14 +147,18 @@ class Counts:
     def _own(self, told: int | None) -> int | None:
         if told is not None:
             return told
-        for known in self._counters:
+        for target, counter in self._counters:
             try:
-                found = functools.reduce(getattr, known[1].path, known[0])
+                found = functools.reduce(getattr, counter.path, target())
             except Exception:  # noqa: BLE001 - a trainer may do anything when it is asked, and has no count before it trains
                 continue
             if isinstance(found, int):
-                return found + known[1].finished
+                return found + counter.finished
         return None
+
+
+def _itself(target: object) -> object:
+    return target
 
 
 def _is_of(target: object, package: str) -> bool:

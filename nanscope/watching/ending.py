@@ -40,6 +40,8 @@ class Ending:
         if last and self._moved_by_hand():
             return Stepped.BY_HAND
         measured = self.norm_is_bad()
+        if self._counts.hides and not counted:
+            return None
         if fate is Fate.KEPT or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
         bad = bad or measured

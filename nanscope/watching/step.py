@@ -112,11 +112,12 @@ class Step:
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
         sliced = [] if self._tape.broken else [self._sliced(root) for root in roots]
         self._failsafe("passed-over", self._keep_passed_over, [program for program, _ in sliced if program is not None])
+        calls, frozen = self._modules.finish()
+        self.counts.meet(call.module for call in calls)
         if self._closed:
             self._open()
         self.counts.begin()
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
-        calls, frozen = self._modules.finish()
         self._over = [] if kept else self._tape.known_as(roots)
         recording = Recording(
             program,
