@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +60,23 @@ def test_a_step_whose_file_holds_it_is_explained_from_its_program() -> None:
     assert incident.picture is not None and (incident.picture.row, incident.picture.column) == (0, 2)
     assert incident.rows[0].id == "as_recorded" and not incident.suspect and incident.loss is not None and math.isnan(incident.loss)
     assert incident.reached == {"loss": True, "gradients": [1, 1], "weights": [None, None], "stepped": "taken"}
+
+
+NOTHING: dict[str, tuple[Callable[[Tensor], Tensor], Cause]] = {
+    "where, a number": (lambda x: torch.where(torch.zeros(2, 3).bool(), x, 0.0).sum() / 0, Cause.EMPTY_MASK_MEAN),
+    "where, a count": (lambda x: -torch.where(torch.zeros(2, 3).bool(), x, 0.0).sum() / torch.tensor(0.0), Cause.EMPTY_MASK_MEAN),
+    "product, a number": (lambda x: (x * torch.zeros(2, 3, dtype=torch.long)).sum() / 0, Cause.EMPTY_MASK_MEAN),
+    "product, a count": (lambda x: (x * (loss_mask := torch.zeros(2, 3))).sum() / (0 * loss_mask.new_ones(())), Cause.EMPTY_MASK_MEAN),
+    "no advantage": (lambda x: (x * torch.zeros(2, 3)).sum() / 0, Cause.ZERO_DENOMINATOR),
+    "something counts": (lambda x: torch.where(MASK.bool(), x * 0, 0.0).sum() / 0, Cause.ZERO_DENOMINATOR),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_a_mean_over_nothing_is_one_whoever_has_counted_that(what: str) -> None:
+    """The count came from all ranks, or as a number: that the mask lets nothing through is the cause, and not a setting of 0."""
+    loss, cause = NOTHING[what]
+    assert diagnose(record(loss, leaf(2, 3)).snapshot(), "a.safetensors").cause is cause
 
 
 def test_a_replay_that_was_run_is_not_run_again() -> None:

@@ -278,7 +278,7 @@ CASES = [
     Case("openrlhf", "masked_nan", {"clip_eps_high": 0.28}, "openrlhf.ppo", "nan_times_zero_mask", ("old_log_probs", "old_log_probs", True),
          {"clip_eps_high": 0.28, "batch_num_tokens": 16.0, "dp_size": 1}),
     Case("openrlhf", "nan", {"policy_loss_type": "gspo"}, "openrlhf.gspo", "bad_input", ("old_log_probs", "old_log_probs", False), {"global_batch_size": 3.0}),
-    Case("openrlhf", "nothing_counts", {"is_correction_level": "token"}, "openrlhf.ppo", "zero_denominator", ("aggregate_loss", "loss", False),
+    Case("openrlhf", "nothing_counts", {"is_correction_level": "token"}, "openrlhf.ppo", "empty_mask_mean", ("aggregate_loss", "loss", False),
          {"is_correction_level": "token", "is_correction_mode": "mask"}),
     Case("nemo_rl", "masked_overflow", {}, "nemo_rl.clipped_pg", "where_grad_trap", ("ratios", "ratio", True), {"token_level_loss": True}),
     Case("nemo_rl", "nan", {"kl_input_clamp_value": None}, "nemo_rl.clipped_pg", "bad_input", ("old", "old_log_probs", False),

@@ -99,6 +99,10 @@ CASES = (  # one row a rule, in the order of the rules
         seen("div", INF, 1e30, 1e-30, mask_denominator=True), Cause.MAGNITUDE_OVERFLOW,
     ),
     Case(
+        seen("div", NAN, 0.0, 0.0, selects_nothing=True), Cause.EMPTY_MASK_MEAN,
+        seen("div", INF, 1.0, 0.0, selects_nothing=True), Cause.ZERO_DENOMINATOR,
+    ),
+    Case(
         seen("div", NAN, 0.0, 0.0, literal_denominator=True), Cause.ZERO_DENOMINATOR,
         seen("reciprocal", NAN, NAN, literal_denominator=True), Cause.UNKNOWN,
     ),
@@ -128,6 +132,7 @@ BOTH = (  # what two rules fit: the cause that is said, and the one that is not
     (seen("mul", NAN, INF, 0.0, zero_is_mask=True), Cause.INF_TIMES_ZERO_MASK, Cause.INF_TIMES_ZERO_COEF),
     (seen("mul", NAN, INF, 0.0), Cause.INF_TIMES_ZERO_COEF, Cause.PLOGP_ZERO),
     (seen("div", NAN, 0.0, 0.0, mask_denominator=True, literal_denominator=True), Cause.EMPTY_MASK_MEAN, Cause.ZERO_DENOMINATOR),
+    (seen("div", NAN, 0.0, 0.0, selects_nothing=True, literal_denominator=True), Cause.EMPTY_MASK_MEAN, Cause.ZERO_DENOMINATOR),
     (seen("div", NAN, 0.0, 0.0, literal_denominator=True), Cause.ZERO_DENOMINATOR, Cause.ZERO_DIV_ZERO),
     (seen("div", NAN, 0.0, 0.0), Cause.ZERO_DIV_ZERO, Cause.ZERO_DENOMINATOR),
     (seen("mean", NAN, phase=Phase.OPTIMIZER, eps_underflow=True), Cause.EMPTY_MASK_MEAN, Cause.EPS_UNDERFLOW),

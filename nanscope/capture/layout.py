@@ -82,5 +82,5 @@ def first_row(whole: Tensor, part: Tensor) -> int | None:
         return None
     if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or not whole.stride(0):
         return None
-    start, rest = divmod(part.storage_offset() - whole.storage_offset(), whole.stride(0))
+    start, rest = divmod(int(part.storage_offset()) - int(whole.storage_offset()), whole.stride(0))
     return start if not rest and 0 <= start <= len(whole) - len(part) else None

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Call, Computes
+from nanscope.program.calls import Arg, Call, Computes, Ref
 from nanscope.program.numbers import smallest
-from nanscope.program.ops import BOUNDING, DIFFERENCES, LOGARITHMS, ZERO_PRODUCTS, Flow, carries, flow_of
+from nanscope.program.ops import BOUNDING, CHOICES, COPIES, DIFFERENCES, LOGARITHMS, PRODUCTS, SUMS, ZERO_PRODUCTS, Flow, carries, flow_of
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Facts
 
@@ -34,6 +34,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
+        selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
         unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
@@ -122,6 +123,36 @@ def _from_mask(trace: Trace, value: int) -> bool:
             return False
         value = following
     return False
+
+
+def _sums_nothing(trace: Trace, numerator: Arg) -> bool:
+    """Is this a sum over a product with a mask, or over what a condition takes, of which every element is 0, or false?"""
+    summed = _maker(trace.program, numerator)
+    if summed is None or summed.name not in SUMS:
+        return False
+    inner = _maker(trace.program, summed.args[0])
+    if inner is None or inner.name not in PRODUCTS | CHOICES:
+        return False
+    taken = [value for value in inner.inputs() if inner.name in PRODUCTS or value == next(iter(inner.inputs()))]
+    # an advantage of 0 is no mask
+    return any(
+        trace.names.says_mask(value) or not trace.values[value].is_floating_point()
+        for value in taken
+        if not bool(trace.values[value].any())
+    )
+
+
+def _maker(program: Program, value: Arg) -> Call | None:
+    """The call that made a value, behind copies and changes of sign."""
+    while isinstance(value, Ref):
+        call = program.maker(value.id)
+        if call is None or call.name not in COPIES | _SIGNS:
+            return call
+        value = call.args[0]
+    return None
+
+
+_SIGNS = frozenset({"neg"})
 
 
 def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:

@@ -125,7 +125,7 @@ class Facts:
     scalar that came in. eps_underflow: an epsilon of the code rounds to nothing on the way. whole: no element is finite.
     unwritten: memory that nobody wrote. multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was
     taken of. dropped: forward takes its value out. zero_is_mask: the origin itself is a product with a mask that is 0.
-    extent: how much of a tensor that came in is bad.
+    extent: how much of a tensor that came in is bad. selects_nothing: it divides a sum over what a mask lets through, and that is nothing.
     """
 
     coefficient: bool = False
@@ -141,6 +141,7 @@ class Facts:
     dropped: bool = False
     zero_is_mask: bool = False
     extent: str = ""
+    selects_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, ("mul",), _zero_times_infinity, Cause.PLOGP_ZERO),
     Rule(None, SHIFTS, lambda o: all(math.isinf(number) for number in _factors(o)), Cause.INF_MINUS_INF),
     Rule(None, ("div",), lambda o: o.origin.number(1) == 0 and o.facts.mask_denominator, Cause.EMPTY_MASK_MEAN),
+    Rule(None, ("div",), lambda o: _nan(o) and o.facts.selects_nothing, Cause.EMPTY_MASK_MEAN),  # whoever had counted that
     Rule(None, ("div",), lambda o: o.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
     Rule(None, QUOTIENTS, _zero_by_zero, Cause.ZERO_DIV_ZERO),
     Rule(None, DIVISIONS, lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),
