@@ -42,6 +42,15 @@ def test_remedies_are_in_the_frameworks_own_words() -> None:
     assert remedies(None, Cause.EXP_OVERFLOW, origin(), unset) == ()
 
 
+@pytest.mark.parametrize(
+    ("value", "role", "helps"), [(-math.inf, "old_log_probs", True), (math.nan, "old_log_probs", False), (-math.inf, "mask", False)]
+)
+def test_what_bounds_exp_helps_a_log_prob_that_came_in_infinite(value: float, role: str, helps: bool) -> None:
+    """A sampler reports −inf for what it cuts off: a clamp of the log-ratio takes that, and no NaN."""
+    came = Origin("input", (0, 1), (2, 3), value, "float32", role=role)
+    assert remedies(framework(CLAMP), Cause.BAD_INPUT, came, {"clamp": None}) == (("clamp=20: clamps the log-ratio",) if helps else ())
+
+
 BETA = Remedy(EXP, "leaves the KL out", "beta=0.0", Term.KL)
 HEAD = Remedy(EXP, "in float32", "--model.cast-head", Term.HEAD)
 RATIO = Remedy(EXP, "token by token", 'level="token"', Term.RATIO, unless=(("on_policy", True),))

@@ -8,6 +8,7 @@ beta=0.0, if the origin lies in the KL term: leaves …                a log-rat
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -46,9 +47,15 @@ def remedies(framework: Framework | None, cause: Cause, origin: Origin, settings
     """
     if framework is None:
         return ()
-    told = [_told(remedy, origin, settings) for remedy in framework.remedies if str(cause) in remedy.causes]
+    answers = {str(cause), str(Cause.EXP_OVERFLOW)} if _is_infinite_log_prob(cause, origin) else {str(cause)}
+    told = [_told(remedy, origin, settings) for remedy in framework.remedies if not answers.isdisjoint(remedy.causes)]
     helps = tuple(line for line in told if line)
     return (*helps, *(f"has: {guard}" for guard in framework.guards)) if helps else ()
+
+
+def _is_infinite_log_prob(cause: Cause, origin: Origin) -> bool:
+    """Did a log-prob come in as −inf, as a sampler reports what it never samples? A clamp before exp takes that, too; not a NaN."""
+    return cause is Cause.BAD_INPUT and math.isinf(origin.value) and term_of(origin) in (Term.RATIO, Term.KL, Term.ROLLOUT)
 
 
 def known(settings: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
