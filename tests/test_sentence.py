@@ -76,6 +76,14 @@ WHAT = {  # what happened: observation -> sentence
         "a tensor of the batch came in as −inf at [0, 1] of [2, 3] at a token that the loss does not count (not selected by mask), "
         "read at loss.py:12.",
     ),
+    "came in, under a name that tells nothing": (
+        seen("input", -INF, phase=Phase.INPUT, variable="tensor", role="old_log_probs"),
+        "tensor (old_log_probs) came in as −inf at [0, 1] of [2, 3], read at loss.py:12.",
+    ),
+    "came in, under a name that tells": (
+        seen("input", -INF, phase=Phase.INPUT, variable="old_logps", role="old_log_probs"),
+        "old_logps came in as −inf at [0, 1] of [2, 3], read at loss.py:12.",
+    ),
     "of memory that was never written it matters not how much is bad": (
         seen("input", NAN, phase=Phase.INPUT, variable="buffer", unwritten=True, extent="3 of 6 elements"),
         "buffer came in as NaN at [0, 1] of [2, 3], read at loss.py:12.",

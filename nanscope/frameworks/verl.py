@@ -361,6 +361,8 @@ FRAMEWORK = Framework(
                 loss="pg_losses pg_loss",
             ),
         ),
+        LossSite(_SITE, "value_loss", roles(mask="response_mask", loss="vf_loss")),
+        LossSite(_ALGOS, "compute_value_loss", roles(mask="response_mask", loss="vf_losses1 vf_losses2 clipped_vf_losses vf_loss")),
         LossSite(_ALGOS, "compute_policy_loss_sapo.<locals>.gate_function", roles(ratio="x")),
         LossSite(_ALGOS, "kl_penalty", roles(log_probs="logprob", ref_log_probs="ref_logprob", kl="forward_score backward_score")),
         LossSite(_ALGOS, "kl_penalty_forward", roles(log_probs="logprob", ref_log_probs="ref_logprob", log_ratio="kl", kl="ratio kld")),

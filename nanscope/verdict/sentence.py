@@ -10,7 +10,7 @@ from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
 from nanscope.program.ops import TOO_MANY_TO_NAME
-from nanscope.roles import last_word
+from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
@@ -71,7 +71,13 @@ def _came_in(seen: Observation) -> str:
     p = seen.origin
     extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
     where = _where(p.file, p.line)
-    return f"{p.variable or 'a tensor of the batch'} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, read at {where}"
+    name = p.variable or "a tensor of the batch"
+    if role_of(p.variable) is None and p.role in _OF_A_BATCH:
+        name += f" ({p.role})"  # it was read by code that handles anything
+    return f"{name} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, read at {where}"
+
+
+_OF_A_BATCH = {Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.ADVANTAGES, Role.REWARDS}
 
 
 def _weight(seen: Observation) -> str:
