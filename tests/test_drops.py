@@ -54,6 +54,15 @@ def clipped(x: Tensor, advantages: Tensor) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
+def in_pieces(x: Tensor, advantages: Tensor) -> Tensor:
+    ratio = x.exp()
+    return torch.stack([clipped_ratio(ratio[row : row + 1], advantages[row : row + 1]) for row in range(2)]).sum()
+
+
+def clipped_ratio(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
 def cross_entropy(x: Tensor, y: Tensor) -> Tensor:
     return -(y * x.exp() + (1 - y) * x.exp().log()).sum()
 
@@ -82,6 +91,8 @@ CASES = [
     Case("slice", lambda x: x.exp()[:, :2].sum(), lambda: (spike(),), True, ("select",)),
     Case("a piece that nobody takes", lambda x: x.exp().split(1)[0].sum(), lambda: (spike(),), True, ("select",)),
     Case("minimum", clipped, lambda: (spike(), torch.ones(2, 1)), True, ("clamp", "clip")),
+    Case("minimum, row by row", in_pieces, lambda: (spike(), torch.ones(2, 1)), True, ("clamp", "clip")),
+    Case("a row that nobody takes", lambda x: x.exp()[0:1].sum(), lambda: (spike(),), True, ("select",), "slice"),
     Case("minimum that picks it", clipped, lambda: (spike(), -torch.ones(2, 1)), False, ("clamp",)),
     Case("clamp", lambda x: x.exp().clamp(max=100.0).sum(), lambda: (spike(),), True, ("clamp",)),
     Case("a coefficient", lambda x, advantages: (x.exp() * advantages).sum(), lambda: (spike(), torch.tensor([[1.5], [0.0]])), False, (), None, "advantages"),

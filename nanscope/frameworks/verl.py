@@ -298,7 +298,7 @@ FRAMEWORK = Framework(
             unless=(("use_kl_loss", False),),
         ),
         Remedy(
-            ("nan_times_zero_mask", "inf_times_zero_mask", "bad_input"),
+            ("nan_times_zero_mask", "inf_times_zero_mask"),
             "token-mean selects the tokens that count; the sequence modes multiply by the mask, and 0 · NaN is NaN",
             "actor_rollout_ref.actor.loss_agg_mode=token-mean",
         ),

@@ -71,6 +71,8 @@ class Drops:
         tensor, made = self.run.values[value], self.program.maker(value)
         marked: dict[int, Tensor] = {value: one_of(tensor, flat)}
         drops: list[Drop] = []
+        cut: list[tuple[Drop, int]] = []  # pieces of a tensor that do not hold the element, and of which one
+        carried: set[int] = set()  # tensors of which the element went on
         coefficient: str | None = None
         own_operands = set(made.inputs()) if made is not None else set()  # p in p · log p is no mask
         for index, call in enumerate(self.program.calls):
@@ -80,7 +82,9 @@ class Drops:
             reached = spread(call, self.run.values, marked)
             if not reached and flow_of(call.op) is Flow.MOVE:
                 drops.append(Drop(index, "select", self._selector(call), self._selector_name(call)))
+                cut += [(drops[-1], touched[0])] if drops[-1].by is None else []
                 continue
+            carried.update(touched)
             for out, own in reached.items():
                 kept, drop, zero = self._kept(index, call, out, own, marked, own_operands)
                 if tokens and drop is not None and drop.how == "replace":
@@ -93,6 +97,8 @@ class Drops:
                     continue
                 if bool(kept.any()):
                     marked[out] = kept
+        pieces = [drop for drop, whole in cut if whole in carried]  # sequence by sequence: each is in one of them
+        drops = [drop for drop in drops if drop not in pieces] or drops
         at_mask = self._at_mask(value, flat)
         if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
             return True, (*drops, at_mask), coefficient

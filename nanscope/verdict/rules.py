@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from nanscope.causes import Cause
+from nanscope.locate.observe import CLIPPED
 from nanscope.program.numbers import exponent_limit
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
@@ -89,6 +90,16 @@ def _of_a_sequence(seen: Observation) -> bool:
     return not SEQUENCE_SUMS.isdisjoint(seen.facts.ancestors) and seen.origin.role in _OF_A_SEQUENCE
 
 
+def _over_nothing(seen: Observation) -> bool:
+    """Is it divided by the sum of an empty mask, or what such a mask lets through by a count that came from elsewhere?"""
+    return (seen.origin.number(1) == 0 and seen.facts.mask_denominator) or (_nan(seen) and seen.facts.selects_nothing)
+
+
+def _is_masked(seen: Observation) -> bool:
+    """Does a mask take the element out? A token of which minimum picks the other side counts all the same."""
+    return seen.origin.masked is True and not (seen.origin.masked_by or "").endswith(CLIPPED)
+
+
 RULES: tuple[Rule, ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
     Rule(Phase.WEIGHTS, None, _finite, Cause.HW_BITFLIP),
@@ -99,8 +110,8 @@ RULES: tuple[Rule, ...] = (
     Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
     Rule(None, None, lambda o: o.facts.unwritten, Cause.UNINITIALIZED),
-    Rule(Phase.INPUT, None, lambda o: o.origin.masked is True and _inf(o), Cause.INF_TIMES_ZERO_MASK),
-    Rule(Phase.INPUT, None, lambda o: o.origin.masked is True, Cause.NAN_TIMES_ZERO_MASK),
+    Rule(Phase.INPUT, None, lambda o: _is_masked(o) and _inf(o), Cause.INF_TIMES_ZERO_MASK),
+    Rule(Phase.INPUT, None, _is_masked, Cause.NAN_TIMES_ZERO_MASK),
     Rule(Phase.INPUT, None, _always, Cause.BAD_INPUT),
     Rule(None, ALL_SOFTMAXES, _nan, Cause.FULLY_MASKED_SOFTMAX),
     Rule(None, {*DIVISIONS, "log"}, lambda o: o.facts.eps_underflow and _divisor(o) == 0, Cause.EPS_UNDERFLOW),
@@ -126,8 +137,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, ("mul",), lambda o: _zero_times_infinity(o) and math.inf in _factors(o), Cause.INF_TIMES_ZERO_COEF),
     Rule(None, ("mul",), _zero_times_infinity, Cause.PLOGP_ZERO),
     Rule(None, SHIFTS, lambda o: all(math.isinf(number) for number in _factors(o)), Cause.INF_MINUS_INF),
-    Rule(None, ("div",), lambda o: o.origin.number(1) == 0 and o.facts.mask_denominator, Cause.EMPTY_MASK_MEAN),
-    Rule(None, ("div",), lambda o: _nan(o) and o.facts.selects_nothing, Cause.EMPTY_MASK_MEAN),  # whoever had counted that
+    Rule(None, ("div",), _over_nothing, Cause.EMPTY_MASK_MEAN),
     Rule(None, ("div",), lambda o: o.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
     Rule(None, QUOTIENTS, _zero_by_zero, Cause.ZERO_DIV_ZERO),
     Rule(None, DIVISIONS, lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),

@@ -1,0 +1,283 @@
+"""A framework's own training step, watched: the model, the batches, the faults, and what was said of each run.
+
+A driver of a framework (`verl_worker.py`, …) is a process of its own: `python DRIVER OUT NAME…` trains each of its cases that is named, all
+without a name, and prints one line of JSON for each. It says how a step is taken; everything else stands here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from torch import Tensor
+
+import nanscope
+
+T = TypeVar("T")
+ROWS, PROMPT, RESPONSE, WORDS = 4, 3, 6, 32
+STEPS, BAD = 3, 2  # the step that a fault spoils
+FIRST = 100  # the trainer's own number of the first step, where it has one
+COUNTS, TOOL = (0, 3), (1, 2)  # row and token: one that counts, and one of a tool's output, which the policy reads and is not trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a rollout leaves: [B, P + T] ids and attention, [B, T] the rest. old, ref: filled from the worker itself."""
+
+    ids: Tensor
+    attention: Tensor
+    mask: Tensor
+    advantages: Tensor
+    old: Tensor
+    ref: Tensor
+
+    def shares(self, count: int, index: int) -> Batch:
+        """Return the rows of one rank."""
+        own = slice(index * ROWS, (index + 1) * ROWS)
+        assert len(self.ids) == count * ROWS
+        return Batch(*(getattr(self, f.name)[own] for f in dataclasses.fields(self)))
+
+
+def batch(seed: int, ranks: int = 1, zero: bool = False) -> Batch:
+    """Return the batch of a step; old and ref log-probs are still empty. zero: no advantage, as of a group of one reward."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = ROWS * ranks
+    ids = torch.randint(3, WORDS, (rows, PROMPT + RESPONSE), generator=generator)
+    attention, mask = torch.ones_like(ids), torch.ones(rows, RESPONSE, dtype=torch.long)
+    mask[1, 2:4] = 0  # the output of a tool
+    mask[3, 4:] = 0  # the end
+    attention[3, PROMPT + 4 :] = 0
+    advantages = torch.zeros(rows) if zero else torch.randn(rows, generator=generator)
+    empty = torch.zeros(rows, RESPONSE)
+    return Batch(ids, attention, mask, advantages[:, None].expand(rows, RESPONSE).contiguous() * mask, empty, empty)
+
+
+def at(place: tuple[int, int], value: float) -> Callable[[Batch], Batch]:
+    """A fault: an old log-prob."""
+
+    def plant(data: Batch) -> Batch:
+        old = data.old.clone()
+        old[place] = value
+        return dataclasses.replace(data, old=old, advantages=data.advantages.index_put((torch.tensor(place[0]),), torch.tensor(1.0)))
+
+    return plant
+
+
+def unmasked(rows: slice) -> Callable[[Batch], Batch]:
+    """A fault: nothing of these rows counts."""
+
+    def plant(data: Batch) -> Batch:
+        mask = data.mask.clone()
+        mask[rows] = 0
+        return dataclasses.replace(data, mask=mask)
+
+    return plant
+
+
+FAULTS: dict[str, Callable[[Batch], Batch]] = {
+    "healthy": lambda data: data,
+    "masked +200": at(TOOL, -200.0),
+    "masked -inf": at(TOOL, -math.inf),
+    "old -inf": at(COUNTS, -math.inf),
+    "masked micro-batch": unmasked(slice(2, 4)),
+    "masked batch": unmasked(slice(0, None)),
+    "weights": lambda data: data,  # the learning rate of the step is infinite
+}
+
+
+def arrived(data: T) -> T:
+    """Return a batch as Ray hands it over: what it was computed from stays behind."""
+    found: T = pickle.loads(pickle.dumps(data))
+    return found
+
+
+class Worker(Protocol):
+    """A framework's worker, as a driver builds it."""
+
+    def log_probs(self, data: Batch) -> Tensor:
+        """Return the log-probs of the responses, [B, T], as the framework computes the old ones."""
+        ...
+
+    def step(self, data: Batch, number: int) -> None:
+        """Take one training step. number: what the trainer calls it."""
+        ...
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return what updates the weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run. fault: of FAULTS. settings: as the framework takes them."""
+
+    name: str
+    fault: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was said of a run, as JSON has it."""
+
+    name: str
+    framework: str
+    version: str
+    entry: str
+    ranks: int
+    status: str
+    steps: int
+    sentence: str
+    gaps: list[str]
+    incidents: list[dict[str, Any]]
+    log: list[str]
+    same: bool
+
+
+def run(
+    worker: Callable[[Mapping[str, Any]], Worker], case: Case, out: Path, watched: bool, rank: int = 0, ranks: int = 1
+) -> tuple[nanscope.Scope | None, str]:
+    """Train one case; returns the scope, and what the weights were afterwards."""
+    torch.manual_seed(0)
+    built = worker(case.settings)
+    scope = nanscope.watch(out=out) if watched else None
+    with scope or contextlib.nullcontext():
+        for step in range(1, STEPS + 1):
+            data = batch(step, ranks, zero=step == 1).shares(ranks, rank)
+            data = dataclasses.replace(data, old=built.log_probs(data), ref=built.log_probs(data) - 0.05)
+            spoilt = step == BAD and rank == 0
+            for group in built.optimizer().param_groups:
+                group["lr"] = math.inf if spoilt and case.fault == "weights" else 1e-3
+            built.step(arrived(FAULTS[case.fault](data) if spoilt else data), FIRST + step)
+    weights = [getattr(p.detach(), "_local_tensor", p.detach()) for g in built.optimizer().param_groups for p in g["params"]]
+    return scope, str([(float(w.double().sum()), float(w.double().abs().sum())) for w in weights])
+
+
+def told(
+    worker: Callable[[Mapping[str, Any]], Worker], case: Case, out: Path, framework: str, entry: str, rank: int = 0, ranks: int = 1
+) -> Told:
+    """Train one case bare and watched, and return what was said."""
+    _, bare = run(worker, case, out, False, rank, ranks)
+    scope, weights = run(worker, case, out / case.name.replace(" ", "-"), True, rank, ranks)
+    assert scope is not None
+    verdict = scope.verdict
+    incidents = [
+        {
+            "step": i.step, "micro_batch": i.micro_batch, "rank": i.rank, "phase": i.phase, "cause": str(i.cause), "sentence": i.sentence, "op": i.origin.op,
+            "variable": i.origin.variable, "role": i.origin.role, "index": list(i.origin.index), "masked": i.origin.masked,
+            "file": i.origin.file, "line": i.origin.line, "function": i.origin.function, "module": i.origin.module,
+            "framework": i.framework, "remedies": list(i.remedies), "consequence_of": i.consequence_of, "objective": i.objective.get("key"),
+            "reproduces": i.reproduces, "fixes": [f.label for f in i.fixes if f.proven],
+        }
+        for i in verdict.incidents
+    ]  # fmt: skip
+    return Told(
+        case.name, framework, version_of(framework), entry, ranks, str(verdict.status), scope.steps, verdict.sentence,
+        [f"{gap.slug}: {gap.text}" for gap in verdict.gaps], incidents, [], bare == weights,
+    )  # fmt: skip
+
+
+def version_of(framework: str) -> str:
+    """Return the release that is installed, or the revision of a checkout that NANSCOPE_<NAME>_VERSION tells."""
+    named = os.environ.get(f"NANSCOPE_{framework.upper()}_VERSION", "")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return named or metadata.version(framework)
+    return named
+
+
+def main(worker: Callable[[Mapping[str, Any]], Worker], cases: tuple[Case, ...], framework: str, entry: str) -> None:
+    """Print what is told of each case that the command line names."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    out, *names = sys.argv[1:]
+    for case in cases:
+        if not names or case.name in names:
+            try:
+                line: dict[str, Any] = dataclasses.asdict(told(worker, case, Path(out), framework, entry, rank, ranks))
+            except Exception:
+                line = {"name": case.name, "error": traceback.format_exc()}
+            print(json.dumps(line), flush=True)
+
+
+def absent(**names: str) -> None:
+    """Let imports of packages pass that need CUDA and are never asked for here. names: module, with __ for a dot → what is taken out of it."""
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - it asks what is installed, and is to hear the truth
+
+    for name, holds in names.items():
+        module = ModuleType(name.replace("__", "."))
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        vars(module).update(dict.fromkeys(holds.split()))
+        sys.modules[module.__name__] = module
+
+
+FLASH_ATTENTION = {
+    "flash_attn": "flash_attn_varlen_func",
+    "flash_attn__bert_padding": "index_first_axis pad_input rearrange unpad_input",
+    "flash_attn__utils": "",
+    "flash_attn__utils__distributed": "all_gather",
+}
+
+
+def tiny(folder: Path, **options: Any) -> Path:
+    """Save a random Qwen2 of two layers to a folder, where the first rank does it for all, and return it."""
+    if os.environ.get("RANK", "0") != "0":
+        return folder
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Trained:
+    """A model and its optimizer for a framework of which only what computes the loss can be had without CUDA."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        self.adam = torch.optim.AdamW(self.model.parameters())
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.adam
+
+    def logits(self, data: Batch) -> Tensor:
+        """Return those of the whole sequences, [B, P + T, V]."""
+        found: Tensor = self.model(data.ids, attention_mask=data.attention).logits
+        return found
+
+    def responses(self, data: Batch) -> Tensor:
+        """Return the log-probs of the responses, [B, T]."""
+        return self.logits(data)[:, PROMPT - 1 : -1].log_softmax(-1).gather(-1, data.ids[:, PROMPT:, None])[..., 0]
+
+    def log_probs(self, data: Batch) -> Tensor:
+        with torch.no_grad():
+            return self.responses(data)
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.adam.step()
+        self.adam.zero_grad()
