@@ -123,12 +123,7 @@ EXPECTED = (
     Expected("nemo_rl", "healthy"),
     Expected("nemo_rl", "masked +200", (Said(2, 1, "where_grad_trap", "ratios", "ratio", (0, 4), True, "loss_fn.use_cispo=true"),)),
     Expected("nemo_rl", "masked +200, cispo"),
-    Expected(
-        "nemo_rl",
-        "old -inf",
-        (Said(2, 1, "bad_input", "data", "old_log_probs", (0, 6), False, "loss_fn.use_cispo=true"),),
-        known="the slice that takes the next sequence out of the batch is taken for a mask",
-    ),
+    Expected("nemo_rl", "old -inf", (Said(2, 1, "bad_input", "data", "old_log_probs", (0, 6), remedy="loss_fn.use_cispo=true"),)),
     Expected("nemo_rl", "masked batch"),
     Expected("nemo_rl", "weights", weights(weight="", first="")),
     Expected("prime_rl", "healthy"),
