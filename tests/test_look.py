@@ -62,7 +62,8 @@ def test_what_a_model_was_given_tells_where_it_cannot_be_run_again(
 def test_weights_behind_a_jagged_tensor_are_found(tmp_path: Path) -> None:
     """Log-probs that pass through a nested tensor are another tensor to the loss, and the weights are NaN all the same."""
     model = nn.Linear(4, 1)
-    nn.init.constant_(model.weight, NAN)
+    with torch.no_grad():
+        model.weight[0, 1] = NAN
     with nanscope.watch(out=tmp_path) as scope:
         log_probs = model(torch.randn(6, 4)).squeeze(-1)
         values = torch.nested.nested_tensor_from_jagged(log_probs, torch.tensor([0, 2, 6])).values()
