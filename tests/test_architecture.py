@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "causes", "text", "plain", "version", "demo"),
+    ("torch_inside",),
     ("program", "objective"),
     ("snapshot", "frameworks"),
     ("locate", "native"),

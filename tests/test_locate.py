@@ -262,3 +262,31 @@ def test_a_planted_overflow_is_found_wherever_it_is(row: int, column: int, maske
     assert location is not None
     assert (location.origin.op, location.origin.index, location.origin.masked) == ("exp", (row, column), masked)
     assert location.phase == (Phase.BACKWARD if masked and masking != "mul" else Phase.FORWARD)
+
+
+@pytest.mark.parametrize("write", [lambda one: one.fill_(INF), lambda one: one.copy_(torch.tensor(INF))], ids=["filled", "copied"])
+def test_an_element_that_was_set_is_bad_data_of_its_tensor(write: Callable[[Tensor], Tensor]) -> None:
+    """`weights[1, 4] = inf` fills or copies, as the release of torch has it; what is said of it does not depend on that."""
+
+    def loss(logps: Tensor) -> Tensor:
+        weights = torch.ones(3, 6)
+        write(weights[1, 4])
+        mask = torch.ones(3, 6)
+        mask[1, 4:] = 0
+        return (weights * logps * mask).sum()
+
+    found = record(loss, leaf(3, 6)).location
+    assert found is not None
+    assert (found.phase, found.origin.index) == (Phase.INPUT, (1, 4))
+
+
+def test_a_mask_that_is_filled_is_meant() -> None:
+    """An infinity that is filled into more than an element is no data, whatever becomes of it."""
+
+    def loss(logps: Tensor) -> Tensor:
+        scores = logps * 2
+        scores[1, 4:] = -INF
+        return (scores * scores.exp()).sum()
+
+    found = record(loss, leaf(3, 6)).location
+    assert found is not None and found.phase is Phase.FORWARD and found.origin.op == "mul"

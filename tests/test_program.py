@@ -19,6 +19,7 @@ from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf, Ref, Site, overload, refs, substitute
 from nanscope.program.program import Program, join
 from nanscope.program.written import decode, encode
+from nanscope.torch_inside import EVERY_DIVISION_STOPS
 
 Args = tuple[Any, ...]
 
@@ -487,8 +488,10 @@ def test_no_call_reaches_outside_of_its_tensors(call: Any) -> None:
         ("aten._reshape_alias.default", (Ref(0), (1, 4), (4, 1))),
         ("aten._reshape_alias.default", (Ref(1), (15,), (0,))),
         ("aten.median.dim", (Ref(1), 1)),
-        ("aten.div.Tensor_mode", (Ref(2), Ref(3)), {"rounding_mode": "floor"}),
+        ("aten.div.Tensor_mode", (Ref(3), Ref(3)), {"rounding_mode": "floor"}),
         ("aten.div.Tensor_mode", (Ref(3), Ref(3)), {"rounding_mode": "trunc"}),
+        ("aten.div.Tensor", (Ref(2), Ref(3))),
+        ("aten.remainder.Tensor", (Ref(3), Ref(3))),
         ("aten.polygamma.default", (1, Ref(0))),
         ("aten._to_copy.default", (Ref(0),), {"dtype": torch.float8_e5m2, "layout": torch.strided, "device": torch.device("cpu")}),
         ("aten.clone.default", (Ref(0),), {"memory_format": torch.preserve_format}),
@@ -499,6 +502,30 @@ def test_what_a_loss_does_with_them_is_no_attack(call: Any) -> None:
     """The same operators on what they are made for."""
     tensors = {0: torch.ones(4), 1: torch.ones(1, 3).expand(5, 3), 2: torch.tensor([LEAST, 1]), 3: torch.tensor([-1, 1])}
     replace(chain(call, leaves=4, diff=False), foreign=True, output=0).execute(tensors)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("aten.div.Tensor_mode", (Ref(1), Ref(2)), {"rounding_mode": "floor"}),
+        ("aten.div.Scalar_mode", (Ref(1), -1), {"rounding_mode": "floor"}),
+        ("aten.floor_divide.default", (Ref(1), Ref(2))),
+        ("aten.remainder.Tensor", (Ref(1), Ref(2))),
+        ("aten.remainder.Scalar", (Ref(1), -1)),
+        ("aten.fmod.Tensor", (Ref(1), Ref(2))),
+    ],
+    ids=str,
+)
+def test_what_stops_the_process_in_an_older_torch_is_refused_there(call: Any) -> None:
+    """The least integer is divided where torch sees to it, and refused where the processor would."""
+    tensors = {0: torch.ones(4), 1: torch.tensor([LEAST, 1]), 2: torch.tensor([-1, 1])}
+    program = replace(chain(call, leaves=3, diff=False), foreign=True, output=0)
+    if not EVERY_DIVISION_STOPS:
+        program.execute(tensors)
+        return
+    with pytest.raises(ProgramError) as caught:
+        program.execute(tensors)
+    assert caught.value.slug == "program-call-unsafe"
 
 
 @pytest.mark.parametrize("op", ["aten.remainder.int", "aten.add.str", "aten.slice.str", "aten.pow.int_to_int", "aten.to.prim_dtype"])

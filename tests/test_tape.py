@@ -288,6 +288,39 @@ def test_detached_and_attached_are_two_values() -> None:
     assert found.run.grads[found.names["x"]].abs().sum() > 0
 
 
+def detached_from_what_was_written_to(x: Tensor) -> Tensor:
+    y = x * 2
+    y.mul_(3)
+    d = y.detach()
+    return (d.exp() * y).sum()
+
+
+def detached_before_a_write(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.detach() - 1
+    d = y.detach()
+    d.mul_(3)
+    return (z * d * x).sum()
+
+
+@pytest.mark.parametrize("loss", [detached_from_what_was_written_to, detached_before_a_write], ids=lambda loss: loss.__name__)
+def test_a_detached_tensor_counts_writes_with_its_original(loss: Callable[[Tensor], Tensor]) -> None:
+    """One value and no leaf, whatever was written before and is written after."""
+    x = torch.randn(3, requires_grad=True)
+    found = replayed(lambda mode: loss(x))
+    assert [leaf.name for leaf in found.program.leaves] == ["x"]
+
+
+def test_what_is_held_of_a_detached_tensor_is_the_tensor_that_the_trainer_has() -> None:
+    """It goes when he lets go of it, and stays while he has it."""
+    tape = Tape()
+    x = torch.randn(3, requires_grad=True)
+    with TapeMode(tape):
+        detached = (x * 2).detach()
+    value = tape.find(detached)
+    assert value is not None and value.tensor is detached
+
+
 # -- writes ----------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nanscope
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.capture.unseen import unseen
+from nanscope.torch_inside import DETACH_IS_SEEN_TWICE
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,6 +102,8 @@ def test_who_looks_on_sees_what_he_would_see_without_us(tmp_path: Path, kind: Ca
             weights.append(train(bad))
         seen.append(mode.seen)
         assert order == "bare" or scope.verdict.status == ("non-finite" if bad else "healthy")
+    if DETACH_IS_SEEN_TWICE and kind is Calls:  # and three times by a mode that is not alone, whoever else is there
+        seen = [[call for call in calls if call != "aten.detach.default"] for calls in seen]
     assert seen[0] == seen[1] == seen[2]
     assert seen[0]
     assert weights[0] == weights[1] == weights[2]

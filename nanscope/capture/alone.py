@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.program.local import is_wrapper
+from nanscope.torch_inside import FAKE_TENSORS, TorchDispatchMode, schema_of
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
-_FAKE = "torch._subclasses"  # what is not there asks nobody
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # they end what was issued before
 
 
@@ -26,7 +25,7 @@ class NotIsolated(LookupError):
 
 def refuse_collective(func: Any) -> None:
     """Raise NotIsolated if an operator needs the other ranks."""
-    if getattr(func, "namespace", "") in _COLLECTIVES and func._schema.name.split("::")[1] not in _LOCAL:
+    if getattr(func, "namespace", "") in _COLLECTIVES and schema_of(func).name.split("::")[1] not in _LOCAL:
         raise NotIsolated(f"it takes part in a collective ({func}), and the other ranks do not look")
 
 
@@ -41,7 +40,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         refuse_collective(func)
-        if any(is_wrapper(kind) and not kind.__module__.startswith(_FAKE) for kind in types or ()):
+        if any(is_wrapper(kind) and not kind.__module__.startswith(FAKE_TENSORS) for kind in types or ()):
             return NotImplemented
         return func(*args, **(kwargs or {}))
 

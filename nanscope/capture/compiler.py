@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
 from nanscope.capture.failsafe import Failsafe
-
-Register = dict[int, Any]  # hooks, or flags of hooks, by the id of their handle
+from nanscope.torch_inside import UNTRACED, Register, compiler_callbacks, leave_uncompiled
 
 
 def never_compile(function: Callable[..., Any], nested: bool = True) -> None:
     """Let a function of ours run as it is where it is called from code that torch compiles. nested: and what it calls."""
     if isinstance(function, FunctionType):
-        rest = _FrameAction.SKIP if nested else _FrameAction.DEFAULT
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, rest))
+        leave_uncompiled(function.__code__, nested)
 
 
 def called_for_real(hook: Callable[..., Any]) -> None:
     """Let compiled code call a hook of ours, instead of tracing what it would do. Only where torch itself breaks the graph already."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    setattr(hook, UNTRACED, True)
 
 
 def hide(registers: list[Register], ours: set[int], failsafe: Failsafe, undo: contextlib.ExitStack) -> None:
@@ -33,8 +28,6 @@ def hide(registers: list[Register], ours: set[int], failsafe: Failsafe, undo: co
 
     Where others have hooks like these the compiled code depends on them anyway, and expects to find the same that it was made with.
     """
-    from torch._dynamo.callback import callback_handler
-
     hidden: list[tuple[Register, int, Any]] = []
 
     def begin(about: object) -> None:
@@ -47,14 +40,8 @@ def hide(registers: list[Register], ours: set[int], failsafe: Failsafe, undo: co
             register[key] = hook
         hidden.clear()
 
-    for callbacks, act in ((callback_handler.start_callbacks, begin), (callback_handler.end_callbacks, end)):
+    for callbacks, act in zip(compiler_callbacks(), (begin, end), strict=True):
         callback = partial(failsafe, "compiler", act)
         callbacks.append(callback)
         undo.enter_context(contextlib.suppress(ValueError))  # `torch._dynamo.reset` empties the list
         undo.callback(callbacks.remove, callback)
-
-
-def compiles_backward() -> bool:
-    """Is compiled autograd on? It takes every hook of a backward pass for a part of the graph."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(compiled, "compiled_autograd_enabled", False))

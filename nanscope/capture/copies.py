@@ -32,10 +32,9 @@ from nanscope.capture.alone import NotIsolated
 from nanscope.capture.foreign import is_foreign
 from nanscope.errors import words_of
 from nanscope.program.local import is_wrapper
+from nanscope.torch_inside import COMPILED, COMPILED_CALL, OPERATORS, OTHER_HOOKS, RUN_HOOKS, same_memory, uncompiled
 
 Copied = TypeVar("Copied")
-
-COMPILED = "_torchdynamo_orig_callable"  # what torch.compile calls the function that it was given
 
 HEAP_TYPE = 1 << 9  # the flag of classes that are written in Python
 
@@ -46,15 +45,14 @@ LARGEST_STATE = 64 << 20  # bytes of everything beside tensors
 
 def lent(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter in the same memory: no gradient, hook or version of the original moves with it."""
-    twin: nn.Parameter = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
-    return twin
+    return same_memory(type(parameter), parameter.data, parameter.requires_grad)
 
 
 def cloned(tensor: Tensor) -> Tensor:
     """Return a tensor with the same content and history as far as anybody who is given it can see."""
     twin = tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
-        return torch.Tensor._make_subclass(type(tensor), twin, tensor.requires_grad)
+        return same_memory(type(tensor), twin, tensor.requires_grad)
     if not tensor.requires_grad:
         return twin
     twin.requires_grad_()
@@ -150,7 +148,7 @@ class _Shared:
 _CODE = (type, types.FunctionType, types.CodeType, functools._lru_cache_wrapper)
 _ATOMS = (
     *_CODE, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Stream, torch.Event,
-    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace, torch.fx.Graph,
+    *OPERATORS, torch.fx.Graph,
 )  # fmt: skip
 
 
@@ -182,9 +180,9 @@ class _Pickler(pickle.Pickler):
         if isinstance(thing, Tensor):  # one with attributes
             return _itself, (_Shared(self._copies.stand_in_of(thing)),), vars(thing), None, None, _update
         if isinstance(thing, nn.Module):
-            compiled = getattr(thing, "_orig_mod", None)
-            if isinstance(compiled, nn.Module) and type(thing).__name__ == "OptimizedModule":
-                return _itself, (compiled,)
+            original = uncompiled(thing)
+            if original is not None:
+                return _itself, (original,)
             return _bare, (type(thing),), self._state(thing), None, None, _update
         if isinstance(thing, types.FunctionType):
             if hasattr(thing, COMPILED):  # it runs as it is written: what is compiled holds the original
@@ -198,12 +196,12 @@ class _Pickler(pickle.Pickler):
         return (_bare, (type(thing),), vars(thing), None, None, _update) if _is_plain(thing) else NotImplemented
 
     def _state(self, module: nn.Module) -> dict[str, Any]:
-        state = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
-        for name in _RUN_HOOKS:
+        state = {name: value for name, value in vars(module).items() if name != COMPILED_CALL}
+        for name in RUN_HOOKS:
             hooks = state.get(name) or {}
             state[name] = OrderedDict((key, hook) for key, hook in hooks.items() if belongs(hook))
             self._copies.dropped += [_name_of(hook) for hook in hooks.values() if not belongs(hook)]
-        for name in _OTHER_HOOKS:
+        for name in OTHER_HOOKS:
             if name in state:
                 state[name] = OrderedDict()
         return state
@@ -226,10 +224,6 @@ class _Bounded(io.BytesIO):
         if self.tell() > LARGEST_STATE:
             raise NotIsolated(f"it holds more than {LARGEST_STATE >> 20} MB beside its tensors")
         return super().write(content)
-
-
-_RUN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OTHER_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def belongs(hook: object) -> bool:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
-COUNTER = torch._C.DispatchKey.ADInplaceOrView  # the kernels that count, and torch's key for switching them off
+from nanscope.torch_inside import has_kernel, has_kernel_for, schema_of
 
 
 def counts_inside(func: Any) -> bool:
     """Is what an operator writes, or a view that it makes, counted by the calls that it is made of?"""
-    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
-    if not torch._C._dispatch_has_kernel(name):
+    name = func.name()
+    if not has_kernel(name):
         return False  # an operator of Python's alone, as those are that ask a jagged tensor for its size: it writes nothing
-    may_write = func._schema.is_mutable or func.namespace != "aten" or has_kernel(name, "CompositeImplicitAutograd")
-    return may_write and not has_kernel(name, "ADInplaceOrView")
+    may_write = schema_of(func).is_mutable or func.namespace != "aten" or has_kernel_for(name, "CompositeImplicitAutograd")
+    return may_write and not has_kernel_for(name, "ADInplaceOrView")
 
 
 def is_counted_here() -> bool:

@@ -20,6 +20,7 @@ from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.calls import Computes, Site
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
+from nanscope.torch_inside import function_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class Backward:
 
 def is_custom(node: Any) -> bool:
     """Is an autograd node that of a function in Python, and not one of torch's own?"""
-    function = getattr(node, "_forward_cls", None)
+    function = function_of(node)
     return function is not None and not str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def backward_of(node: Any) -> tuple[str, Site | None]:
     """Return what a function is called, and where its backward is written."""
-    name: str = node._forward_cls.__name__
-    return name, definition_of(node._forward_cls.backward, f"{name}.backward")
+    name: str = function_of(node).__name__
+    return name, definition_of(function_of(node).backward, f"{name}.backward")
 
 
 def seen(node: Any, leaf: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Backward:
@@ -74,7 +75,7 @@ def run_again(found: Backward, budget: int) -> tuple[Program, dict[int, Tensor]]
     for tensor in received:
         if tensor is not None:
             tape.tag("grad", tensor)
-    function = found.node._forward_cls
+    function = function_of(found.node)
     with torch.no_grad(), sealed(Seal(copies.own()), [function, *copies.code]), TapeMode(tape):
         results = function.backward(_Context(found.node, saved, attributes), *received)
     for result in results if isinstance(results, tuple) else (results,):

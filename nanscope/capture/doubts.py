@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr
 
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Value, node_of
@@ -23,6 +22,7 @@ from nanscope.capture.modules import Address
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
+from nanscope.torch_inside import number_of, sequence_number
 
 ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 STEPS = 32  # values that are gone through from an answer back to what it is about
@@ -42,11 +42,6 @@ def is_doubtful(answer: Any) -> bool:
 def at_hand(tensor: Tensor) -> bool:
     """Can it be read without waiting for a device?"""
     return tensor.is_cpu
-
-
-def _number(node: Any) -> int:
-    """When autograd noted a call, counted in calls."""
-    return int(node._sequence_nr())
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class Doubt:
         """Was it made of what was bad before that backward pass, and has been seen by it?"""
         made = self.program.leaves if self.program is not None else ()
         fed = [(node, tensor) for leaf in made if leaf.diff and (node := node_of(tensor := self.tensors[leaf.id])) is not None]
-        return any(_number(node) < self.since and not bool(is_finite(tensor)) for node, tensor in fed)
+        return any(number_of(node) < self.since and not bool(is_finite(tensor)) for node, tensor in fed)
 
     def close(self) -> None:
         """Let go of what is held."""
@@ -113,7 +108,7 @@ class Doubts:
 
     def settle(self) -> None:
         """A backward pass is over: what was computed before it is in doubt no more."""
-        self._since = _get_sequence_nr()
+        self._since = sequence_number()
 
     def take(self) -> list[Doubt]:
         """Return all of them, in order, and begin anew."""
@@ -138,7 +133,7 @@ class Doubts:
         node = None if tensor is None else node_of(tensor)
         if tensor is None or node is None or not tensor.numel():  # too large to be held, or a parameter
             return None
-        if _number(node) < self._since:  # a backward pass has gone through it, or past it
+        if number_of(node) < self._since:  # a backward pass has gone through it, or past it
             return None
         if at_hand(tensor) and bool(is_finite(tensor)):
             return None

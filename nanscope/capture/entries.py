@@ -9,13 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.autograd.function import BackwardCFunction
 
 from nanscope.capture.counting import counts_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.ops import FLOW, HISTORY_ENDS
+from nanscope.torch_inside import (
+    base_of,
+    drop_storage_handle,
+    overload_name,
+    schema_of,
+    storage_gone,
+    storage_handle,
+    weak_tensor,
+    writes_counted,
+)
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
@@ -81,7 +90,7 @@ class Operator:
     @staticmethod
     def of(func: Any) -> Operator:
         """Look an overload up."""
-        schema = func._schema
+        schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
         pure = _functional(func, name)
         return Operator(
@@ -90,7 +99,7 @@ class Operator:
             schema.is_mutable,
             _is_view(schema),
             None if pure is None else str(pure),
-            pure is not None and _is_view(pure._schema),
+            pure is not None and _is_view(schema_of(pure)),
             name in FLOW,
             name in HISTORY_ENDS,
             counts_inside(func),
@@ -100,10 +109,10 @@ class Operator:
 def _functional(func: Any, name: str) -> Any | None:
     """aten.mul_.Tensor → aten.mul.Tensor, if that exists and takes the same arguments."""
     packet = getattr(torch.ops.aten, name.rstrip("_"), None)
-    found = getattr(packet, func._overloadname, None) if packet is not None else None
-    if found is None or found._schema.is_mutable:
+    found = getattr(packet, overload_name(func), None) if packet is not None else None
+    if found is None or schema_of(found).is_mutable:
         return None
-    ours, theirs = ([(a.name, str(a.type)) for a in f._schema.arguments] for f in (func, found))
+    ours, theirs = ([(a.name, str(a.type)) for a in schema_of(f).arguments] for f in (func, found))
     return found if ours == theirs else None
 
 
@@ -134,25 +143,28 @@ class Record:
 class Handle:
     """A weak handle on a tensor that is not kept: its memory and its identity are not taken for those of what follows it there."""
 
-    __slots__ = ("_is_history", "_storage", "_tensor")
+    __slots__ = ("_is_history", "_of", "_storage", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._storage = tensor.untyped_storage()._weak_ref()
-        self._tensor = _WeakTensorRef(tensor)
-        self._is_history = tensor.requires_grad and tensor._base is None
+        self._storage = storage_handle(tensor.untyped_storage())
+        self._of, self._tensor = id(tensor), weak_tensor(tensor)
+        self._is_history = tensor.requires_grad and base_of(tensor) is None
 
     def expired(self) -> bool:
         """Is its memory gone, or the history whose identity it was?"""
-        return bool(torch.UntypedStorage._expired(self._storage)) or (self._is_history and self._tensor.expired())
+        return bool(storage_gone(self._storage)) or (self._is_history and self._tensor.expired())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Is it this tensor that it is a handle on?"""
+        return self._of == id(tensor) and not self.gone()
 
     def gone(self) -> bool:
         """Is the tensor itself gone?"""
         return bool(self._tensor.expired())
 
     def __del__(self) -> None:
-        free = getattr(getattr(torch, "UntypedStorage", None), "_free_weak_ref", None)
-        if free is not None:  # None while the interpreter shuts down
-            free(self._storage)
+        if drop_storage_handle is not None:  # None while the interpreter shuts down
+            drop_storage_handle(self._storage)
 
 
 def history_of(tensor: Tensor) -> int:
@@ -160,7 +172,7 @@ def history_of(tensor: Tensor) -> int:
     of, PLAIN if there is no gradient."""
     if not tensor.requires_grad:
         return PLAIN
-    base = tensor._base
+    base = base_of(tensor)
     if base is None:
         return id(tensor)
     try:
@@ -183,7 +195,7 @@ def node_of(tensor: Tensor) -> object | None:
 
 def next_version(tensor: Tensor) -> int:
     """The count that a tensor will have when the write which is being seen has been counted."""
-    return 0 if tensor.is_inference() else tensor._version + 1
+    return 0 if tensor.is_inference() else writes_counted(tensor) + 1
 
 
 def is_intact(value: Value) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.capture.custom import backward_of, is_custom
 from nanscope.capture.modules import Address, tensors_in
@@ -28,6 +27,7 @@ from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
 from nanscope.program.ops import FLOW, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name
 from nanscope.program.program import Program
+from nanscope.torch_inside import TorchDispatchMode, number_of, sequence_number
 
 KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
 
@@ -156,7 +156,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             kinds = FINE if unwritten else kinds_of(tensor)
             mark = Mark(name, str(func), sources, outside, kinds, code, lasti, self.current_module, position=position, unwritten=unwritten)
-            mark.foreign, mark.number = foreign, torch._C._autograd._get_sequence_nr()
+            mark.foreign, mark.number = foreign, sequence_number()
             if _makes(kinds, came) and FLOW.get(name) not in (Flow.MOVE, Flow.CREATE) and name not in OVERWRITES:
                 size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs, tensor]))
                 if self._kept + size <= KEPT:
@@ -318,7 +318,7 @@ def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Se
             for grad in returned:
                 if grad is not None and (kinds := kinds_of(grad)):
                     op, site = backward_of(node) if is_custom(node) else (_op_of(node), None)
-                    found.append(MadeBackward(op, node._sequence_nr(), grad.detach(), _first(grad, kinds), site))
+                    found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site))
                     return
 
         return hook

@@ -24,6 +24,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.source import variables
 from nanscope.capture.threads import Strand, Threads
 from nanscope.capture.unseen import is_ours, is_traced
+from nanscope.torch_inside import count_function_modes, is_transformed
 
 
 class Gates:
@@ -49,7 +50,7 @@ class Gates:
             try:
                 self._failsafe("before-backward", self._begin, strand, args, kwargs)
                 # a function mode is told by torch what the name stands for
-                function = _named_so(original) if torch._C._len_torch_function_stack() > 0 else original
+                function = _named_so(original) if count_function_modes() > 0 else original
                 result = function(*args, **kwargs)
                 self._failsafe("after-backward", self._told, strand)
             finally:
@@ -75,7 +76,7 @@ class Gates:
 
     def _begin(self, strand: Strand, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         eyes = strand.eyes
-        if eyes is None or is_traced() or torch._C._are_functorch_transforms_active():  # there torch refuses
+        if eyes is None or is_traced() or is_transformed():  # there torch refuses
             return
         if not _in_closure(strand.stepping):
             self._end_step(strand)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _WeakTensorRef  # type: ignore[attr-defined]
 from torch.nn.modules import module as hooks
 
 from nanscope.capture.account import Balance, Holding
@@ -28,6 +27,15 @@ from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.program.local import is_plain, unwrapped
+from nanscope.torch_inside import (
+    forward_hooks,
+    forward_hooks_always_called,
+    forward_hooks_with_kwargs,
+    pre_hooks,
+    transform,
+    weak_tensor,
+    writes_counted,
+)
 
 KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a second look
 KEPT_FROZEN = 16  # outermost calls without gradient that are
@@ -114,7 +122,7 @@ def is_simple(tree: Any, depth: int = 0) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written to; a tensor of inference mode does not count."""
     try:
-        return tensor._version
+        return writes_counted(tensor)
     except RuntimeError:
         return 0
 
@@ -190,7 +198,7 @@ class ModuleWatch:
             with unseen():
                 grad = torch.is_grad_enabled()
                 # a transform (vmap, grad) hands over tensors that stand for others
-                known = torch._C._functorch.peek_interpreter_stack() is None
+                known = transform() is None
                 self._began = (rng_state() if grad or module.training else (), autocast_state(), grad) if known else None
             self._suspend()
             self._open, self._depth = module, 1
@@ -214,7 +222,7 @@ class ModuleWatch:
         except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it
             return
         call = ModuleCall(module, args, kwargs, places, versions, *self._began, self._count)
-        call.made, call.caller = [_WeakTensorRef(tensor) for tensor in outputs], self.caller()
+        call.made, call.caller = [weak_tensor(tensor) for tensor in outputs], self.caller()
         name = type(module).__name__
         if not grad:
             self._remember_frozen(call, name)
@@ -357,7 +365,7 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
     first = hooks.register_module_forward_pre_hook(before)
     undo.callback(first.remove)
     second = hooks.register_module_forward_hook(after, with_kwargs=True, always_call=True)
-    undo.callback(hooks._global_forward_hooks_with_kwargs.pop, second.id, None)  # torch's handle forgets this one
+    undo.callback(forward_hooks_with_kwargs.pop, second.id, None)  # torch's handle forgets this one
     undo.callback(second.remove)
     # torch warns whoever compiles a module that hooks like ours fire once more for it; they are made for that.
     if _HOOK_WARNING not in warnings.filters:
@@ -367,10 +375,10 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
     for function in (before, after, Failsafe.__call__, failsafe.door("", print)):
         never_compile(function)
     registers: list[dict[int, Any]] = [
-        hooks._global_forward_pre_hooks,
-        hooks._global_forward_hooks,
-        hooks._global_forward_hooks_with_kwargs,
-        hooks._global_forward_hooks_always_called,
+        pre_hooks,
+        forward_hooks,
+        forward_hooks_with_kwargs,
+        forward_hooks_always_called,
     ]
     failsafe("compiler", hide, registers, {first.id, second.id}, failsafe, undo)
 

@@ -27,6 +27,7 @@ from nanscope.program.calls import Arg, Leaf, substitute
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import same_bits
 from nanscope.program.program import Program, join
+from nanscope.torch_inside import sequence_number
 
 Eye = TypeVar("Eye", Tape, Follower)
 
@@ -276,13 +277,13 @@ def _following(follower: Tape | Follower, paths: Mapping[nn.Module, str]) -> Ite
     before: list[tuple[str, int]] = []
 
     def enter(module: nn.Module, args: object) -> None:
-        before.append((follower.current_module, torch._C._autograd._get_sequence_nr()))
+        before.append((follower.current_module, sequence_number()))
         follower.current_module = paths.get(module, follower.current_module)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         outer, begin = before.pop() if before else ("", 0)
         if isinstance(follower, Follower):
-            follower.spans.append((begin, torch._C._autograd._get_sequence_nr(), follower.current_module))
+            follower.spans.append((begin, sequence_number(), follower.current_module))
         follower.current_module = outer
 
     handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]

@@ -16,14 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.capture.alone import NotIsolated, refuse_collective
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.reach import Reach
 from nanscope.program.local import memory_of
 from nanscope.program.ops import OVERWRITES
+from nanscope.torch_inside import (
+    TorchDispatchMode,
+    backward_hooks,
+    backward_pre_hooks,
+    forward_hooks,
+    has_schema,
+    is_compiler_loaded,
+    pre_hooks,
+    schema_of,
+)
 
 FRESH = torch.ops.aten.lift_fresh.default  # hands over what `torch.tensor` has just made, where nobody sees it
 
@@ -84,7 +92,7 @@ def sealed(seal: Seal, code: Iterable[object] = ()) -> Iterator[None]:
         stack.enter_context(_generators_kept())
         stack.callback(seal.put_back)
         stack.enter_context(_hooks_asleep())
-        if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written: nothing is compiled anew, and calls are seen
+        if is_compiler_loaded():  # what is compiled runs as it is written: nothing is compiled anew, and calls are seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(seal)
         try:
@@ -112,8 +120,7 @@ def _generators_kept() -> Iterator[None]:
 def _hooks_asleep() -> Iterator[None]:
     """Global module hooks, ours and those of others, do not fire in this thread."""
     thread = threading.get_ident()
-    kept = [(table, dict(table)) for table in (hooks._global_forward_pre_hooks, hooks._global_forward_hooks,
-            hooks._global_backward_pre_hooks, hooks._global_backward_hooks)]  # fmt: skip
+    kept = [(table, dict(table)) for table in (pre_hooks, forward_hooks, backward_pre_hooks, backward_hooks)]
     for table, content in kept:
         table.update({key: functools.partial(_elsewhere, thread, hook) for key, hook in content.items()})
     try:
@@ -129,7 +136,7 @@ def _elsewhere(thread: int, hook: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def writes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
     """Return the arguments that a call writes to, and which of them it does not read before (by id)."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func) if has_schema(func) else None
     if schema is None or not schema.is_mutable:
         return [], set()
     found: list[Tensor] = []

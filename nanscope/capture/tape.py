@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
 from nanscope.capture.account import Balance
-from nanscope.capture.counting import COUNTER, is_counted_here
+from nanscope.capture.counting import is_counted_here
 from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
 from nanscope.capture.failsafe import Failsafe
@@ -49,6 +43,23 @@ from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of, unwrapped
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
+from nanscope.torch_inside import (
+    COMPILED_CODE_SEES_MODES,
+    COUNTER,
+    DETACH_IS_SEEN_TWICE,
+    TorchDispatchMode,
+    around_compiled_code,
+    base_of,
+    count_function_modes,
+    count_modes,
+    has_schema,
+    modes,
+    pop_mode,
+    push_mode,
+    running_backward,
+    set_excluded,
+    top_mode,
+)
 
 Answer = TypeVar("Answer")
 SLICE = "aten.slice.Tensor"
@@ -99,7 +110,7 @@ class Tape:
 
     def look_up(self, func: Any) -> Operator | None:
         """Add what there is to know of an overload to `operators`; None if it is not one."""
-        if not hasattr(func, "_schema"):  # a higher-order operator
+        if not has_schema(func):  # a higher-order operator
             return None
         if len(self.operators) >= RING:
             self.operators.clear()  # somebody makes operators as he goes
@@ -111,6 +122,8 @@ class Tape:
         if operator.name in SILENT:
             return (operator, None, None) if operator.name == ANSWER else None
         try:
+            if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self.known.held_as(args[0])) is not None:
+                return operator, ((), ()), value
             arg = self._arg
             self.log.read.clear()
             noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
@@ -135,6 +148,8 @@ class Tape:
                 self._after_norm(part for item in tensors_of(result) if (part := local(item)) is not None)
         elif operator.mutable:
             self._after_write(operator, noted, target, args, result)
+        elif target is not None:
+            self.known.hold_instead(target, result)
         else:
             self._after_call(operator, noted, result)
         if self.known.length > self._due:
@@ -245,7 +260,7 @@ class Tape:
         return self.known.find(tensor) or self._leaf(tensor)
 
     def _leaf(self, tensor: Tensor) -> Value:
-        node, base = node_of(tensor), tensor._base
+        node, base = node_of(tensor), base_of(tensor)
         # A view that was made under no_grad says that it wants a gradient, and gets none.
         diff = tensor.requires_grad and not (node is None and base is not None and base.requires_grad)
         made = self._opaque.pop(key_of(tensor, PLAIN)[:4], None) if self._opaque else None
@@ -446,14 +461,15 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.sleeping: set[str] = set()
+        self._thread = threading.get_ident()
         self._failsafe = failsafe
         self._below: int | None = None  # modes that were under us when we stepped aside, None while we are on the stack
 
     def sleep(self, why: str) -> None:
         """Step aside: off the stack where we are on top of it, else passing calls through. Lasts until each who asked for it lets go."""
-        if not self.sleeping and self._below is None and _get_current_dispatch_mode() is self:
-            _pop_mode()
-            self._below = _len_torch_dispatch_stack()
+        if self._below is None and top_mode() is self:
+            pop_mode()
+            self._below = count_modes()
         self.sleeping.add(why)
 
     def wake(self, why: str) -> None:
@@ -462,7 +478,7 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.sleeping and self._below is not None:
             # A mode that was entered meanwhile, and is not left yet, will take down what is on top.
             above = _taken_off(self._below)
-            _push_mode(self)
+            push_mode(self)
             _put_back(above)
             self._below = None
 
@@ -471,47 +487,53 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def leave() -> None:  # calls nothing of ours, which might fail
             above: list[TorchDispatchMode] = []
-            if self in _get_current_dispatch_mode_stack():
-                while _get_current_dispatch_mode() is not self:
-                    above.append(_pop_mode())
+            if self in modes():
+                while top_mode() is not self:
+                    above.append(pop_mode())
             else:
-                _push_mode(self)
+                push_mode(self)
             self.sleeping.add(OVER)
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             for mode in reversed(above):
-                _push_mode(mode)
+                push_mode(mode)
 
         _put_back([mode for mode in _taken_off(0) if not _is_over(mode)])
         self.__enter__()  # type: ignore[no-untyped-call]
         undo.callback(leave)
+        if COMPILED_CODE_SEES_MODES:
+            undo.callback(around_compiled_code(partial(self._while_compiled, self.sleep), partial(self._while_compiled, self.wake)))
+
+    def _while_compiled(self, act: Callable[[str], None]) -> None:
+        if threading.get_ident() == self._thread:
+            act("compiled")
 
     def slip_under(self) -> None:
         """Begin to listen in a thread that is on its way: below the modes of the trainer's that are on its stack, and leaves them so."""
         above = _taken_off(0)
-        _push_mode(self)
+        push_mode(self)
         _put_back([mode for mode in above if not _is_over(mode)])
 
     def retire(self) -> None:
         """Listen no more. Takes us off the stack of this thread; where we are on that of another one, we pass calls on for good."""
         self.sleeping.add(OVER)
-        stack = _get_current_dispatch_mode_stack()
+        stack = modes()
         if self in stack:
             above = _taken_off(stack.index(self) + 1)
-            _pop_mode()
+            pop_mode()
             _put_back(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        crowded = _len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0  # somebody else looks, too
+        crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
         operator = self.tape.operators.get(func) or self._door(crowded, self.tape.look_up, func)
         if operator is None:
             return func(*args, **kwargs)
         noting = None
         # or a backward pass that we did not see begin, or tensors without content
-        if not (self.sleeping or self.tape.broken or torch._C._current_graph_task_id() != -1 or (crowded and is_faked())):
+        if not (self.sleeping or self.tape.broken or running_backward() != -1 or (crowded and is_faked())):
             noting = self._door(crowded, self.tape.before, operator, args, kwargs)
         if operator.counts_inside and self._door(crowded, is_counted_here):
-            with torch._C._SetExcludeDispatchKeyGuard(COUNTER, False):
+            with set_excluded(COUNTER, False):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)  # what this raises is the trainer's own
@@ -544,9 +566,9 @@ def _is_over(mode: TorchDispatchMode) -> bool:
 
 def _taken_off(below: int) -> list[TorchDispatchMode]:
     """Take modes off the stack until so many are left, and return them, the uppermost first."""
-    return [_pop_mode() for _ in range(_len_torch_dispatch_stack() - below)]
+    return [pop_mode() for _ in range(count_modes() - below)]
 
 
 def _put_back(modes: list[TorchDispatchMode]) -> None:
     for mode in reversed(modes):
-        _push_mode(mode)
+        push_mode(mode)

@@ -21,6 +21,7 @@ from nanscope.capture.modules import ModuleWatch, Own
 from nanscope.capture.tape import Tape, TapeMode
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.errors import Deliberate
+from nanscope.torch_inside import is_transformed, running_backward
 
 PATIENCE = 5.0  # seconds that a thread which is looking at something is waited for when the block is left
 
@@ -111,7 +112,7 @@ class Threads:
         strand = self.here.strand
         if strand.eyes is not None or self.resting or is_ours() or is_traced():
             return
-        if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+        if running_backward() != -1 or is_transformed():
             return
         with self.aside():
             self._sweep()

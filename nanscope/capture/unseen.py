@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-_INFRA = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+from nanscope import torch_inside as inside
 
 _OURS = ContextVar("nanscope is at work", default=False)
 
@@ -26,23 +25,23 @@ def is_ours() -> bool:
 
 def is_traced() -> bool:
     """Is what runs now being written down for later, and not computed? (torch.compile, jit.trace, export, make_fx, fake tensors)"""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or is_faked()
+    return torch.compiler.is_compiling() or inside.tracing_state() is not None or is_faked()
 
 
 def is_faked() -> bool:
     """Do calls go through one of torch's own modes, which hand over tensors without content?"""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRA)
+    return inside.count_modes() > 0 and any(inside.infra_mode(key) is not None for key in inside.INFRA_KEYS)
 
 
 def is_watched() -> bool:
     """Would anybody but us notice a call that we make?"""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        inside.count_modes()
+        or inside.count_function_modes()
         or torch.is_anomaly_enabled()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        or inside.is_profiled()
+        or inside.saved_hooks(True) is not None
+        or inside.saved_hooks_refused() is not None
     )
 
 
@@ -60,20 +59,20 @@ def unseen() -> Iterator[None]:
 @contextlib.contextmanager
 def _past_others() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(inside.without_functions())
+        stack.enter_context(inside.without_modes())
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        refused = inside.saved_hooks_refused()
         if refused is not None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-            stack.callback(torch._C._autograd._saved_tensors_hooks_disable, refused)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(_same, _same)
-            stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
-        if torch._C._autograd._profiler_enabled():
-            torch._C._autograd._enable_record_function(False)
-            stack.callback(torch._C._autograd._enable_record_function, True)
+            inside.allow_saved_hooks()
+            stack.callback(inside.refuse_saved_hooks, refused)
+        if inside.saved_hooks(True) is not None:
+            inside.push_saved_hooks(_same, _same)
+            stack.callback(inside.pop_saved_hooks)
+        if inside.is_profiled():
+            inside.record_functions(False)
+            stack.callback(inside.record_functions, True)
         yield
 
 

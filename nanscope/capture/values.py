@@ -12,6 +12,7 @@ from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, next_version
 from nanscope.capture.modules import version_of
 from nanscope.program.local import is_plain, memory_of
+from nanscope.torch_inside import base_of, uses
 
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 
@@ -77,6 +78,19 @@ class Values:
         value.tensor = tensor
         return True
 
+    def held_as(self, tensor: Tensor) -> Value | None:
+        """Return the value without gradient for which this very tensor stands, None if there is none."""
+        value = self.by_id.get(self.by_key.get(key_of(tensor, PLAIN), -1)) if is_plain(tensor) else None
+        same = value is not None and (value.tensor is tensor or (value.guard is not None and value.guard.is_of(tensor)))
+        return value if same else None
+
+    def hold_instead(self, value: Value, tensor: Tensor) -> None:
+        """Take a tensor for that of a value: it lies in the same memory, and is what the trainer is given."""
+        if value.tensor is None:
+            value.guard = Handle(tensor)
+        else:
+            value.tensor = tensor
+
     def _make_room(self, value: Value, size: int) -> bool:
         """Let go of what is over, of what is oldest, and for a leaf of results: they can be made again from their leaves, a leaf cannot."""
         account = self.account
@@ -115,12 +129,12 @@ class Values:
         tensor = value.tensor
         if tensor is None:
             return value.guard is not None and not value.guard.gone()
-        return sys.getrefcount(tensor) > OURS or tensor._use_count() > 1  # type: ignore[attr-defined]
+        return sys.getrefcount(tensor) > OURS or uses(tensor) > 1
 
     def is_saved(self, value: Value) -> bool:
         """Is a tensor out of the reach of Python, and only saved by a graph for its backward pass? That counts as one reference."""
         tensor = value.tensor
-        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 and tensor._use_count() > 1  # type: ignore[attr-defined]
+        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 and uses(tensor) > 1
 
     def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
@@ -137,7 +151,7 @@ class Values:
         """Number a tensor that comes from outside."""
         value = self._number(tensor, history_of(tensor), version_of(tensor), memory_of(tensor))
         self.nameless.add(value.id)
-        base = tensor._base
+        base = base_of(tensor)
         if base is not None and value.history == id(tensor):
             value.alien = id(base)
             self._owners.setdefault(id(base), id(base) if base.requires_grad else value.history)
@@ -158,7 +172,8 @@ class Values:
         """Return the history and the version that a result will have."""
         diff = diff and (item.is_floating_point() or item.is_complex())
         if view is None:
-            return (id(item if item._base is None else item._base) if diff else PLAIN), next_version(item)
+            whole = base_of(item)
+            return (id(item if whole is None else whole) if diff else PLAIN), next_version(item)
         for value_id in read:
             base = self.by_id.get(value_id)
             if base is not None and base.storage == pointer and item.numel():  # it counts its writes with its base

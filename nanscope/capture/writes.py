@@ -19,6 +19,7 @@ from nanscope.capture.modules import version_of
 from nanscope.capture.values import Values
 from nanscope.program.calls import Arg, Ref
 from nanscope.program.ops import FLOW, Flow
+from nanscope.torch_inside import base_of
 
 Step = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # operator, arguments after the first, keyword arguments
 
@@ -122,7 +123,8 @@ class Writes:
         """
         # What is written through an alias of another history changes a value behind autograd's back: that value is a leaf when it is next
         # read. So is what was written to unseen before, and an unseen `detach_` changes the history of all.
-        now, base = (None, version_of(tensor)), tensor if tensor._base is None else tensor._base
+        now, base = (None, version_of(tensor)), base_of(tensor)
+        base = tensor if base is None else base
         histories = (PLAIN, written.history if base.requires_grad else PLAIN)
         live = [v for v in live if v.id in self._by_id and v.version in now and v.history in histories]
         storage = tensor.untyped_storage() if live else None

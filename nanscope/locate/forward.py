@@ -237,20 +237,28 @@ def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
 
 def _root_of_literal(trace: Trace, path: Sequence[Spot]) -> Root:
     """An infinity that the code writes is meant; a NaN that it writes is bad data, in the tensor that it was written into."""
-    if not math.isnan(_number(trace, path[-1])):
-        return Root(Birth.INTENDED, tuple(path))
-    return Root(Birth.FED, tuple(path[: _last_write(trace, path, len(path) - 1) + 1]))
+    number = _number(trace, path[-1])
+    if math.isnan(number):
+        return Root(Birth.FED, tuple(path[: _last_write(trace, path, len(path) - 1) + 1]))
+    made = trace.program.maker(path[-1][0])
+    birth = Birth.FED if number > 0 else Birth.INTENDED
+    alone = made is not None and made.name == "fill"  # how torch 2.15 sets an element; 2.13 copies a tensor that holds the number
+    return (_root_of_element(trace, path, birth, path[:-1]) if alone else None) or Root(Birth.INTENDED, tuple(path))
 
 
 def _root_of_leaf(trace: Trace, path: Sequence[Spot]) -> Root:
-    """A literal that was written into a tensor is not where the data went bad: the tensor is."""
     birth = _came(trace, *path[-1])
+    return _root_of_element(trace, path, birth, path) or Root(birth, tuple(path))
+
+
+def _root_of_element(trace: Trace, path: Sequence[Spot], birth: Birth, moves: Sequence[Spot]) -> Root | None:
+    """A number that was put into an element is not where the data went bad: the tensor is. moves: on the way there."""
     if trace.values[path[-1][0]].dim() == 0 and len(path) > 1 and _is_write(trace, path[-2][0]):
         tensors = [depth for depth, (value, _) in enumerate(path) if trace.values[value].dim() > 0]
         depth = _last_write(trace, path, tensors[-1]) if tensors else None
-        if depth is not None and (birth is Birth.FED or _is_record(trace, path[depth:])):
+        if depth is not None and (birth is Birth.FED or _is_record(trace, moves[depth:])):
             return Root(Birth.FED, tuple(path[: depth + 1]))
-    return Root(birth, tuple(path))
+    return None
 
 
 def _last_write(trace: Trace, path: Sequence[Spot], depth: int) -> int:

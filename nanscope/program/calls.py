@@ -22,6 +22,7 @@ import torch
 
 from nanscope.errors import ProgramError
 from nanscope.program.ops import FLOW, base_name
+from nanscope.torch_inside import has_kernel, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,6 @@ def overload(op: str) -> Any:
     packet = getattr(torch.ops.aten, match[1], None)
     found = getattr(packet, match[2], None) if packet is not None and match[2] in packet.overloads() else None
     # a packet holds functions of TorchScript, too, on numbers, strings and lists; the dispatcher does not know them, and they check nothing
-    if found is None or found._schema.is_mutable or not torch._C._dispatch_has_kernel(found.name()):
+    if found is None or schema_of(found).is_mutable or not has_kernel(found.name()):
         raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
     return found

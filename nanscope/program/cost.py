@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanscope.errors import ProgramError
 from nanscope.program.ops import RANGES, base_name
 from nanscope.program.safety import bound
+from nanscope.torch_inside import TorchDispatchMode, schema_of
 
 SMALL = 1 << 23  # elements that a call may take whatever the file holds: the mask of a sequence of 2,896 tokens
 SHARE = 32  # times the elements of the file's tensors, for one call
@@ -142,7 +142,7 @@ def _elements(tensor: Any) -> int:
 
 
 def _meta_device(function: Any) -> dict[str, Any]:
-    named = any(argument.name == "device" for argument in function._schema.arguments)
+    named = any(argument.name == "device" for argument in schema_of(function).arguments)
     return {"device": torch.device("meta")} if named else {}
 
 

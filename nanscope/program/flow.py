@@ -31,6 +31,7 @@ from nanscope.program.ops import (
 )
 from nanscope.program.safety import permitted
 from nanscope.text import ravel, unravel
+from nanscope.torch_inside import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ def _broadcast_from(index: tuple[int, ...], tensor: Tensor) -> Tensor:
 
 def dims_of(call: Call, tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions that a reduction or an along-operator names, () for all of them."""
-    schema = overload(call.op)._schema
+    schema = schema_of(overload(call.op))
     named: Arg = None
     for position, argument in enumerate(schema.arguments):
         if argument.name in ("dim", "dims", "axis"):

@@ -13,12 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# A class of its own dispatch → the attribute that is the tensor inside, had without a word to another rank. Others cannot be read.
-_INSIDE = {
-    "torch.distributed.tensor.DTensor": "_local_tensor",
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor": "elem",
-    "torch.nested._internal.nested_tensor.NestedTensor": "_values",
-}
+from nanscope.torch_inside import INSIDE
+
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -31,7 +27,7 @@ def is_wrapper(kind: type) -> bool:
 @lru_cache(maxsize=256)
 def _inside(kind: type) -> str | None:
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
-    return next((_INSIDE[name] for name in names if name in _INSIDE), None)
+    return next((INSIDE[name] for name in names if name in INSIDE), None)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanscope.program.local import local
+from nanscope.torch_inside import norms_of
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,7 +79,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0)
     usable = [_readable(t) for t in tensors]
     special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
-    found = [norm.float() for norm in torch._foreach_norm(special, 2.0)]
+    found = [norm.float() for norm in norms_of(special, 2.0)]
     if len({norm.device for norm in found}) > 1:  # a model that lies on several devices
         device = next(norm.device for norm in found if not norm.is_cpu)
         found = [norm.to(device) for norm in found]

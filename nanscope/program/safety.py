@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import overload
+from nanscope.torch_inside import EVERY_DIVISION_STOPS, schema_of
 
 # What a loss computes in and a file may hold. Quantised, packed and raw dtypes have no kernels for most of what a program does.
 DTYPES = frozenset(
@@ -38,7 +39,7 @@ _MEANT: dict[str, Callable[[Any], bool]] = {
 @lru_cache(maxsize=1024)
 def _described(function: Any) -> tuple[tuple[tuple[int, str, str], ...], tuple[str, ...]]:
     """Position, name and kind of the arguments of a function that `_MEANT` speaks of; the names of all."""
-    arguments = function._schema.arguments
+    arguments = schema_of(function).arguments
     kinds = [str(argument.real_type).removeprefix("Optional[").removesuffix("]") for argument in arguments]
     special = tuple((n, arguments[n].name, kind) for n, kind in enumerate(kinds) if kind in _MEANT)
     return special, tuple(argument.name for argument in arguments)
@@ -86,10 +87,13 @@ def _expanded(given: Mapping[str, Any]) -> str | None:
     return "torch reads outside of a tensor that is expanded there" if tensor.shape[dim] > 1 and not tensor.stride(dim) else None
 
 
+_UNCHECKED = ("trunc", "floor") if EVERY_DIVISION_STOPS else ("trunc",)
+
+
 def _least_by_minus_one(given: Mapping[str, Any]) -> str | None:
-    """The least integer divided by −1 is none any more, and where it is truncated the processor stops the process."""
+    """The least integer divided by −1 is none any more, and where torch leaves that to the processor it stops the process."""
     dividend, divisor = given.get("self"), given.get("other")
-    if given.get("rounding_mode") != "trunc" or not isinstance(dividend, Tensor):
+    if given.get("rounding_mode") not in _UNCHECKED or not isinstance(dividend, Tensor):
         return None
     pair = [dividend, divisor if isinstance(divisor, Tensor) else torch.tensor(divisor if isinstance(divisor, (bool, int, float)) else 0)]
     dtype = torch.result_type(*pair)
@@ -112,5 +116,6 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "median": _expanded,
     "nanmedian": _expanded,
     "div": _least_by_minus_one,
+    **dict.fromkeys(("floor_divide", "fmod", "remainder"), lambda given: _least_by_minus_one({**given, "rounding_mode": "floor"})),
     "polygamma": _endless,
 }

@@ -30,6 +30,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNSEEN, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.torch_inside import has_backward_hooks
 from nanscope.watching.look import (
     HIDING,
     NOTHING,
@@ -124,8 +125,8 @@ class Examiner:
         if leaf is None:
             return None
         parts = [part for module in list(self.modules.seen) for part in module.modules()]
-        hooked = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
-        hooked = hooked or any(one._backward_hooks for _, one in self.modules.parameters().values())
+        hooked = any(map(has_backward_hooks, parts))
+        hooked = hooked or any(has_backward_hooks(one) for _, one in self.modules.parameters().values())
         return leaf.name or f"what {leaf.made_by or 'the batch'} gives", hooked
 
     def swallowed(self, recording: Recording) -> Hit | None:

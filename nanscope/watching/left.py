@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from nanscope.program.local import local
+from nanscope.torch_inside import nonzeros, writes_counted
 from nanscope.watching.recording import Recording
 
 FEW = 8  # parameters of a module that are looked at
@@ -40,14 +41,14 @@ class Left:
     def of(parameter: Tensor) -> Left | None:
         """Note it, None if it has no gradient."""
         grad = _local(parameter.grad)
-        return None if grad is None else Left(parameter, _address(grad), grad.numel(), grad._version, parameter._version)
+        return None if grad is None else Left(parameter, _address(grad), grad.numel(), writes_counted(grad), writes_counted(parameter))
 
     def is_kept(self) -> bool:
         """Is the gradient still there? Reads it only where somebody has written to it."""
         grad = _local(self.parameter.grad)
         if grad is None:
             return False
-        return (_address(grad), grad._version) == (self.address, self.version) or not _is_zero(grad)
+        return (_address(grad), writes_counted(grad)) == (self.address, self.version) or not _is_zero(grad)
 
 
 class Leavings:
@@ -79,7 +80,7 @@ class Leavings:
 
     def weights_moved(self) -> bool:
         """Has somebody written to the weights since?"""
-        return any(left.parameter._version != left.weight_version for left in self._left)
+        return any(writes_counted(left.parameter) != left.weight_version for left in self._left)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -111,4 +112,4 @@ def _address(grad: Tensor) -> int:
 
 
 def _is_zero(grad: Tensor) -> bool:
-    return not grad._nnz() if grad.is_sparse else not bool(grad.any())
+    return not nonzeros(grad) if grad.is_sparse else not bool(grad.any())

@@ -30,6 +30,7 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import REDUCED, UNSEEN, Kind, Observation, Phase
+from nanscope.torch_inside import function_of
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -220,7 +221,7 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     both = next((bad & other for other in alike if bool((bad & other).any())), bad)
     trace = Trace.of(recording.program, recording.tensors, backward=False)
     location = came_in(trace, found.leaf, int(both.flatten().int().argmax()))
-    location = replace(location, origin=replace(location.origin, op=found.node._forward_cls.__name__))
+    location = replace(location, origin=replace(location.origin, op=function_of(found.node).__name__))
     return _seen(replace(observe(location, trace), outside=True))
 
 

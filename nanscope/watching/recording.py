@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from nanscope.capture import custom, kernels
 from nanscope.capture.account import Balance, Holding
-from nanscope.capture.compiler import compiles_backward
 from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
@@ -21,6 +20,7 @@ from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
+from nanscope.torch_inside import compiles_backward
 from nanscope.watching.scale import LossScale
 
 

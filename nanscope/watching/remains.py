@@ -17,6 +17,7 @@ from nanscope.locate.observe import observe_made
 from nanscope.program.local import local
 from nanscope.program.numbers import count_bad, first_nonfinite, is_finite
 from nanscope.snapshot.observation import Observation, Phase
+from nanscope.torch_inside import buffers_of
 
 
 class Remains:
@@ -67,6 +68,6 @@ class Remains:
 def _readable(owner: tuple[weakref.ref[nn.Module], str, str]) -> Tensor | None:
     """The buffer, where it is still there, can be read, and may be bad."""
     module = owner[0]()
-    buffer = None if module is None else module._buffers.get(owner[1])
+    buffer = None if module is None else buffers_of(module).get(owner[1])
     part = None if buffer is None else local(buffer)
     return part if part is not None and part.is_floating_point() and part.numel() else None

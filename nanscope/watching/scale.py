@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanscope.program.calls import Ref
 from nanscope.program.program import Program
+from nanscope.torch_inside import loss_scale
 
 BY_HAND = 256.0  # a loss multiplied by this or more is scaled against underflow
 LOW = 16.0  # a gradient that overflows half precision at this scale is above 4,000 without it: no scale is to blame
@@ -29,14 +30,15 @@ class LossScale:
 
     def backed_off(self) -> bool:
         """Has the scaler lowered its scale since, as it does when it has skipped a step?"""
-        now = None if self.scaler is None else self.scaler._scale
+        now = None if self.scaler is None else loss_scale(self.scaler)
         return now is not None and float(now) < float(self.factor)
 
 
 def scale_of(program: Program | None, tensors: Mapping[int, Tensor], scaler: torch.amp.GradScaler | None) -> LossScale | None:
     """Return what the loss was multiplied by, None if by nothing. scaler: one that multiplied something since the last backward pass."""
-    if scaler is not None and scaler._scale is not None:
-        return LossScale(scaler._scale.detach().clone(), scaler)  # its own is written to in place
+    now = None if scaler is None else loss_scale(scaler)
+    if now is not None:
+        return LossScale(now.detach().clone(), scaler)  # its own is written to in place
     factor = _by_hand(program, tensors)
     return None if factor is None else LossScale(factor)
 
@@ -74,7 +76,7 @@ class Search:
     def skip(self, scale: LossScale) -> None:
         """Another step was skipped."""
         self.skipped += 1
-        now = None if scale.scaler is None else scale.scaler._scale
+        now = None if scale.scaler is None else loss_scale(scale.scaler)
         self.stuck = self.skipped >= IN_A_ROW or (now is not None and float(now) < 1.0)
 
     def found(self) -> None:

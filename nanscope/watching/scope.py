@@ -48,6 +48,7 @@ from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.place import Place, name_of, settle_somewhere
 from nanscope.watching.step import OnNonFinite, Step
 from nanscope.watching.surroundings import find_trainer
+from nanscope.watching.telling import tell_lacks
 
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
 
@@ -118,6 +119,7 @@ class Scope:
                 self._undo = undo.pop_all()
             except Exception as error:  # noqa: BLE001 - training goes on unwatched
                 self._failsafe.caught("watch", error)
+        tell_lacks()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

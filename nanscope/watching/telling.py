@@ -11,8 +11,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_round
+from nanscope.torch_inside import LACKS
 from nanscope.verdict.sentence import what
 
 log = logging.getLogger("nanscope")
@@ -22,6 +25,13 @@ LINE = "nanscope [bad-step]: %s"
 NOT_SEEN = "the loss, a gradient or a weight is not finite"
 
 UNSAVED = "other"  # steps that were counted and not looked at
+
+
+def tell_lacks() -> None:
+    """Say what comes of the names that this release of torch lacks, in one line for each consequence."""
+    for so in dict.fromkeys(lack.so for lack in LACKS):
+        names = ", ".join(lack.name for lack in LACKS if lack.so == so)
+        log.warning("nanscope [torch-lacks]: torch %s has no %s: %s", torch.__version__, names, so)
 
 
 class Teller:
