@@ -1,8 +1,12 @@
-"""A directory and its remote are kept alike, and training does not wait for it."""
+"""The directory of a run and its remote folder are kept alike, and training does not wait for it."""
+
+from __future__ import annotations
 
 import itertools
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -12,107 +16,138 @@ from nanscope.watching import mirror as module
 from nanscope.watching.mirror import Mirror
 
 NUMBER = itertools.count()
+HISTORY = "history.rank0.jsonl"
 
 
-class Failures(list):
-    def __call__(self, error: OSError) -> None:
-        self.append(error)
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD", 0.02)
 
 
 @pytest.fixture
-def remote():
+def remote() -> Remote:
     return Remote(f"memory://mirror-{next(NUMBER)}/run")
 
 
-def content(remote: Remote, name: str) -> bytes:
-    return remote._store.cat_file(f"{remote._root}/{name}")
+@pytest.fixture
+def mirror(tmp_path: Path, remote: Remote) -> Mirror:
+    """Of a folder in which rank 0 writes."""
+    return Mirror(tmp_path, remote, lambda name: "rank1" not in name, FAILURES.append)
 
 
-def test_what_was_written_arrives(tmp_path, remote):
-    """Every file that changed is there when the mirror is closed; its last state counts."""
-    mirror = Mirror(tmp_path, remote, Failures())
-    for name, data in [("run.json", b"1"), ("step-1.safetensors", b"22"), ("run.json", b"333")]:
-        (tmp_path / name).write_bytes(data)
-        mirror.changed(name)
-    assert mirror.close(10.0) == []
-    assert content(remote, "run.json") == b"333"
-    assert content(remote, "step-1.safetensors") == b"22"
+FAILURES: list[OSError] = []
 
 
-def test_a_file_that_went_away_goes_there_too(tmp_path, remote):
-    """A consequence that made room is not left behind in the store."""
-    mirror = Mirror(tmp_path, remote, Failures())
-    remote.put("step-1.safetensors", b"1")
-    mirror.changed("step-1.safetensors")
-    assert mirror.close(10.0) == []
-    assert remote.names() == {}
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    FAILURES.clear()
 
 
-def test_a_history_is_sent_in_whole_lines_and_seldom(tmp_path, remote):
-    """Its first lines go at once, then once a while, and what is left when the run ends."""
-    mirror = Mirror(tmp_path, remote, Failures())
-    path = tmp_path / "history.rank0.jsonl"
-    path.write_bytes(b"{}\n{")
-    mirror.changed(path.name)
+def content(remote: Remote, name: str) -> bytes | None:
+    """What is there, None if nothing is."""
+    try:
+        found: bytes = MemoryFileSystem().cat_file(f"{remote.url.removeprefix('memory:/')}/{name}")
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Does it come to hold within ten seconds?"""
     until = time.monotonic() + 10
-    while not remote.names() and time.monotonic() < until:
+    while not holds() and time.monotonic() < until:
         time.sleep(0.01)
-    assert content(remote, path.name) == b"{}\n"
+    return holds()
+
+
+def test_what_is_written_arrives_by_itself(tmp_path: Path, remote: Remote, mirror: Mirror) -> None:
+    """Nobody has to say so; the last state of a file counts, and one that is removed here is removed there."""
+    (tmp_path / "run.json").write_bytes(b"1")
+    (tmp_path / "step-1.safetensors").write_bytes(b"22")
+    assert eventually(lambda: content(remote, "run.json") == b"1" and content(remote, "step-1.safetensors") == b"22")
+    (tmp_path / "run.json").write_bytes(b"333")
+    (tmp_path / "step-1.safetensors").unlink()
+    assert eventually(lambda: content(remote, "run.json") == b"333" and content(remote, "step-1.safetensors") is None)
+    assert mirror.flush() == [] and FAILURES == []
+
+
+def test_files_of_others_and_half_written_ones_are_not_sent(tmp_path: Path, remote: Remote, mirror: Mirror) -> None:
+    """Each process sends its own."""
+    for name in ("history.rank1.jsonl", ".nanscope-x.tmp", "run.json"):
+        (tmp_path / name).write_bytes(b"1\n")
+    assert mirror.flush() == []
+    assert set(remote.names()) == {"run.json"}
+
+
+def test_a_history_is_sent_in_whole_lines_and_seldom_while_it_grows(
+    tmp_path: Path, remote: Remote, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first lines go at once, then once a while, or when it has come to rest; what is left goes when the run ends."""
+    path = tmp_path / HISTORY
+    path.write_bytes(b"{}\n{")
+    assert eventually(lambda: content(remote, HISTORY) == b"{}\n")
+    grows = threading.Event()
+
+    def grow() -> None:
+        while not grows.is_set():
+            with path.open("ab") as file:
+                file.write(b"}\n{")
+            time.sleep(0.001)
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    time.sleep(0.3)
+    seen = content(remote, HISTORY)
+    grows.set()
+    writer.join()
+    assert seen is not None and seen.count(b"\n") < path.read_bytes().count(b"\n") / 2
+    assert eventually(lambda: content(remote, HISTORY) == path.read_bytes().removesuffix(b"{"))
     with path.open("ab") as file:
         file.write(b"}\n")
-    mirror.changed(path.name)
-    time.sleep(0.05)
-    assert content(remote, path.name) == b"{}\n"
-    assert mirror.close(10.0) == []
-    assert content(remote, path.name) == b"{}\n{}\n"
+    assert mirror.flush() == [] and content(remote, HISTORY) == path.read_bytes()
 
 
-def test_a_store_that_fails_is_told_once_and_asked_again(tmp_path, remote, monkeypatch):
+def test_a_store_that_fails_is_told_once_and_asked_again(
+    tmp_path: Path, remote: Remote, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for it, and nothing is lost: what it refused is sent when it answers."""
-    monkeypatch.setattr(module, "AGAIN", 0.01)
-    broken = threading.Event()
+    answers = threading.Event()
     real = MemoryFileSystem.put_file
 
-    def put_file(self, *args, **kwargs):
-        if not broken.is_set():
+    def put_file(self: MemoryFileSystem, *args: object, **kwargs: object) -> object:
+        if not answers.is_set():
             raise ConnectionError("no route")
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    failures = Failures()
-    mirror = Mirror(tmp_path, remote, failures)
     (tmp_path / "run.json").write_bytes(b"1")
-    mirror.changed("run.json")
-    until = time.monotonic() + 10
-    while not failures and time.monotonic() < until:
-        time.sleep(0.01)
+    assert eventually(lambda: len(FAILURES) == 1)
     time.sleep(0.1)
-    broken.set()
-    assert mirror.close(10.0) == []
-    assert [str(error) for error in failures] == [f"{remote.address('run.json')} cannot be reached (no route)"]
-    assert content(remote, "run.json") == b"1"
+    answers.set()
+    assert eventually(lambda: content(remote, "run.json") == b"1")
+    assert [str(error) for error in FAILURES] == [f"{remote.address('run.json')} cannot be reached (no route)"]
 
 
-def test_what_could_not_be_sent_is_named(tmp_path):
-    """The end of the block does not wait for a store that never answers."""
-    failures = Failures()
-    mirror = Mirror(tmp_path, Remote("file:///proc/none/of/it"), failures)
+def test_what_could_not_be_sent_is_named(tmp_path: Path) -> None:
+    """The end of the block does not wait for a store that never answers, and what was found stays here."""
+    mirror = Mirror(tmp_path, Remote("file:///proc/none/of/it"), lambda name: True, FAILURES.append)
     (tmp_path / "run.json").write_bytes(b"1")
-    mirror.changed("run.json")
-    assert mirror.close(10.0) == ["run.json"]
-    assert len(failures) == 1
+    assert mirror.flush() == ["run.json"]
+    assert len(FAILURES) == 1
+    mirror._leave()
+    assert (tmp_path / "run.json").exists()
 
 
-def test_what_others_wrote_is_fetched(tmp_path, remote):
-    """The directory here is a view of the one there."""
-    mirror = Mirror(tmp_path, remote, Failures())
+def test_what_was_sent_is_not_kept_here_when_the_process_ends(tmp_path: Path, remote: Remote) -> None:
+    """Also what was written after the last flush, as the page of the verdict is; files of others that were fetched go, too."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mirror = Mirror(folder, remote, lambda name: "rank1" not in name, FAILURES.append)
     remote.put("history.rank1.jsonl", b"{}\n")
-    mirror.fetch("history.*")
-    assert (tmp_path / "history.rank1.jsonl").read_bytes() == b"{}\n"
-
-
-def test_a_mirror_of_which_nothing_was_asked_has_no_thread(tmp_path, remote):
-    """And it is closed at once."""
-    before = threading.active_count()
-    assert Mirror(tmp_path, remote, Failures()).close(0.0) == []
-    assert threading.active_count() == before
+    mirror.fetch()
+    assert (folder / "history.rank1.jsonl").read_bytes() == b"{}\n"
+    mirror.flush()
+    (folder / "report.html").write_bytes(b"page")
+    mirror._leave()
+    assert content(remote, "report.html") == b"page"
+    assert not folder.exists()

@@ -8,7 +8,7 @@ with fetched("s3://bucket/nanscope-runs") as found:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +37,17 @@ class Fetched:
 
 
 @contextmanager
-def fetched(where: str | Path, patterns: tuple[str, ...] = ("*",), every: bool = False) -> Iterator[Fetched]:
+def fetched(where: str | Path, wanted: Callable[[str], bool] = lambda name: True, every: bool = False) -> Iterator[Fetched]:
     """Give what a path or an address means: a file, a run, or of a folder of runs the one that began last; with `every` all of them.
 
-    patterns: names of the files that are wanted of a run. Raises NanscopeError with the slug "no-run" for an address that nothing is at.
+    wanted: files of a run, by their name. Raises NanscopeError with the slug "no-run" for an address that nothing is at.
     """
     if not is_remote(where):
         yield Fetched(Path(where), Path(where))
         return
     with tempfile.TemporaryDirectory(prefix="nanscope-") as temporary:
         try:
-            yield _fetch(str(where).rstrip("/"), Path(temporary), patterns, every)
+            yield _fetch(str(where).rstrip("/"), Path(temporary), wanted, every)
         except _Unreachable as error:
             raise NanscopeError(str(error), slug="no-run") from None
 
@@ -56,18 +56,17 @@ class _Unreachable(OSError):
     pass
 
 
-def _fetch(url: str, above: Path, patterns: tuple[str, ...], every: bool) -> Fetched:
+def _fetch(url: str, above: Path, wanted: Callable[[str], bool], every: bool) -> Fetched:
     try:
         if url.endswith(FILE):
             parent, _, name = url.rpartition("/")
-            if not Remote(parent).fetch(above, name):
+            if not Remote(parent).fetch(above, lambda one: one == name):
                 raise _Unreachable(f"there is no file {url}")
             return Fetched(above / name, above, parent)
         folder = Remote(url)
         names = folder.names()
         if any(wrote(name) for name in names):
-            for pattern in patterns:
-                folder.fetch(above, pattern)
+            folder.fetch(above, wanted)
             return Fetched(above, above, url)
         runs = sorted((name.rstrip("/") for name in names if name.endswith("/")), key=in_order)
         if not runs:
@@ -76,8 +75,7 @@ def _fetch(url: str, above: Path, patterns: tuple[str, ...], every: bool) -> Fet
             folder.get(LATEST, above / LATEST)
         last = pointed(above)
         for run in runs if every else [last if last in runs else runs[-1]]:
-            for pattern in patterns:
-                (folder / run).fetch(above / run, pattern)
+            (folder / run).fetch(above / run, wanted)
         return Fetched(above, above, url)
     except OSError as error:
         raise _Unreachable(str(error)) from None

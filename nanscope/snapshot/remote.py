@@ -7,10 +7,9 @@ becomes OSError here, which whoever writes files is ready for.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +95,14 @@ class Remote:
         with _told(self.address(name)), contextlib.suppress(FileNotFoundError):
             self._store.rm_file(f"{self._root}/{name}")
 
-    def fetch(self, folder: Path, pattern: str = "*", known: dict[str, Kept] | None = None) -> dict[str, Kept]:
-        """Fetch the files of a pattern that are not there, or have changed since `known`; return what is known then."""
+    def fetch(
+        self, folder: Path, wanted: Callable[[str], bool] = lambda name: True, known: Mapping[str, Kept] | None = None
+    ) -> dict[str, Kept]:
+        """Fetch the wanted files that are not there, or have changed since `known`; return what is known then. wanted: by their name."""
         folder.mkdir(parents=True, exist_ok=True)
         now = dict(known or {})
         for name, kept in sorted(self.names().items()):
-            if not name.endswith("/") and fnmatch.fnmatchcase(name, pattern) and (now.get(name) != kept or not (folder / name).exists()):
+            if not name.endswith("/") and wanted(name) and (now.get(name) != kept or not (folder / name).exists()):
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                     self.get(name, folder / name)
                     now[name] = kept

@@ -1,107 +1,109 @@
-"""Keeps a directory on this machine and a remote one alike: a run writes here, and what it wrote is sent from a thread of its own.
+"""Keeps the directory of a run on this machine and its remote folder alike: what is written here is sent, from a thread of its own.
 
 Training never waits for a store, but at the end of the block, and then for so many seconds; what could not be sent by then stays where it
-is, and the log says where that is.
+is, and the log says where that is. Whoever writes knows nothing of this: the thread looks what has changed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nanscope.snapshot.files import PREFIX
 from nanscope.snapshot.history import SUFFIX as HISTORY
 from nanscope.snapshot.remote import Kept, Remote
 
-PERIOD = 60.0  # seconds between two sendings of a history, which is sent whole: stores cannot append
+PERIOD = 2.0  # seconds between two looks
+SELDOM = 60.0  # seconds between two sendings of a history that grows at every look: it is sent whole, since stores cannot append
 SHARE = 1 << 16  # bytes a second that a history may take of the line, so that a long one is sent less often
-AGAIN = 5.0  # seconds until a store that failed is asked again
+PATIENCE = 10.0  # seconds that the end of a run waits for its files to be sent
+
+State = tuple[int, int]  # of a file: when it was written, and its size
 
 
 class Mirror:
-    """One directory and its remote. failed: told once, when a store fails for the first time; called in the thread that sends."""
+    """The files that one process writes. own: whether a file is one of these, by its name. failed: told when the store fails first."""
 
-    def __init__(self, folder: Path, remote: Remote, failed: Callable[[OSError], None]) -> None:
+    def __init__(self, folder: Path, remote: Remote, own: Callable[[str], bool], failed: Callable[[OSError], None]) -> None:
         self.folder, self.remote = folder, remote
-        self._failed: Callable[[OSError], None] | None = failed
-        self._due: dict[str, float] = {}  # name of a file → when it may be sent, by the monotonic clock
-        self._sent: dict[str, float] = {}
-        self._known: dict[str, Kept] = {}
-        self._changed, self._closing = threading.Condition(), False
-        self._sender: threading.Thread | None = None
+        self._own, self._failed = own, failed
+        self._sent: dict[str, State] = {}
+        self._seen: dict[str, State] = {}
+        self._last: dict[str, float] = {}  # when a history was sent
+        self._fetched: dict[str, Kept] = {}
+        self._ending, self._sending, self._told = threading.Event(), threading.Lock(), False
+        threading.Thread(target=self._look_on, name="nanscope-mirror", daemon=True).start()
+        atexit.register(self._leave)
 
-    def changed(self, name: str) -> None:
-        """Send a file when there is time: a history once a while, everything else at once. A file that is gone is removed there."""
-        with self._changed:
-            if name not in self._due:
-                self._due[name] = self._next(name)
-                self._changed.notify()
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_all, name="nanscope-mirror", daemon=True)
-                self._sender.start()
-
-    def fetch(self, pattern: str) -> None:
+    def fetch(self) -> None:
         """Fetch what others wrote and has changed. Raises OSError."""
-        self._known = self.remote.fetch(self.folder, pattern, self._known)
+        self._fetched = self.remote.fetch(self.folder, lambda name: not self._own(name), self._fetched)
 
-    def close(self, patience: float) -> list[str]:
-        """Send what is left, for so many seconds; return the names of the files that could not be sent."""
-        with self._changed:
-            self._closing = True
-            self._due = dict.fromkeys(self._due, 0.0)
-            self._changed.notify()
-        if self._sender is not None:
-            self._sender.join(patience)
-        with self._changed:
-            return sorted(self._due)
+    def flush(self, patience: float = PATIENCE) -> list[str]:
+        """Send what is left, for so many seconds, and look on no more; return the names of the files that could not be sent."""
+        self._ending.set()
+        sender = threading.Thread(target=self._send_changed, args=(True,), daemon=True)
+        sender.start()
+        sender.join(patience)
+        return sorted(name for name, state in self._files().items() if self._sent.get(name) != state)
 
-    def _next(self, name: str) -> float:
-        if not name.endswith(HISTORY) or name not in self._sent:
-            return 0.0
-        size = 0
-        with contextlib.suppress(OSError):
-            size = (self.folder / name).stat().st_size
-        return self._sent[name] + max(PERIOD, size / SHARE)
+    def _leave(self) -> None:
+        """The process ends: the page of the verdict may have come last. What is there is not kept here, too."""
+        if not self.flush():
+            for name in (*self._files(), *self._fetched):
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
 
-    def _send_all(self) -> None:
-        pause = 0.0
-        while True:
-            with self._changed:
-                if not self._due and self._closing:
-                    return
-                now = time.monotonic()
-                ready = [name for name, due in self._due.items() if due <= now] if pause <= now or self._closing else []
-                if not ready:
-                    until = max(min(self._due.values()), pause) if self._due else None
-                    self._changed.wait(None if until is None else max(0.0, until - now))
-                    continue
-                taken = {name: self._due.pop(name) for name in ready}
-            for name in ready:
-                try:
+    def _look_on(self) -> None:
+        while not self._ending.wait(PERIOD):
+            self._send_changed(False)
+
+    def _send_changed(self, everything: bool) -> None:
+        """Send what has changed, what was found first. everything: also what is not due yet. A store that fails is asked again later."""
+        with self._sending:
+            files = self._files()
+            due = [name for name, state in files.items() if self._sent.get(name) != state and (everything or self._is_due(name, state))]
+            try:
+                for name in sorted(due, key=lambda name: name.endswith(HISTORY)):
                     self._send(name)
-                except OSError as error:
-                    pause = time.monotonic() + AGAIN
-                    with self._changed:
-                        self._due.setdefault(name, taken[name])
-                    self._tell(error)
-                    if self._closing:
-                        return
-                else:
-                    self._sent[name] = time.monotonic()
+                    self._sent[name] = files[name]
+                for name in [name for name in self._sent if name not in files]:
+                    self.remote.remove(name)
+                    del self._sent[name]
+            except OSError as error:
+                if not self._told:
+                    self._told = True
+                    self._failed(error)
+            self._seen = files
 
     def _send(self, name: str) -> None:
         path = self.folder / name
-        if not path.exists():
-            self.remote.remove(name)
-        elif name.endswith(HISTORY):
+        if name.endswith(HISTORY):
             lines = path.read_bytes()
             self.remote.put(name, lines[: lines.rfind(b"\n") + 1])  # it may be written to at this moment
+            self._last[name] = time.monotonic()
         else:
             self.remote.put(name, path)
 
-    def _tell(self, error: OSError) -> None:
-        if self._failed is not None:
-            tell, self._failed = self._failed, None
-            tell(error)
+    def _is_due(self, name: str, state: State) -> bool:
+        """Is it time to send a file? A history when it has come to rest, or once a while."""
+        if not name.endswith(HISTORY) or self._seen.get(name) == state or name not in self._last:
+            return True
+        return time.monotonic() - self._last[name] > max(SELDOM, state[1] / SHARE)
+
+    def _files(self) -> dict[str, State]:
+        found = {}
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if self._own(entry.name) and not entry.name.startswith(PREFIX):
+                    with contextlib.suppress(OSError):
+                        about = entry.stat()
+                        found[entry.name] = about.st_mtime_ns, about.st_size
+        return found
