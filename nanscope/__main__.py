@@ -22,6 +22,7 @@ from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import MAX_BYTES
 
 if TYPE_CHECKING:
+    from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
     from nanscope.watching.scope import Scope
     from nanscope.watching.step import OnNonFinite
@@ -33,7 +34,7 @@ except ModuleNotFoundError:
     sys.exit("nanscope: the command line needs typer and rich: pip install typer rich")
 
 
-RUNS = Path("nanscope-runs")
+RUNS = "nanscope-runs"  # a path, or an address: Path would take s3://bucket apart
 
 app = typer.Typer(
     add_completion=False,
@@ -84,7 +85,7 @@ def _options(
 def run(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, with -m the module, or after -- a command.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets a directory in it.")] = RUNS,
+    out: Annotated[str, typer.Option("--out", help="Folder of runs, also s3://bucket/runs; this one gets a directory in it.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
     save_step: Annotated[
@@ -148,7 +149,8 @@ def _last_words(scope: Scope, why: str, json_file: Path | None) -> None:
 
 @app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
     edit: Annotated[
         list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, ...")
     ] = None,
@@ -172,21 +174,23 @@ def replay(
     from nanscope.report.console import progress
     from nanscope.report.replay import print_others, print_replay
     from nanscope.report.tried import tried_json
+    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
     from nanscope.verdict.diagnose import diagnose
     from nanscope.verdict.incident import Verdict
 
     if (sweep is not None or png is not None) and (edit or loss):
         raise typer.BadParameter("tries clamps only: leave --edit and --loss out", param_hint="--sweep")
+    here = context.with_resource(fetched(file))
     if sweep is not None or png is not None:
-        _sweep(file, sweep or "clamp", under or [], png, json_file)
+        _sweep(here.path, sweep or "clamp", under or [], png, json_file)
         return
     edits = [(text, parse_edit(text)) for text in edit or []]
-    snapshot = load(file)
-    with progress(f"replaying {file.name}", file=sys.stderr):
+    snapshot = load(here.path)
+    with progress(f"replaying {here.path.name}", file=sys.stderr):
         others = replay_under(snapshot, under or [], loss or []) if under or loss else None
         replayed = execute(snapshot, edits)
-        incident = diagnose(snapshot, str(file), replayed)
+        incident = diagnose(snapshot, file, replayed)
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
     told = {"rows": tried_json(incident), **Verdict((incident,), steps=1, bad_steps=1).to_json()}
@@ -239,7 +243,8 @@ def variants(
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or one snapshot.")] = RUNS,
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or one snapshot.")] = RUNS,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
 ) -> None:
     """Draw the report of a run, also of one that was killed; the suffix of the output chooses its form.
@@ -248,34 +253,36 @@ def report(
     """
     from nanscope.report.console import progress
     from nanscope.report.render import RENDERERS, choose, render
+    from nanscope.snapshot.fetched import fetched
 
     choose(RENDERERS, output)
-    verdict = _read(path)
+    verdict = _read(context.with_resource(fetched(path)), path)
     with writing(output), progress(f"drawing {output.name}", file=sys.stderr):
         render(verdict, output)
     print(clean(str(output)))
     _leave_with(verdict)
 
 
-def _read(path: Path) -> Verdict:
-    """Return the verdict on a run directory or a snapshot."""
+def _read(here: Fetched, given: str) -> Verdict:
+    """Return the verdict on a run directory or a snapshot. given: how a person called it."""
     from nanscope.report.console import track
     from nanscope.snapshot.file import load
     from nanscope.snapshot.runs import find_run
     from nanscope.verdict.diagnose import verdict
     from nanscope.verdict.run import verdict_of
 
-    if path.is_file():
-        return verdict([load(path)], [str(path)])
-    run_dir, runs = find_run(path)
+    if here.path.is_file():
+        return verdict([load(here.path)], [given])
+    run_dir, runs = find_run(here.path)
     if runs:
-        print(f"nanscope: {run_dir.name}, the latest of {len(runs)} in {path}", file=sys.stderr)
-    return verdict_of(run_dir, lambda files: track(files, "reading", file=sys.stderr))
+        print(f"nanscope: {run_dir.name}, the latest of {here.runs or len(runs)} in {given}", file=sys.stderr)
+    return verdict_of(run_dir, lambda files: track(files, "reading", file=sys.stderr), shown=here.address)
 
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = RUNS,
+    context: typer.Context,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the list as JSON.")] = None,
 ) -> None:
     """List the runs of a folder: when, what, how they ended, and the command that goes on from there.
@@ -285,14 +292,17 @@ def runs(
     from dataclasses import asdict
 
     from nanscope.report.runs import print_runs
+    from nanscope.snapshot.fetched import SNAPSHOT, fetched
     from nanscope.snapshot.record import listed
     from nanscope.snapshot.runs import is_run, runs_in
 
-    if not folder.is_dir():
-        raise NanscopeError(f"there is no folder of runs {str(folder)!r}", slug="no-run")
-    found = [listed(run_dir) for run_dir in runs_in(folder) or ([folder] if is_run(folder) else [])]
+    here = context.with_resource(fetched(folder, lambda name: not name.endswith(SNAPSHOT), every=True))
+    if not here.path.is_dir():
+        raise NanscopeError(f"there is no folder of runs {folder!r}", slug="no-run")
+    run_dirs = runs_in(here.path) or ([here.path] if is_run(here.path) else [])
+    found = [listed(run_dir, here.address(run_dir), here.sizes(run_dir)) for run_dir in run_dirs]
     write_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
-    print_runs(found, str(folder), file=sys.stdout)
+    print_runs(found, folder, file=sys.stdout)
 
 
 @app.command()
@@ -350,7 +360,8 @@ def atlas(
 
 @app.command()
 def audit(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Snapshots of one step: its ranks, or its micro-batches.")],
+    context: typer.Context,
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Snapshots of one step: its ranks, or its micro-batches.")],
     group_size: Annotated[int | None, typer.Option("--group-size", metavar="N", help="Completions of one prompt, if known.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
 ) -> None:
@@ -364,10 +375,11 @@ def audit(
     from nanscope.audit import audit_snapshots
     from nanscope.report.audit import print_audit
     from nanscope.report.console import track
+    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
 
-    snapshots = [load(file) for file in track(files, "reading", file=sys.stderr)]
-    found = audit_snapshots(snapshots, [str(file) for file in files], group_size=group_size)
+    snapshots = [load(context.with_resource(fetched(file)).path) for file in track(files, "reading", file=sys.stderr)]
+    found = audit_snapshots(snapshots, files, group_size=group_size)
     write_json(json_file, found.to_json())
     print_audit(found, file=sys.stdout)
     _leave(found.changes_loss)
@@ -375,7 +387,8 @@ def audit(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")],
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,
     program: Annotated[bool, typer.Option("--program", help="Also list the recorded calls.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Also read the tensors: their extremes, and what is NaN or Inf.")] = False,
@@ -387,17 +400,19 @@ def inspect(
     Example: nanscope inspect step-000412.rank0.safetensors
     """
     from nanscope.report.inspect import print_header
+    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.header import read_header, verify
 
-    header, snapshot = read_header(file), None
+    path = context.with_resource(fetched(file)).path
+    header, snapshot = read_header(path), None
     if values:
         from nanscope.snapshot.file import load
 
-        snapshot = load(file)
+        snapshot = load(path)
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
     write_json(json_file, {"tensors": tensors, "nanscope": header.about})
-    print_header(header, str(file), program, snapshot, file=sys.stdout)
-    verify(file, header)  # what is damaged is shown all the same
+    print_header(header, file, program, snapshot, file=sys.stdout)
+    verify(path, header)  # what is damaged is shown all the same
 
 
 @app.command()

@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("capture", "replay", "atlas"),
     ("verdict", "audit"),
     ("watching", "report"),
+    ("integrations",),
     ("__init__", "__main__"),
 )  # lowest first; a folder imports from lower floors only
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}

@@ -82,7 +82,7 @@ def test_what_a_killed_run_left_is_a_report(tmp_path: Path, how: str, number: in
     found, _, err = ended(tmp_path, how, number)
     assert found == status and err.startswith("nanscope [bad-step]: step 4: ")
     run_dir = latest(tmp_path / "runs")
-    assert run_dir is not None and not list(run_dir.glob(".nanscope-*")) and listed(run_dir).status == "killed"
+    assert run_dir is not None and not list(run_dir.glob(".nanscope-*")) and listed(run_dir, "", {}).status == "killed"
     verdict = verdict_of(run_dir)
     assert [incident.step for incident in verdict.causes] == [4] and (verdict.steps, verdict.bad_steps) == (6, 3)
     (gap,) = verdict.gaps

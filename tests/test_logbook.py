@@ -19,6 +19,7 @@ from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Came
 from nanscope.snapshot.record import RunRecord, records
+from nanscope.snapshot.runs import Folder
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.logbook import NOTES, Logbook
 from nanscope.watching.look import arrived
@@ -97,7 +98,7 @@ def book(tmp_path: Path) -> Logbook:
 
 def begun(folder: Path, **options: Any) -> Logbook:
     """A logbook of a run in this directory."""
-    found = Logbook(folder, limit=2, **options)
+    found = Logbook(Folder.of(folder), limit=2, **options)
     found.open(Place(folder, "the-run", 0), RunRecord(script="train", targets=("Trainer",)))
     return found
 
@@ -154,7 +155,7 @@ def test_what_a_step_reached_is_added_to_its_file(book: Logbook) -> None:
     assert repr(nanscope.load(book.folder / "step-000003.rank0.safetensors").reached) == repr(expected)
     book.mark(4, stepped="skipped")
     assert book.snapshots[0].reached.stepped == "taken"
-    Logbook(book.folder, 2).mark(3, stepped="skipped")  # nothing was saved: nothing to mark, and no error
+    Logbook(Folder.of(book.folder), 2).mark(3, stepped="skipped")  # nothing was saved: nothing to mark, and no error
 
 
 def test_a_mark_that_changes_nothing_writes_nothing(book: Logbook) -> None:
@@ -253,7 +254,7 @@ def test_a_step_that_is_left_to_other_ranks_is_told_and_not_written(
     """The record says in short what it was, the log where to read on, and nobody is told that the disk is full."""
     monkeypatch.setenv("RANK", "40")
     monkeypatch.setenv("WORLD_SIZE", "64")
-    book = Logbook(tmp_path, limit=2)
+    book = Logbook(Folder.of(tmp_path), limit=2)
     book.open(Place(tmp_path, "the-run", 40, shared=True), RunRecord(script="train"))
     came = arrived("w", torch.tensor([NAN]))
     book.keep(bad(3, rank=40, observation=came, found=came))
@@ -274,7 +275,7 @@ def test_rank_0_says_at_the_end_who_has_not_reported(
         caplog.clear()
         folder = tmp_path / f"{rank}{raised}"
         folder.mkdir()
-        book = Logbook(folder, limit=2)
+        book = Logbook(Folder.of(folder), limit=2)
         book.open(Place(folder, "the-run", rank, shared=True), RunRecord(script="train"))
         book.close(raised)
         said = "rank 1 of 2 has not reported: there is no line of it"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nanscope.snapshot.processes import mark
-from nanscope.snapshot.runs import latest, runs_in
+from nanscope.snapshot.runs import Folder, latest, runs_in
 from nanscope.watching import place
 from nanscope.watching.place import CLAIMS, SHARED, name_of, settle, shared_key
 
@@ -61,7 +61,7 @@ def rank(folder: Path, number: int, scopes: int = 1, **more: str) -> Callable[[]
 
     def begin() -> list[str]:
         os.environ.update({**JOB, "RANK": str(number), **more})
-        return [settle(folder, "train").path.name for _ in range(scopes)]
+        return [settle(Folder.of(folder), "train").path.name for _ in range(scopes)]
 
     return begin
 
@@ -72,18 +72,18 @@ def names(folder: Path) -> list[str]:
 
 def test_a_run_alone_has_a_directory_of_its_own(tmp_path: Path) -> None:
     """Named after the time and the script; `latest` leads there; a second one leaves it alone."""
-    first = settle(tmp_path / "deep" / "runs", "train")
+    first = settle(Folder.of(tmp_path / "deep" / "runs"), "train")
     folder = first.path.parent
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d-train", first.path.name) and first.run.startswith(first.path.name)
     assert (folder / "latest").resolve() == first.path.resolve() and latest(folder) == first.path
-    second = settle(folder, "train")
+    second = settle(Folder.of(folder), "train")
     assert second.path != first.path and second.run != first.run and latest(folder) == second.path
     assert [path.name for path in first.path.iterdir()] == ["history.rank0.jsonl"]
 
 
 def test_runs_of_one_second_do_not_meet(tmp_path: Path) -> None:
     """Twelve at once, of which no launcher says that they belong together, are twelve directories."""
-    found = in_processes([lambda: settle(tmp_path, "train").path.name] * 12)
+    found = in_processes([lambda: settle(Folder.of(tmp_path), "train").path.name] * 12)
     assert len(set(found)) == 12 and sorted(names(tmp_path)) == sorted(found) and latest(tmp_path) is not None
 
 
@@ -232,22 +232,23 @@ def test_a_run_is_called_as_its_script(argv: list[str], targets: tuple[Any, ...]
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     """When the next run begins: in the runs of the folder, of dead processes of ours only."""
-    earlier = settle(tmp_path, "train").path
+    earlier = settle(Folder.of(tmp_path), "train").path
     dead = in_process(mark)
     gone, kept = earlier / f".nanscope-{dead}-abc.tmp", [earlier / f".nanscope-{mark()}-abc.tmp", earlier / ".other.tmp"]
     for path in (gone, *kept):
         path.write_bytes(b"half")
-    settle(tmp_path, "train")
+    settle(Folder.of(tmp_path), "train")
     assert not gone.exists() and all(path.exists() for path in kept)
 
 
 TORCHRUN = """
 import os, sys, time
 from pathlib import Path
+from nanscope.snapshot.runs import Folder
 from nanscope.watching.place import settle
 rank, count = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 time.sleep(0.3 * int(rank))
-path = settle(Path(sys.argv[1]), "train").path
+path = settle(Folder.of(Path(sys.argv[1])), "train").path
 (path / f"was-here.{rank}.{count}").touch()
 sys.exit(1 if count == "0" else 0)
 """
@@ -268,13 +269,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """For whoever asked; nothing is left there."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError):
-        settle(tmp_path / "file" / "runs", "train")
+        settle(Folder.of(tmp_path / "file" / "runs"), "train")
 
 
 def test_the_place_says_whether_others_write_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of several is told with what it says."""
-    assert not settle(tmp_path, "x").shared
+    assert not settle(Folder.of(tmp_path), "x").shared
     for name, value in {**JOB, "RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    found = settle(tmp_path, "x")
+    found = settle(Folder.of(tmp_path), "x")
     assert found.shared and found.rank == 3

@@ -10,8 +10,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import nanscope
-
 INVITED = "NANSCOPE_RAY_MEMBER"  # the invitation; under another name than elsewhere, at which `import nanscope` would import torch
 ALSO = "NANSCOPE_RAY_ALSO"  # the setup hook that would have been called without us
 
@@ -21,7 +19,7 @@ def begin() -> None:
     invitation = os.environ.get(INVITED)
     if invitation is not None:
         os.environ["NANSCOPE_MEMBER"] = invitation
-        children = str(Path(nanscope.__file__).parent / "watching" / "children")
+        children = str(Path(__file__).parents[1] / "watching" / "children")
         os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), children])
         sys.path.append(children)
         if "torch" in sys.modules:

@@ -8,25 +8,35 @@ with fetched("s3://bucket/nanscope-runs") as found:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
-from nanscope.snapshot.remote import Remote, is_remote
+from nanscope.snapshot.remote import Kept, Remote, is_remote
 from nanscope.snapshot.runs import LATEST, in_order, pointed, wrote
 
-FILE = ".safetensors"
+SNAPSHOT = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a path or an address means, on this machine. path: of the file or folder. above, url: of what was fetched, "" for a path."""
+    """What a path or an address means, on this machine. path: of the file or folder. above, url: of what was fetched, "" for a path.
+    listed: what the fetched runs hold, by the name of the run; runs: how many there are of which the last was fetched.
+    """
 
     path: Path
     above: Path
     url: str = ""
+    runs: int = 0
+    listed: Mapping[str, Mapping[str, Kept]] = field(default_factory=dict)
+
+    def sizes(self, run_dir: Path) -> dict[str, int]:
+        """Return the files of a run and their bytes, fetched or not."""
+        if self.url:
+            return {name: kept.size for name, kept in self.listed.get(run_dir.name, {}).items()}
+        return {path.name: path.stat().st_size for path in run_dir.iterdir() if path.is_file()}
 
     def address(self, path: Path | str) -> str:
         """Return how somebody else would call a file in it."""
@@ -58,7 +68,7 @@ class _Unreachable(OSError):
 
 def _fetch(url: str, above: Path, wanted: Callable[[str], bool], every: bool) -> Fetched:
     try:
-        if url.endswith(FILE):
+        if url.endswith(SNAPSHOT):
             parent, _, name = url.rpartition("/")
             if not Remote(parent).fetch(above, lambda one: one == name):
                 raise _Unreachable(f"there is no file {url}")
@@ -74,8 +84,10 @@ def _fetch(url: str, above: Path, wanted: Callable[[str], bool], every: bool) ->
         if LATEST in names:
             folder.get(LATEST, above / LATEST)
         last = pointed(above)
+        listed = {}
         for run in runs if every else [last if last in runs else runs[-1]]:
+            listed[run] = (folder / run).names()
             (folder / run).fetch(above / run, wanted)
-        return Fetched(above, above, url)
+        return Fetched(above, above, url, len(runs), listed)
     except OSError as error:
         raise _Unreachable(str(error)) from None

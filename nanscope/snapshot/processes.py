@@ -31,14 +31,14 @@ def called(rank: object, worker: str) -> str:
 def mark(pid: int | None = None) -> str:
     """Return the mark of a process, of this one without a number."""
     pid = os.getpid() if pid is None else pid
-    return f"{_machine()}-{pid}-{_birth(pid) or 0}"
+    return f"{machine()}-{pid}-{_birth(pid) or 0}"
 
 
 def lives(found: str) -> bool | None:
     """Does the process of a mark still run? None where nobody here can tell."""
-    machine, _, rest = found.partition("-")
+    where, _, rest = found.partition("-")
     pid, _, birth = rest.partition("-")
-    if machine != _machine() or not (pid.isdecimal() and birth.isdecimal()) or len(pid) > 9 or os.name != "posix":
+    if where != machine() or not (pid.isdecimal() and birth.isdecimal()) or len(pid) > 9 or os.name != "posix":
         return None
     if int(birth):
         return _birth(int(pid)) == int(birth)
@@ -65,8 +65,8 @@ def _birth(pid: int) -> int | None:
         return None
 
 
-def _machine() -> str:
-    """The machine since it was switched on, and the container: numbers of processes mean nothing elsewhere."""
+def machine() -> str:
+    """Return the machine since it was switched on, and the container: numbers of processes mean nothing elsewhere."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8")
         return hashlib.sha256(f"{boot}{(_PROC / 'self/ns/pid').readlink()}".encode()).hexdigest()[:8]

@@ -7,8 +7,9 @@ SCHEMA history: absent — before there was one directory a run. 1 — `run`, `r
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from nanscope.snapshot.coverage import Gap, Status
 from nanscope.snapshot.files import write_whole
 from nanscope.snapshot.history import last_entry, outline
 from nanscope.snapshot.processes import Who, called, lives, writes_as
-from nanscope.snapshot.runs import bad_step_files, histories
+from nanscope.snapshot.runs import histories, is_bad_step
 
 SCHEMA = 1
 LARGEST = 16 << 20  # bytes; what is longer was not written by us
@@ -93,6 +94,14 @@ class RunRecord:
     def file_name(self) -> str:
         """run.json, or run.rank3.json."""
         return f"run.{writes_as(self.rank, self.worker)}.json" if self.rank or self.member else "run.json"
+
+    def owns(self, name: str) -> bool:
+        """Is this what a file of this process is called? Who began the run writes the page, too."""
+        if name in (self.file_name, "report.html", "report.png"):
+            return name == self.file_name or self.file_name == "run.json"
+        who = re.escape(writes_as(self.rank, self.worker))
+        bad_step = rf"(step|batch)-\d+\.{who}(\.update\d+)?(\.part\d+)?\.safetensors"
+        return re.fullmatch(rf"{bad_step}|history\.{who}\.jsonl", name) is not None
 
     @property
     def who(self) -> Who:
@@ -209,8 +218,8 @@ class Listed:
     last: float | None
 
 
-def listed(run_dir: Path) -> Listed:
-    """Return what there is to say of a run in one line, without reading its snapshots."""
+def listed(run_dir: Path, called: str, sizes: Mapping[str, int]) -> Listed:
+    """Return what there is to say of a run in one line, without its snapshots. called: by a person. sizes: of its files, in bytes."""
     try:
         found, damaged = records(run_dir), False
     except NanscopeError:
@@ -221,15 +230,15 @@ def listed(run_dir: Path) -> Listed:
     counted = [outline(path).steps for who, path in written.items() if who not in ended]
     first = found[0] if found else RunRecord(status="")
     return Listed(
-        path=str(run_dir),
+        path=called,
         script=first.script,
         started=first.started,
         status="damaged" if damaged else state(found),
         steps=max([*(record.steps for record in found), *counted], default=0),
         bad_steps=max([record.bad_steps for record in found], default=0),
         ranks=len(written) or len(found),
-        size=sum(path.stat().st_size for path in run_dir.iterdir() if path.is_file()),
-        snapshots=sum(1 for _ in bad_step_files(run_dir)),
+        size=sum(sizes.values()),
+        snapshots=sum(is_bad_step(name) for name in sizes),
         last=max(last, default=None),
     )
 

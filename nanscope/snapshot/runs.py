@@ -7,8 +7,11 @@ nanscope-runs/
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from pathlib import Path
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import PREFIX, SUFFIX, write_whole
 from nanscope.snapshot.processes import Who, mark, writes_as
+from nanscope.snapshot.remote import is_remote
 
 LATEST = "latest"
 MAX_BYTES = 1 << 30  # of all snapshots that one process of a run writes
@@ -25,22 +29,45 @@ _OURS = re.compile(r"run(\.rank\d+.*)?\.json|history\.rank\d+.*\.jsonl|step-\d+\
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of runs. given: as a person wrote it. path: the same place whatever directory a script goes to later."""
+    """A folder of runs. given: as a person wrote it, a path or an address. path: the same place whatever directory a script goes to later,
+    or where files lie on their way to the address.
+    """
 
-    given: Path
+    given: str
     path: Path
 
     @staticmethod
     def of(given: str | os.PathLike[str]) -> Folder:
         """The folder that is meant here and now."""
+        if is_remote(given):
+            url = os.fspath(given).rstrip("/")
+            own = f"nanscope-{os.getuid() if hasattr(os, 'getuid') else ''}"
+            return Folder(url, Path(tempfile.gettempdir()) / own / hashlib.sha256(url.encode()).hexdigest()[:16])
         try:
-            return Folder(Path(given), Path(given).absolute())
+            return Folder(os.fspath(given), Path(given).absolute())
         except OSError:  # the current directory is gone
-            return Folder(Path(given), Path(given))
+            return Folder(os.fspath(given), Path(given))
+
+    @property
+    def remote(self) -> bool:
+        """Is it an address?"""
+        return is_remote(self.given)
+
+    def make(self) -> None:
+        """Make it, if there is none. Raises OSError, also where it is an address and somebody else could write to what lies on its way."""
+        if self.remote:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            about = self.path.parent.stat()
+            if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path.parent))
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def shown(self, path: Path) -> str:
         """A path in it, as a person would write it."""
-        return str(self.given / path.relative_to(self.path) if path.is_relative_to(self.path) else path)
+        if not path.is_relative_to(self.path):
+            return str(path)
+        within = path.relative_to(self.path)
+        return "/".join((self.given, *within.parts)) if self.remote else str(Path(self.given) / within)
 
 
 def wrote(name: str) -> bool:
@@ -62,6 +89,11 @@ def histories(run_dir: Path) -> dict[Who, Path]:
 def bad_step_files(run_dir: Path, step: int | None = None) -> Iterator[Path]:
     """Yield the snapshots of the bad steps of a run, or of one of them, in no order."""
     return run_dir.glob(f"step-{'*' if step is None else f'{step:06d}'}.rank*.safetensors")
+
+
+def is_bad_step(name: str) -> bool:
+    """Is this what the snapshot of a bad step is called?"""
+    return name.startswith("step-") and wrote(name)
 
 
 def is_run(folder: Path) -> bool:

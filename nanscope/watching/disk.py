@@ -74,6 +74,11 @@ class Disk:
             self.problem = f"{what}: {error.strerror or error}"
             log.warning("nanscope [unwritten]: %s; training goes on, what is found is kept in memory", self.problem)
 
+    def unsent(self, error: OSError) -> None:
+        """Say that a store does not answer: what is written stays on this machine until it does."""
+        self.problem = self.problem or str(error)
+        log.warning("nanscope [unsent]: %s; training goes on, what is found is kept in %s", error, self.folder)
+
     def _make_room(self, need: int, snapshot: Snapshot) -> bool:
         while self._is_over(need, snapshot):
             if not self._consequences or snapshot.consequence_of is not None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from nanscope.plain import checked
+from nanscope.snapshot.processes import machine
 from nanscope.snapshot.runs import MAX_BYTES, Folder
 from nanscope.watching.place import OURS, Place, enrol, is_ranked, name_of
 
@@ -37,7 +39,8 @@ ALONE = "MainProcess"
 class Invitation:
     """A run that other processes take part in.
 
-    path: its directory, given: its folder of runs as a person wrote it. run: its id. on_nonfinite, save_steps, max_bytes: as in `watch`.
+    path: its directory, given: its folder of runs as a person wrote it. run: its id. machine: of who began it. on_nonfinite, save_steps,
+    max_bytes: as in `watch`.
     """
 
     path: str
@@ -46,6 +49,7 @@ class Invitation:
     on_nonfinite: str = "record"
     save_steps: tuple[int, ...] = ()
     max_bytes: int = MAX_BYTES
+    machine: str = field(default_factory=machine)
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> Invitation | None:
@@ -69,7 +73,19 @@ class Invitation:
         name = multiprocessing.current_process().name
         called = "main" if lead else _plain(name if name != ALONE else name_of(sys.argv, ()))
         names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
-        place = enrol(Path(self.path), self.run, list(names), Folder(Path(self.given), Path(self.path).parent))
+        path, folder = Path(self.path), Folder(self.given, Path(self.path).parent)
+        elsewhere = self.machine != machine()
+        if folder.remote:
+            folder = Folder.of(self.given)
+            path = folder.path / path.name
+            if elsewhere and not is_ranked():  # nobody can see from here which names are taken
+                names = dict.fromkeys(f"{name}-{machine()[:4]}" for name in names)
+        elif elsewhere and not path.is_dir():
+            raise FileNotFoundError(
+                f"{self.given} is another folder on this machine ({platform.node()}), so that what trains here is not seen: nodes that "
+                f"share no disk need an address that all of them reach, as in --out s3://bucket/runs"
+            )
+        place = enrol(path, self.run, list(names), folder)
         return replace(place, shared=bool(place.worker) or not lead)
 
     @contextmanager

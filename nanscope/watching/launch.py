@@ -18,7 +18,7 @@ from pathlib import Path
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.record import others, unwatched
-from nanscope.snapshot.runs import MAX_BYTES
+from nanscope.snapshot.runs import MAX_BYTES, Folder
 from nanscope.verdict.incident import NonFiniteError, Verdict
 from nanscope.verdict.run import verdict_of
 from nanscope.watching.ambience import AMBIENCE
@@ -53,6 +53,7 @@ class Ended:
 
 def verdict_on(scope: Scope) -> Verdict:
     """Return the verdict on a run, of all processes that took part in it. scope: of the one that began it; it has ended."""
+    scope.gather()
     if scope.leads and (others(scope.out) or unwatched(scope.out)):
         return verdict_of(scope.out, shown=scope.shown)
     return scope.verdict
@@ -63,7 +64,7 @@ def run(
     args: Sequence[str],
     *,
     module: bool,
-    out: Path,
+    out: str | os.PathLike[str],
     on_nonfinite: OnNonFinite,
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
@@ -91,7 +92,7 @@ def lead(
 
     Raises NanscopeError if nothing can be written to `out`.
     """
-    scope, invitation = _begun(Path(out), name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes)
+    scope, invitation = _begun(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes)
 
     def enter() -> Callable[[], None]:
         scope.__enter__()
@@ -109,9 +110,11 @@ def lead(
     return invitation
 
 
-def _begun(out: Path, name: str, on_nonfinite: OnNonFinite, save_steps: Sequence[int], max_bytes: int) -> tuple[Scope, Invitation]:
+def _begun(
+    out: str | os.PathLike[str], name: str, on_nonfinite: OnNonFinite, save_steps: Sequence[int], max_bytes: int
+) -> tuple[Scope, Invitation]:
     try:
-        place = settle(out, name, lead=True)
+        place = settle(Folder.of(out), name, lead=True)
     except OSError as problem:
         raise NanscopeError(f"{out} cannot be written ({problem.strerror or problem}): choose another --out", slug="not-writable") from None
     invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes)
@@ -145,6 +148,7 @@ def _children(scope: Scope) -> Iterator[None]:
     try:
         yield
     finally:
+        scope.gather()
         nothing = not (scope.steps or scope.backwards or others(scope.out))
         if os.getpid() == began and nothing and (_work_of_children() != before or _living_children()):
             scope.missed(

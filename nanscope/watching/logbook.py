@@ -27,6 +27,7 @@ from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import Aftermath, Remark, RunRecord, now
+from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import is_round, listed
@@ -35,6 +36,7 @@ from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import Disk
 from nanscope.watching.dying import close_at_end
+from nanscope.watching.mirror import Mirror
 from nanscope.watching.peers import PART, PATIENCE, Peers, of_other_ranks
 from nanscope.watching.place import Place, is_ranked, rank_and_world, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
@@ -53,20 +55,19 @@ log = logging.getLogger("nanscope")
 class Logbook:
     """What is known of one run. paths: of the snapshots, None for one that could not be written. saved: files of steps that were asked for.
 
-    folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run, and bad backward passes
-    per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept, after it was written.
+    runs: the folder of them. folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run,
+    and bad backward passes per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept, after it was written.
     """
 
     def __init__(
         self,
-        folder: Path,
+        runs: Folder,
         limit: int,
         max_bytes: int = MAX_BYTES,
         on_incident: Callable[[Snapshot, str | None], None] | None = None,
         leave: Callable[[str], None] | None = None,
     ) -> None:
-        self._runs = Folder.of(folder)
-        self.folder, self.limit, self.rank, self.worker = self._runs.path, limit, 0, ""
+        self.runs, self.folder, self.limit, self.rank, self.worker = runs, runs.path, limit, 0, ""
         self._max_bytes, self._on_incident = max_bytes, on_incident
         self._record = RunRecord()
         self._pid = os.getpid()
@@ -84,6 +85,7 @@ class Logbook:
             poisoning.forget(self._aftermath)
         self._poisoning = self.another_poisoning()
         self._disk = Disk(None, self._max_bytes)
+        self._mirror: Mirror | None = None
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
@@ -125,13 +127,15 @@ class Logbook:
 
     def _settle(self, place: Place) -> None:
         self.folder, self.rank, self.worker = place.path, place.rank, place.worker
-        self._runs = place.folder or self._runs
+        self.runs = place.folder or self.runs
         world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
         self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world)
         self._peers = Peers(place.path, place.rank, world, place.worker)
         self.history = History(history_path(place.path, *self._record.who), place.run)
         self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
         self._teller = Teller(self.shown(place.path), self._record.called if place.shared else "")
+        if self.runs.remote and place.path.is_relative_to(self.runs.path):
+            self._mirror = Mirror(place.path, Remote(self.shown(place.path)), self._record.owns, self._disk.unsent)
 
     def _in_this_process(self) -> None:
         """Take the place in a run that is still to be taken."""
@@ -155,14 +159,22 @@ class Logbook:
 
     def _begin_beside(self) -> Place:
         """A place for a forked process where nobody takes part in anything: a run of its own, beside its parent's."""
-        place = settle_somewhere(self._runs.path, self._record.script)
+        place = settle_somewhere(self.runs, self._record.script)
         if place is None:
             raise OSError("no place")
         return place
 
     def shown(self, path: Path) -> str:
         """Return a path as the folder of runs was given, relative where that was: a script may have gone to another directory."""
-        return self._runs.shown(path)
+        return self.runs.shown(path)
+
+    def gather(self) -> None:
+        """Fetch what other processes have written, where that takes fetching."""
+        if self._mirror is not None:
+            try:
+                self._mirror.fetch()
+            except OSError as error:
+                self._disk.unsent(error)
 
     @in_turn
     def begin_step(self) -> None:
@@ -342,6 +354,9 @@ class Logbook:
         self._record = replace(self._record, ended=now(), status=self._last_status(), raised=raised)
         if self._join is None or not self._record.member:
             self._put()
+        if self._mirror is not None:
+            self._mirror.flush()
+            self.gather()
         took = time.monotonic() - self._opened
         self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))
         if self._unheard:
@@ -378,6 +393,7 @@ class Logbook:
         reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}
         if not (reduced or self._skips) or not has_peers():
             return
+        self.gather()
         for step, entries in self._peers.lines({*reduced, *self._skips}, patience).items():
             fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
             if step in self._skips and fine:

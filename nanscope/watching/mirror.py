@@ -37,6 +37,7 @@ class Mirror:
         self._last: dict[str, float] = {}  # when a history was sent
         self._fetched: dict[str, Kept] = {}
         self._ending, self._sending, self._told = threading.Event(), threading.Lock(), False
+        self._over = False
         threading.Thread(target=self._look_on, name="nanscope-mirror", daemon=True).start()
         atexit.register(self._leave)
 
@@ -54,7 +55,10 @@ class Mirror:
 
     def _leave(self) -> None:
         """The process ends: the page of the verdict may have come last. What is there is not kept here, too."""
-        if not self.flush():
+        unsent = self.flush()
+        with self._sending:
+            self._over = True  # what is removed here from now on is kept there
+        if not unsent:
             for name in (*self._files(), *self._fetched):
                 with contextlib.suppress(OSError):
                     (self.folder / name).unlink()
@@ -68,6 +72,8 @@ class Mirror:
     def _send_changed(self, everything: bool) -> None:
         """Send what has changed, what was found first. everything: also what is not due yet. A store that fails is asked again later."""
         with self._sending:
+            if self._over:
+                return
             files = self._files()
             due = [name for name, state in files.items() if self._sent.get(name) != state and (everything or self._is_due(name, state))]
             try:

@@ -30,7 +30,8 @@ import torch
 from nanscope.plain import checked
 from nanscope.snapshot.files import PREFIX, SUFFIX, sweep
 from nanscope.snapshot.processes import age, lives, mark, writes_as
-from nanscope.snapshot.runs import Folder, point
+from nanscope.snapshot.remote import Remote
+from nanscope.snapshot.runs import LATEST, Folder, point
 
 log = logging.getLogger("nanscope")
 
@@ -86,14 +87,21 @@ class Claim:
     launcher: str = ""
 
 
-def settle(folder: Path, name: str, *, lead: bool = False) -> Place:
+def settle(runs: Folder, name: str, *, lead: bool = False) -> Place:
     """Return the directory of this process's run in a folder of runs, made for it or by another rank of its job.
 
+    Where the folder is an address, processes of one machine find each other, and those of several by an invitation only.
     lead: of a run in which the processes that this one starts take part; its own name in it, if it needs one, is that of `enrol`.
     Raises OSError if nothing can be written there.
     """
-    folder = folder.absolute()  # a script may go to another directory
-    folder.mkdir(parents=True, exist_ok=True)
+    runs.make()
+    place = _settle(runs.path, name, lead)
+    if runs.remote and (lead or place.rank == 0):
+        Remote(runs.given).put(LATEST, f"{place.path.name}\n".encode())  # that nothing can be written there is known at once
+    return place
+
+
+def _settle(folder: Path, name: str, lead: bool) -> Place:
     rank, world = rank_and_world()
     if rank == 0:  # a thousand ranks that list a thousand files each are a million
         for earlier in (*sorted(path for path in folder.iterdir() if path.is_dir())[-SWEPT:], folder):
@@ -112,6 +120,7 @@ def enrol(path: Path, run: str, names: Sequence[str], folder: Folder) -> Place:
 
     Raises OSError if nothing can be written there.
     """
+    folder.make()
     path.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
     rank = rank_and_world()[0]
     numbered = (f"{names[-1] or 'process'}-{number}" for number in itertools.count(2))
@@ -125,14 +134,14 @@ def is_ranked() -> bool:
     return "RANK" in os.environ and multiprocessing.parent_process() is None
 
 
-def settle_somewhere(folder: Path, name: str) -> Place | None:
+def settle_somewhere(runs: Folder, name: str) -> Place | None:
     """As `settle`; where nothing can be written in the folder of temporary files, and said; None if not there either."""
     try:
-        return settle(folder, name)
+        return settle(runs, name)
     except OSError as error:
-        why = f"{folder} cannot be written ({error.strerror or error})"
+        why = f"{runs.given} cannot be written ({error.strerror or error})"
     try:
-        place = settle(Path(tempfile.mkdtemp(prefix="nanscope-runs-")), name)
+        place = settle(Folder.of(tempfile.mkdtemp(prefix="nanscope-runs-")), name)
     except OSError:
         log.warning("nanscope [out-unwritable]: %s, and no temporary folder either: what is found is kept in memory only", why)
         return None

@@ -34,7 +34,7 @@ from nanscope.errors import NanscopeError
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
 from nanscope.snapshot.record import RunRecord
-from nanscope.snapshot.runs import MAX_BYTES
+from nanscope.snapshot.runs import MAX_BYTES, Folder
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
@@ -94,7 +94,7 @@ class Scope:
         self._targets, self._place, self._invitation = targets, place, invitation
         self._name = name_of([name] if name else sys.argv, targets)
         self._on_incident = on_incident
-        self._logbook = Logbook(Path(out), limit, max_bytes, self._announce if on_incident is not None else None, self.leave)
+        self._logbook = Logbook(Folder.of(out), limit, max_bytes, self._announce if on_incident is not None else None, self.leave)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
         self._tally, self._optimizers = Tally(), Optimizers()
@@ -175,7 +175,7 @@ class Scope:
         about = RunRecord(script=self._name, on_nonfinite=self.on_nonfinite, targets=targets, budget=self._budget)
         invitation = self._invitation or (AMBIENCE.invitation if self._place is None else None)
         if invitation is None or self._place is not None:
-            self._logbook.open(self._place or settle_somewhere(self._logbook.folder, self._name), about)
+            self._logbook.open(self._place or settle_somewhere(self._logbook.runs, self._name), about)
         if invitation is not None:
             join = partial(invitation.join, lead=self.leads) if self._place is None or self.leads else None
             about = replace(about, reaped=is_reaped())
@@ -260,6 +260,10 @@ class Scope:
     def out(self) -> Path:
         """The directory of this run, once it has begun; the folder of runs before."""
         return self._logbook.folder
+
+    def gather(self) -> None:
+        """Fetch what other processes of the run have written, where `out` is an address."""
+        self._failsafe("finish", self._logbook.gather)
 
     def shown(self, path: Path) -> str:
         """Return a path of this run as a person would write it: relative where `out` was, whatever the current directory is now."""
