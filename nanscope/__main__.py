@@ -85,7 +85,7 @@ def _options(
 def run(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, with -m the module, or after -- a command.")],
-    out: Annotated[str, typer.Option("--out", help="Folder of runs, also s3://bucket/runs; this one gets a directory in it.")] = RUNS,
+    out: Annotated[str, typer.Option("--out", help="Folder of runs, or an address: s3://bucket/runs.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
     save_step: Annotated[
@@ -93,7 +93,7 @@ def run(
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too, wherever they run.")] = False,
+    on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
 ) -> None:
     """Run a training script and watch it, with all the processes that it starts.
 

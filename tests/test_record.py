@@ -100,7 +100,7 @@ def test_a_run_in_one_line(tmp_path: Path) -> None:
     for step in range(1, 10):
         history.append(Entry(step, 1, 100.0 + step))
     history.close()
-    found = listed(tmp_path)
+    found = listed(tmp_path, str(tmp_path), {path.name: path.stat().st_size for path in tmp_path.iterdir()})
     assert (found.script, found.started, found.status, found.steps, found.bad_steps) == ("train", "s", "non-finite", 9, 2)
     assert (found.ranks, found.snapshots, found.last) == (1, 1, 109.0)
     assert found.size == sum(path.stat().st_size for path in tmp_path.iterdir()) > 100

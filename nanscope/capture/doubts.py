@@ -21,13 +21,13 @@ from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
+from nanscope.program.ops import CHECKS
 from nanscope.program.program import Program
 from nanscope.torch_inside import number_of, sequence_number
 
 ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 STEPS = 32  # values that are gone through from an answer back to what it is about
 SMALL = 64  # elements of a tensor that is held until somebody asks for its extremes
-TESTS = frozenset({"isfinite", "isinf", "isnan"})  # of math, numpy and torch: who calls these in the same function tests what it reads
 FULL = 16  # places at which something is in doubt at a time
 
 Sliced = tuple[Program, dict[int, Tensor]]
@@ -96,7 +96,7 @@ class Doubts:
             return
         where = place()
         for doubt in doubts:
-            doubt.tested = doubt.truth or (where[0] is not None and not TESTS.isdisjoint(where[0].co_names))
+            doubt.tested = doubt.truth or (where[0] is not None and not CHECKS.isdisjoint(where[0].co_names))
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()

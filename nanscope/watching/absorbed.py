@@ -18,16 +18,14 @@ class Absorbed:
     def note(self, recording: Recording, step: int) -> None:
         """A value overflowed, or a gradient was not finite and did not arrive."""
         vanished = self._examiner.vanished(recording)
-        if vanished is not None:
-            name, hooked = vanished
-            if hooked:
-                text = f"what the gradient of {name} would have done to the weights: it was not finite, and hooks let nothing through"
-                self._logbook.gap("hidden-by-hook", text, step)
-            else:
-                text = f"the gradient of {name} was not finite, and nothing of that arrived in a weight"
-                self._logbook.note("nonfinite_absorbed", text, step)
+        if vanished is not None and vanished[1]:
+            text = f"what the gradient of {vanished[0]} would have done to the weights: it was not finite, and hooks let nothing through"
+            self._logbook.gap("hidden-by-hook", text, step)
         location = self._examiner.absorbed(recording) if self._logbook.takes_notes() else None
         if location is None or location.origin.site is None:
+            if vanished is not None and not vanished[1]:
+                text = f"the gradient of {vanished[0]} was not finite, and nothing of that arrived in a weight"
+                self._logbook.note("nonfinite_absorbed", text, step)
             return
         line = (location.origin.site.file, location.origin.site.line)
         if line not in self._told:

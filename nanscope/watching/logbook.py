@@ -56,7 +56,8 @@ class Logbook:
     """What is known of one run. paths: of the snapshots, None for one that could not be written. saved: files of steps that were asked for.
 
     runs: the folder of them. folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run,
-    and bad backward passes per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept, after it was written.
+    and bad backward passes per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept,
+    after it was written.
     """
 
     def __init__(

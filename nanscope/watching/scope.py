@@ -123,8 +123,9 @@ class Scope:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._failsafe("leave", self._undo.close)  # before all else: whatever of ours fails then, nothing stays installed
         try:
-            self.leave("" if kind is None else kind.__name__)
+            self._failsafe("leave", self.leave, "" if kind is None else kind.__name__)
         finally:
             if self._took_over:
                 AMBIENCE.resume()
