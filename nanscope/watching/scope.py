@@ -119,7 +119,7 @@ class Scope:
                 self._undo = undo.pop_all()
             except Exception as error:  # noqa: BLE001 - training goes on unwatched
                 self._failsafe.caught("watch", error)
-        tell_lacks()
+        self._failsafe("open-run", tell_lacks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
