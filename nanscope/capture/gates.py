@@ -23,7 +23,7 @@ from nanscope.capture.compiler import called_for_real, never_compile
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.source import variables
 from nanscope.capture.threads import Strand, Threads
-from nanscope.capture.unseen import is_ours, is_traced
+from nanscope.capture.unseen import OURS, is_ours, is_traced
 from nanscope.torch_inside import count_function_modes, is_transformed
 
 
@@ -39,7 +39,7 @@ class Gates:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or here.strand.inside or self._threads.resting or is_ours():
+            if torch.compiler.is_compiling() or here.strand.inside or self._threads.resting or OURS.get():
                 return original(*args, **kwargs)
             strand = here.strand
             if strand.eyes is None:

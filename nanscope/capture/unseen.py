@@ -15,12 +15,12 @@ import torch
 
 from nanscope import torch_inside as inside
 
-_OURS = ContextVar("nanscope is at work", default=False)
+OURS = ContextVar("nanscope is at work", default=False)  # in this thread, on behalf of any scope
 
 
 def is_ours() -> bool:
     """Is what runs now in this thread work of ours, on behalf of any scope, and none of the trainer's?"""
-    return _OURS.get()
+    return OURS.get()
 
 
 def is_traced() -> bool:
@@ -48,12 +48,12 @@ def is_watched() -> bool:
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """Do our own work in here. Costs next to nothing where nobody else looks."""
-    before = _OURS.set(True)
+    before = OURS.set(True)
     try:
         with _past_others() if is_watched() else contextlib.nullcontext():
             yield
     finally:
-        _OURS.reset(before)
+        OURS.reset(before)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ class Scope:
         if self._entered:
             raise NanscopeError("a scope can be entered once; call nanscope.watch again", slug="scope-reused")
         self._entered = True
-        self._took_over = AMBIENCE.rest()
+        self._failsafe("open-run", self._take_over)
         _OPEN.add(self)
         self._failsafe("open-run", self._unseen, self._open)
         with contextlib.ExitStack() as undo:  # half of the instruments are as good as none
@@ -128,7 +128,7 @@ class Scope:
             self._failsafe("leave", self.leave, "" if kind is None else kind.__name__)
         finally:
             if self._took_over:
-                AMBIENCE.resume()
+                self._failsafe("leave", AMBIENCE.resume)
 
     def leave(self, raised: str = "") -> None:
         """Take everything down and close the book. raised: class of what ended the block, or the signal that is about to."""
@@ -140,6 +140,9 @@ class Scope:
             rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
             self._failsafe("finish", self._unseen, self._threads.finish)
+
+    def _take_over(self) -> None:
+        self._took_over = AMBIENCE.rest()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         """Install the instruments. undo: takes them off in reverse order, each whatever becomes of the others."""
