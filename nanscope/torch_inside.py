@@ -209,6 +209,21 @@ def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
     return scale
 
 
+# -- ranks ----------------------------------------------------------------------------------------------------------------------------
+
+count_collectives: Callable[[Any], int] = spared(
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+    lambda group: 0,
+    'with DDP, "skip" takes steps that it could skip',
+)
+
+
+def reduction_hooks(replicas: object) -> list[str] | None:
+    """Return the names of what somebody has put in the place of DDP's all-reduce, None where torch does not tell."""
+    hooks: list[tuple[object, object]] | None = getattr(replicas, "_comm_hooks", None)
+    return None if hooks is None else [getattr(hook, "__name__", "") for hook, _ in hooks]
+
+
 # -- modules --------------------------------------------------------------------------------------------------------------------------
 
 pre_hooks: Register = needed("torch.nn.modules.module._global_forward_pre_hooks")

@@ -1,7 +1,8 @@
-"""Training on two processes: `python ranks.py RANK PORT OUT CASE…`, a case being KIND:FAULT:MODE. Prints one line of JSON for each.
+"""Training on several processes: `python ranks.py RANK WORLD PORT OUT CASE…`, a case being KIND:FAULT:MODE. Prints one line of JSON for each.
 
 Every case is trained twice, bare and watched, in a process group of its own, so that one that fails does not spoil the next. A step that is
-bad is bad on rank 0, or where the fault says so.
+bad is bad on rank 0, or where the fault says so; of a pipeline the loss is that of the last rank; ranks that hold parts of the same
+layers are bad together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
@@ -19,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
@@ -28,6 +32,10 @@ import nanscope
 
 WORDS, BAD, STEPS = 12, 2, 4
 MESHES: list[Any] = []
+
+
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", shape or (torch.distributed.get_world_size(),), mesh_dim_names=names)
 
 
 class Policy(nn.Module):
@@ -41,29 +49,62 @@ class Policy(nn.Module):
         self.reduces = reduces  # a collective in a model of plain weights, as one of hand-made parallel layers has it
 
     def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.end(self.begin(ids))
+        return out
+
+    def begin(self, ids: Tensor) -> Tensor:
         x = torch.tanh(self.hidden(self.drop(self.embed(ids))))
         if self.reduces:
             DTensor.from_local(x.detach(), MESHES[-1], [Partial()], run_check=False).full_tensor()
         if self.overflows:
             x = x + torch.exp(x.abs() * 0 + 100.0)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(x)
         return out
 
 
-def fsdp2(net: Policy) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
+class Stage(Policy):
+    """A half of it, for a pipeline."""
+
+    def __init__(self, net: Policy, last: bool) -> None:
+        nn.Module.__init__(self)
+        self.last, self.overflows, self.reduces = last, False, False
+        for name in ("head",) if last else ("embed", "hidden", "drop"):
+            setattr(self, name, getattr(net, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(x) if self.last else self.begin(x)
+
+
+def fsdp2(net: Policy, mesh: Any = None) -> nn.Module:
+    mesh = mesh or mesh_of()
     for part in (net.hidden, net.head):
         fully_shard(part, mesh=mesh)
     return fully_shard(net, mesh=mesh)
 
 
-def tensor_parallel(net: Policy, head: Any = None) -> nn.Module:
+def tensor_parallel(net: Policy, head: Any = None, mesh: Any = None) -> nn.Module:
     plan = {
         "embed": ColwiseParallel(output_layouts=Replicate()),
         "hidden": ColwiseParallel(output_layouts=Replicate()),
         "head": head or ColwiseParallel(output_layouts=Replicate()),
     }
-    return parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+    return parallelize_module(net, mesh or mesh_of(), plan)
+
+
+def fsdp2_tp(net: Policy) -> nn.Module:
+    mesh = mesh_of(torch.distributed.get_world_size() // 2, 2, names=("data", "model"))
+    tensor_parallel(net, mesh=mesh["model"])
+    return fsdp2(net, mesh["data"])
+
+
+def ddp_of_some(net: Policy) -> nn.Module:
+    """Its hook is somebody's own: nobody knows what it leaves on the other ranks."""
+    model = nn.parallel.DistributedDataParallel(net)
+    model.register_comm_hook(None, lambda state, bucket: allreduce_hook(state, bucket))
+    return model
 
 
 def fsdp1(net: Policy, **options: Any) -> nn.Module:
@@ -72,11 +113,16 @@ def fsdp1(net: Policy, **options: Any) -> nn.Module:
 
 KINDS: dict[str, Callable[[Policy], nn.Module]] = {
     "ddp": nn.parallel.DistributedDataParallel,
+    "ddp_view": lambda net: nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True),
+    "ddp_hook": ddp_of_some,
+    "ddp_micro": nn.parallel.DistributedDataParallel,
     "fsdp1": fsdp1,
     "fsdp1_orig": lambda net: fsdp1(net, use_orig_params=True),
     "fsdp2": fsdp2,
+    "hsdp": lambda net: fsdp2(net, mesh_of(torch.distributed.get_world_size() // 2, 2, names=("replicas", "shards"))),
     "tp": tensor_parallel,
     "tp_loss": lambda net: tensor_parallel(net, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)),
+    "fsdp2_tp": fsdp2_tp,
     "manual": lambda net: net,
     "reducing": lambda net: net,
 }
@@ -105,51 +151,171 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
+class Loop:
+    """Trains a model as most do: backward, what makes the gradients of all ranks one, a clip, the update."""
+
+    clips, fault = True, ""
+
+    def __init__(self, kind: str, net: Policy) -> None:
+        self.kind, self.net = kind, net
+        self.model = KINDS[kind](net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def seed(self, rank: int) -> int:
+        """Of the batches; ranks that hold parts of the same layers read the same."""
+        return {"tp": 1, "tp_loss": 1, "fsdp2_tp": 10 + rank // 2}.get(self.kind, 10 + rank)
+
+    def is_first(self, rank: int) -> bool:
+        """Is a fault made here that only one makes?"""
+        return rank // 2 == 0 if self.kind == "fsdp2_tp" else rank == 0
+
+    def backward(self, ids: Tensor, now: str) -> float:
+        self.net.overflows = now == "model"
+        if self.kind == "ddp_micro":
+            return self.accumulate(ids, now)
+        with loss_parallel() if self.kind == "tp_loss" else contextlib.nullcontext():
+            loss = loss_of(self.model(ids[:, :-1]), ids, now, self.kind)
+            self.optimizer.zero_grad()
+            loss.backward()
+        return float(local(loss))
+
+    def accumulate(self, ids: Tensor, now: str) -> float:
+        """Two micro-batches; what goes bad does so in the first, which is not reduced by itself."""
+        self.optimizer.zero_grad()
+        with self.model.no_sync():  # type: ignore[operator]
+            loss_of(self.model(ids[:1, :-1]), ids[:1], now, self.kind).backward()
+        self.net.overflows = False
+        loss = loss_of(self.model(ids[1:, :-1]), ids[1:], "", self.kind)
+        loss.backward()
+        return float(loss.detach())
+
+    def reduce(self) -> None:
+        if self.kind in ("manual", "reducing"):
+            for parameter in self.model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= torch.distributed.get_world_size()
+
+    def clip(self) -> Tensor:
+        if self.kind.startswith("fsdp1"):
+            norm: Tensor = self.model.clip_grad_norm_(1.0)  # type: ignore[operator]
+            return norm
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return norm.full_tensor() if isinstance(norm, DTensor) and "_drop" in self.fault else norm
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class Pipeline(Loop):
+    """Half of the model on each rank; gradients of micro-batches come over from the next one."""
+
+    def __init__(self, kind: str, net: Policy) -> None:
+        rank, self.kind, self.now, self.losses = torch.distributed.get_rank(), kind, "", []
+        self.last = rank == torch.distributed.get_world_size() - 1
+        self.net = self.model = Stage(net, self.last)
+        stage = PipelineStage(self.model, rank, torch.distributed.get_world_size(), torch.device("cpu"))
+        schedule = Schedule1F1B if kind == "pipeline_1f1b" else ScheduleGPipe
+        self.schedule = schedule(stage, 2, loss_fn=self.loss)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def seed(self, rank: int) -> int:
+        return 10
+
+    def loss(self, logits: Tensor, ids: Tensor) -> Tensor:
+        return loss_of(logits, ids, self.now, self.kind)
+
+    def backward(self, ids: Tensor, now: str) -> float:
+        self.now, self.net.overflows, losses = now, now == "model" and not self.last, []
+        self.optimizer.zero_grad()
+        if self.last:
+            self.schedule.step(target=ids, losses=losses)
+        else:
+            self.schedule.step(ids[:, :-1])
+        return sum(float(loss.detach()) for loss in losses)
+
+    def is_first(self, rank: int) -> bool:
+        return True  # the loss is that of the last rank, the overflow that of the first
+
+
+class DeepSpeed(Loop):
+    """An engine takes the place of backward, clip and optimizer."""
+
+    clips = False
+
+    def __init__(self, kind: str, net: Policy) -> None:
+        import deepspeed
+
+        self.kind, self.net = kind, net
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": int(kind.removeprefix("deepspeed"))},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_allow_untested_optimizer": True,
+        }
+        self.model, self.optimizer, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings)
+
+    def backward(self, ids: Tensor, now: str) -> float:
+        self.net.overflows = now == "model"
+        loss = loss_of(self.model(ids[:, :-1]), ids, now, self.kind)
+        self.model.backward(loss)  # type: ignore[operator]
+        return float(local(loss))
+
+    def update(self) -> None:
+        self.model.step()  # type: ignore[operator]
+
+
+LOOPS: dict[str, type[Loop]] = {
+    "pipeline": Pipeline,
+    "pipeline_1f1b": Pipeline,
+    **{f"deepspeed{stage}": DeepSpeed for stage in (0, 1, 2)},
+}
+
+
 def train(kind: str, fault: str, scope: Any) -> dict[str, Any]:
-    """Train and return what a run that is watched must not change."""
+    """Train and return what a run that is watched must not change. A fault may end in _all, of all ranks, _raw, without a clip, and _drop: the trainer does."""
     rank = torch.distributed.get_rank()
-    alike = kind in ("tp", "tp_loss")
-    MESHES.append(init_device_mesh("cpu", (2,)))
+    MESHES.append(mesh_of())
     torch.manual_seed(0)
-    net = Policy(kind == "reducing")
-    model = KINDS[kind](net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(1 if alike else 10 + rank)
+    loop = LOOPS.get(kind, Loop)(kind, Policy(kind == "reducing"))
+    loop.fault = fault
+    torch.manual_seed(loop.seed(rank))
+    everywhere, clips = "_all" in fault, loop.clips and "_raw" not in fault
     before, losses = issued(), []
     with scope:
         for step in range(STEPS):
-            now = fault.removesuffix("_drop").removesuffix("_all") if step == BAD and (rank == 0 or fault.endswith("_all")) else ""
-            ids = torch.randint(0, WORDS, (2, 5))
-            net.overflows = now == "model"
-            with loss_parallel() if kind == "tp_loss" else contextlib.nullcontext():
-                loss = loss_of(model(ids[:, :-1]), ids, now, kind)
-                optimizer.zero_grad()
-                loss.backward()
-            losses.append(float(local(loss)))
-            if kind in ("manual", "reducing"):
-                for parameter in model.parameters():
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad /= 2
-            if kind.startswith("fsdp1"):
-                norm = model.clip_grad_norm_(1.0)  # type: ignore[operator]
-            else:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if fault.endswith("_drop") and not bool(getattr(norm, "full_tensor", lambda norm=norm: norm)().isfinite()):
+            now = fault.split("_")[0] if step == BAD and (everywhere or loop.is_first(rank)) else ""
+            losses.append(loop.backward(torch.randint(0, WORDS, (2, 5)), now))
+            loop.reduce()
+            if clips and not bool(local(loop.clip()).isfinite()) and "_drop" in fault:
                 continue  # the gradients go when the next loss has been computed
             if now == "late":
-                largest = max((p for p in model.parameters() if p.grad is not None), key=lambda p: local(p.grad).numel())
+                largest = max((p for p in loop.model.parameters() if p.grad is not None), key=lambda p: local(p.grad).numel())
                 local(largest.grad).view(-1)[0] = math.nan
-            for group in optimizer.param_groups:
+            for group in loop.optimizer.param_groups:
                 group["lr"] = math.inf if now == "optimizer" else 1e-2
-            optimizer.step()
+            loop.update()
     digest = hashlib.sha256()
-    for tensor in (*(local(p) for p in model.parameters()), torch.get_rng_state()):
+    for tensor in (*(local(p) for p in loop.model.parameters()), torch.get_rng_state()):
         digest.update(tensor.contiguous().numpy().tobytes())
     return {"weights": digest.hexdigest()[:16], "losses": str(losses), "issued": issued() - before}
 
 
+class Lines(logging.Handler):
+    """What is said on the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def case(name: str, out: str) -> dict[str, Any]:
     kind, fault, mode = name.split(":")
+    said = Lines()
+    logging.getLogger("nanscope").addHandler(said)
     try:
         bare = train(kind, fault, contextlib.nullcontext())
         scope = nanscope.watch(out=f"{out}/{name.replace(':', '-')}", on_nonfinite=mode)
@@ -162,30 +328,37 @@ def case(name: str, out: str) -> dict[str, Any]:
             "status": found.status,
             "steps": scope.steps,
             "skipped": scope.skipped,
+            "skips": [entry.step for entry in scope.history.entries if entry.stepped == "skipped"],
             "gaps": [gap.slug for gap in found.gaps],
             "notes": [[note.slug, note.text] for note in found.notes],
             "incidents": [[i.step, i.rank, str(i.cause), i.phase, i.origin.op] for i in found.incidents],
             "sentence": found.sentence,
+            "sentences": [i.sentence for i in found.incidents],
             "headline": first.headline if first else "",
+            "log": said.lines,
         }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        logging.getLogger("nanscope").removeHandler(said)
 
 
-def main(rank: int, port: int, out: str, cases: list[str]) -> None:
+def main(rank: int, world: int, port: int, out: str, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    patience = datetime.timedelta(seconds=15)
-    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=patience)
-    for name in cases:
-        own = torch.distributed.PrefixStore(name, store)
-        torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=patience)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    patience = datetime.timedelta(seconds=60)
+    store = torch.distributed.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=patience)
+    for number, name in enumerate(cases):
+        if not torch.distributed.is_initialized():
+            own = torch.distributed.PrefixStore(f"{number} {name}", store)
+            torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=patience)
         print(json.dumps({"case": name, **case(name, out)}), flush=True)
-        torch.distributed.destroy_process_group()
+        if "deepspeed" not in name:  # which keeps its group, and comes last
+            torch.distributed.destroy_process_group()
     store.set(f"done{rank}", "")
-    store.wait(["done0", "done1"], patience)
+    store.wait([f"done{other}" for other in range(world)], patience)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -145,11 +145,21 @@ class Wraps(Tensor):
         return func(*(arg.inside if isinstance(arg, Wraps) else arg for arg in args), **(kwargs or {}))
 
 
+def released(start: int = 0) -> Tensor:
+    """As a sharded model leaves its gathered weights: with a shape, and without memory. To read it would end the process."""
+    tensor = torch.ones(1 << 20)
+    part = tensor[start:]
+    tensor.untyped_storage().resize_(0)
+    return part
+
+
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "a stream": (lambda: (n for n in range(3)), "generator"),
     "too large": (lambda: torch.zeros(1 << 20), "more than 1 MB"),
     "too much else": (lambda: "x" * (65 << 20), "beside its tensors"),
     "a wrapper": (lambda: Wraps(torch.ones(2)), "Wraps, which is more than the memory"),
+    "released": (released, "let go of"),
+    "a view of what was released": (lambda: released(1), "let go of"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "more than the memory"),
 }
 

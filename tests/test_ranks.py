@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[First, First]] = {
     "fsdp2:edge_drop": (WHERE, WHERE),
     "fsdp1:loss": (MASK, MASK),
     "fsdp1:clip": ((0, *NORM), (1, *NORM)),
+    "fsdp1:optimizer": (UPDATE, (1, "unknown", "module")),
     "fsdp1_orig:model": (MODULE, MODULE),
     "fsdp1_orig:late": ((0, "unknown", "backward"), (1, "unknown", "module")),
     "fsdp2:none": (None, None),
@@ -60,10 +62,66 @@ CASES: dict[str, tuple[First, First]] = {
     "manual:late": ((0, "unknown", "write"), POISONED),
     "reducing:model": (MODULE, MODULE),
     "reducing:edge": (WHERE, WHERE),
+    "pipeline:none": (None, None),
+    "pipeline:loss": ((1, *MASK[1:]),) * 2,
+    "pipeline:edge": ((1, *WHERE[1:]),) * 2,
+    "pipeline:model": ((0, "exp_overflow", "exp"),) * 2,
+    "pipeline:late": ((0, "unknown", "write"), (1, "unknown", "write")),
+    "pipeline_1f1b:none": (None, None),
+    "pipeline_1f1b:loss": ((1, *MASK[1:]),) * 2,
+    "pipeline_1f1b:model": ((0, "exp_overflow", "exp"),) * 2,
 }
-SKIPS = ("ddp:loss", "fsdp2:loss", "fsdp2:late", "manual:late")  # with "skip"
+OF_FOUR: dict[str, tuple[First, ...]] = {
+    "ddp:loss": (MASK,) * 4,
+    "fsdp2:optimizer": ((0, "magnitude_overflow", "addcdiv"), *((rank, "unknown", "module") for rank in (1, 2, 3))),
+    "hsdp:none": (None,) * 4,
+    "hsdp:loss": (MASK,) * 4,
+    "hsdp:edge": (WHERE,) * 4,
+    "hsdp:model": (MODULE,) * 4,
+    "fsdp2_tp:none": (None,) * 4,
+    "fsdp2_tp:loss": (MASK, (1, *MASK[1:]), MASK, MASK),
+    "fsdp2_tp:edge_all": tuple((rank, *WHERE[1:]) for rank in range(4)),
+    "fsdp2_tp:clip": tuple((rank, *NORM) for rank in range(4)),
+}
+DEEPSPEED: dict[str, tuple[First, First]] = {  # ZeRO drops a step that overflowed, and on a rank that made none of it nothing is to be seen
+    "deepspeed0:none": (None, None),
+    "deepspeed0:loss": (MASK, MASK),
+    "deepspeed0:model": ((0, "exp_overflow", "exp"), (0, "exp_overflow", "exp")),
+    "deepspeed1:loss": (MASK, None),
+    "deepspeed1:edge_all": (WHERE, (1, *WHERE[1:])),
+    "deepspeed2:none": (None, None),
+    "deepspeed2:loss_all": (MASK, (1, *MASK[1:])),
+}
+WORLDS: dict[int, dict[str, tuple[First, ...]]] = {
+    2: {**CASES, **(DEEPSPEED if importlib.util.find_spec("deepspeed") else {})},
+    4: OF_FOUR,
+}
+ALL = [(world, case) for world, cases in WORLDS.items() for case in cases]
 
-Told = dict[str, tuple[dict[str, Any], dict[str, Any]]]  # by case, what each rank says
+# With "skip": at which steps each rank skips, and which of them refuses to.
+SKIPS: dict[tuple[int, str], tuple[list[list[int]], set[int]]] = {
+    (2, "ddp:none"): ([[], []], set()),
+    (2, "ddp:loss"): ([[3], [3]], set()),
+    (2, "ddp:loss_raw"): ([[3], [3]], set()),
+    (2, "ddp_view:loss"): ([[3], [3]], set()),
+    (2, "ddp_micro:loss"): ([[3], [3]], set()),
+    (2, "ddp_micro:model"): ([[3], [3]], set()),
+    (2, "ddp_hook:loss"): ([[], []], {0, 1}),
+    (2, "ddp:late"): ([[4], [4]], {0}),  # rank 0 alone wrote NaN to its gradients, and by its weights it reaches all a step later
+    (2, "fsdp1:loss"): ([[3], [3]], set()),
+    (2, "fsdp2:loss"): ([[3], [3]], set()),
+    (2, "fsdp2:loss_raw"): ([[], []], {0, 1}),
+    (2, "fsdp2:late"): ([[4], [4]], {0}),
+    (2, "tp:loss_all"): ([[3], [3]], set()),
+    (2, "manual:loss"): ([[3], [3]], set()),
+    (2, "manual:late"): ([[4], [4]], {0}),
+    (2, "pipeline:loss"): ([[], []], {0, 1}),
+    (4, "hsdp:loss"): ([[3]] * 4, set()),
+    (4, "hsdp:loss_raw"): ([[]] * 4, {0, 1, 2, 3}),
+    (4, "fsdp2_tp:loss"): ([[3]] * 4, set()),
+}
+
+Told = dict[tuple[int, str], list[dict[str, Any]]]  # by number of ranks and case, what each rank says
 
 
 def free_port() -> int:
@@ -80,43 +138,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.fixture(scope="module")
-def told(folder: Path) -> Told:
-    """All cases, in one pair of processes: to import torch costs more than to train."""
-    cases = [*(f"{case}:record" for case in CASES), *(f"{case}:skip" for case in SKIPS)]
+def run(world: int, folder: Path, cases: list[str]) -> Told:
+    """All cases, in one group of processes: to import torch costs more than to train."""
     port, environment = str(free_port()), {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), port, str(folder), *cases],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said: list[dict[str, dict[str, Any]]] = []
+    folder.mkdir()
+    said = [folder / f"said{rank}.txt" for rank in range(world)]  # a pipe that nobody empties holds up who writes to it
+    ranks = []
+    for rank, path in enumerate(said):
+        with path.open("w") as out:
+            command = [sys.executable, str(SCRIPT), str(rank), str(world), port, str(folder), *cases]
+            ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
     try:
-        for process in ranks:
-            out, error = process.communicate(timeout=240)
-            assert process.returncode == 0, error
-            said.append({line["case"]: line for line in map(json.loads, filter(lambda text: text.startswith("{"), out.splitlines()))})
+        for process, path in zip(ranks, said, strict=True):
+            assert process.wait(timeout=240) == 0, path.read_text()
     finally:
         for process in ranks:
             process.kill()
-    return {case: (said[0][case], said[1][case]) for case in cases}
+    found = [[json.loads(line) for line in path.read_text().splitlines() if line.startswith('{"case"')] for path in said]
+    lines = [{line["case"]: line for line in own} for own in found]
+    return {(world, case): [own[case] for own in lines] for case in cases}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_changes_and_nobody_is_asked(case: str, told: Told) -> None:
-    """Weights, losses, generators and the count of collectives are those of the bare run, on either rank, whatever goes bad on one."""
-    for line in told[f"{case}:record"]:
+@pytest.fixture(scope="module")
+def told(folder: Path) -> Told:
+    """What all ranks of all cases say."""
+    found: Told = {}
+    for world, cases in WORLDS.items():
+        skips = [case for ranks, case in SKIPS if ranks == world]
+        ordered = sorted((*(f"{case}:record" for case in cases), *(f"{case}:skip" for case in skips)), key=lambda case: "deepspeed" in case)
+        found |= run(world, folder / str(world), ordered)
+    return found
+
+
+@pytest.mark.parametrize(("world", "case"), ALL)
+def test_nothing_changes_and_nobody_is_asked(world: int, case: str, told: Told) -> None:
+    """Weights, losses, generators and the count of collectives are those of the bare run, on each rank, whatever goes bad on one."""
+    for line in told[world, f"{case}:record"]:
         assert "error" not in line, line["error"]
         assert line["watched"] == line["bare"] and line["bare"]["issued"] > 0
         assert (line["steps"], line["skipped"], line["gaps"]) == (4, 0, [])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_went_bad_is_found_on_the_ranks_that_it_reaches(case: str, told: Told) -> None:
+@pytest.mark.parametrize(("world", "case"), ALL)
+def test_what_went_bad_is_found_on_the_ranks_that_it_reaches(world: int, case: str, told: Told) -> None:
     """The loss is located where its own program holds the fault; the rank that made it is named; healthy is said only where all was."""
-    for line, expected in zip(told[f"{case}:record"], CASES[case], strict=True):
+    for line, expected in zip(told[world, f"{case}:record"], WORLDS[world][case], strict=True):
         first = (*line["incidents"][0][1:3], line["incidents"][0][4]) if line["incidents"] else None
         assert first == expected, line["sentence"]
         assert line["status"] == ("healthy" if expected is None else "non-finite")
@@ -127,7 +193,7 @@ def test_what_went_bad_is_found_on_the_ranks_that_it_reaches(case: str, told: To
 def test_weights_that_are_bad_are_blamed_where_the_model_cannot_be_run_again(told: Told) -> None:
     """The step after the harm, with sharded weights: their own part tells."""
     for case in ("fsdp1:loss", "fsdp2:loss", "tp:loss_all", "reducing:edge"):
-        for line in told[f"{case}:record"]:
+        for line in told[2, f"{case}:record"]:
             assert line["incidents"][-1][0] == 4 and line["incidents"][-1][2] == "poisoned_weights"
 
 
@@ -137,7 +203,7 @@ def test_a_rank_that_is_reached_says_from_where(told: Told) -> None:
     Also where the trainer has dropped the gradients by then, and only their norm tells.
     """
     cases = ("ddp:loss", "manual:loss", "fsdp2:loss", "reducing:edge", "ddp:edge_drop", "fsdp2:edge_drop")
-    own = {case: told[f"{case}:record"][1]["incidents"][1] for case in cases}
+    own = {case: told[2, f"{case}:record"][1]["incidents"][1] for case in cases}
     assert {case: (i[1], i[2], i[4]) for case, i in own.items()} == {
         "ddp:loss": (1, "allreduce_nan", "all_reduce"),
         "manual:loss": (1, "allreduce_nan", "all_reduce"),
@@ -151,26 +217,47 @@ def test_a_rank_that_is_reached_says_from_where(told: Told) -> None:
 def test_a_nan_of_one_rank_after_the_reduction_is_not_blamed_on_it(told: Told) -> None:
     """What the tape saw written is told with its line."""
     for case in ("ddp:late", "fsdp2:late", "manual:late"):
-        sentence = told[f"{case}:record"][0]["sentence"]
+        sentence = told[2, f"{case}:record"][0]["sentence"]
         assert "finite when backward and the ranks had done with it: it was written afterwards, ranks.py:" in sentence
 
 
-def test_all_ranks_skip_what_all_of_them_see(told: Told) -> None:
-    """A reduction brings the NaN to everybody: nobody steps, and the run goes on with healthy weights."""
-    for case in ("ddp:loss", "fsdp2:loss"):
-        for line in told[f"{case}:skip"]:
-            assert line["skipped"] == 1 and {step for step, *_ in line["incidents"]} == {3}
-            assert "skipped_alone" not in [slug for slug, _ in line["notes"]]
+@pytest.mark.parametrize(("world", "case"), SKIPS)
+def test_all_ranks_skip_or_none(world: int, case: str, told: Told) -> None:
+    """What a reduction has brought to all is skipped by all, and the run goes on with healthy weights; where one may be alone, it refuses."""
+    steps, refusing = SKIPS[world, case]
+    lines = told[world, f"{case}:skip"]
+    for line in lines:
+        assert "error" not in line, line["error"]
+        assert line["bare"]["issued"] == line["watched"]["issued"]
+    assert [line["skips"] for line in lines] == steps and [line["skipped"] for line in lines] == [len(skips) for skips in steps]
+    assert {rank for rank, line in enumerate(lines) if "skip_refused" in [slug for slug, _ in line["notes"]]} == refusing
+    assert {rank for rank, line in enumerate(lines) if any("nanscope [skip-refused]" in said for said in line["log"])} == refusing
+    for line in lines:
+        assert "skipped_alone" not in [slug for slug, _ in line["notes"]]
+        if [3] in steps:
             assert "nan" not in line["watched"]["losses"].split(", ")[3]
+        if not any(steps):
+            assert line["watched"] == line["bare"]
 
 
-def test_a_rank_that_skips_alone_is_told(told: Told) -> None:
-    """It keeps its weights and the other one does not: that is no whole step, and the verdict says so."""
-    for case in ("fsdp2:late", "manual:late"):
-        alone, other = told[f"{case}:skip"]
-        assert (alone["skipped"], other["skipped"]) == (1, 0)
-        (text,) = [text for slug, text in alone["notes"] if slug == "skipped_alone"]
-        assert text.startswith("step 3: rank 0 skipped its update, rank 1 made it")
+def test_stages_of_a_pipeline_say_what_the_others_sent_them(told: Told) -> None:
+    """A value goes on to the next stage and its gradient comes back: neither is blamed on the batch, nor on the stage's own backward."""
+    for kind in ("pipeline", "pipeline_1f1b"):
+        stages = [told[2, f"{kind}:{fault}:record"] for fault in ("loss", "model")]
+        (handed,) = {tuple(i[1:]) for i in stages[0][0]["incidents"] if i[:2] == [3, 0]}
+        (sent,) = {tuple(i[1:]) for i in stages[1][1]["incidents"] if i[:2] == [3, 1]}
+        assert handed == (0, "allreduce_nan", "backward", "handed") and sent == (1, "allreduce_nan", "input", "received")
+        assert any("in a pipeline from the next stage. rank 1: -(surrogate" in sentence for sentence in stages[0][0]["sentences"])
+        assert any("what another rank sent to this one came in as +inf" in sentence for sentence in stages[1][1]["sentences"])
+
+
+def test_the_element_of_a_sharded_weight_is_told_by_its_global_index(told: Told) -> None:
+    """The second rank's first row is not the weight's first."""
+    said = {(world, case): [line["sentence"] for line in told[world, f"{case}:record"]] for world, case in ALL}
+    assert "the gradient of embed.weight is NaN at global index [0, 0] of [12, 8]" in said[2, "fsdp2:late"][0]
+    assert ["at global index" in told[4, "hsdp:loss:record"][rank]["sentences"][1] for rank in (1, 2, 3)] == [True] * 3
+    assert "global index [6, 0] of [12, 8]" in told[4, "hsdp:loss:record"][1]["sentences"][1]
+    assert "global index [6, 4] of [12, 8]" in told[4, "fsdp2_tp:loss:record"][3]["sentences"][1]
 
 
 MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = {  # causes that the run's report tells, and its ranks
@@ -185,6 +272,8 @@ MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = { 
     "fsdp2:model": ([(0, "unknown")], {"first": (0,), "same step": (1,)}),
     "fsdp2:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
     "tp:model_all": ([(0, "unknown")], {"first": (0, 1)}),
+    "pipeline:loss": ([(1, "empty_mask_mean")] * 2, {"first": (1,), "same step": (0,)}),
+    "pipeline:model": ([(0, "exp_overflow")] * 2, {"first": (0,), "same step": (1,)}),
     "tp:optimizer": ([(0, "magnitude_overflow")], {"first": (0,), "later": (1,)}),
     "tp_loss:loss_all": ([(0, "unknown")], {"first": (0, 1)}),
     "manual:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
@@ -195,7 +284,7 @@ MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = { 
 def test_the_report_of_a_run_tells_one_cause_and_who_followed(case: str, told: Told, folder: Path) -> None:
     """Whatever spreads the model over the ranks; what came from another rank is no incident of its own."""
     del told
-    found = verdict_of(find_run(folder / f"{case.replace(':', '-')}-record")[0])
+    found = verdict_of(find_run(folder / "2" / f"{case.replace(':', '-')}-record")[0])
     assert found.ranks is not None and ([(i.rank, str(i.cause)) for i in found.causes], found.ranks.world) == (MERGED[case][0], 2)
     assert {str(group.standing): group.ranks for group in found.ranks.groups} == MERGED[case][1]
 
@@ -203,7 +292,7 @@ def test_the_report_of_a_run_tells_one_cause_and_who_followed(case: str, told: T
 def test_the_report_is_made_by_the_command_line(told: Told, folder: Path) -> None:
     """And says who was first."""
     del told
-    run = folder / "ddp-loss-record"
+    run = folder / "2" / "ddp-loss-record"
     done = subprocess.run(
         [sys.executable, "-m", "nanscope", "report", str(run), "-o", str(run / "merged.json")], capture_output=True, text=True, timeout=180
     )

@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.foreign import is_foreign
 from nanscope.errors import words_of
-from nanscope.program.local import is_wrapper
+from nanscope.program.local import has_memory, is_wrapper
 from nanscope.torch_inside import COMPILED, COMPILED_CALL, OPERATORS, OTHER_HOOKS, RUN_HOOKS, same_memory, uncompiled
 
 Copied = TypeVar("Copied")
@@ -127,6 +127,8 @@ class Copies:
             copy: Tensor = deepcopy(tensor)
             self.stand_in(tensor, copy)
             return copy
+        if not (has_memory(tensor) or tensor.is_meta or tensor.layout is not torch.strided):  # to read it would end the process
+            raise NotIsolated(f"it holds a {type(tensor).__name__} whose memory its owner has let go of")
         copy = self._parameter(tensor) if isinstance(tensor, nn.Parameter) else self._tensor(tensor)
         if copy.layout is not torch.strided or copy.data_ptr() != tensor.data_ptr() or not copy.data_ptr():
             self._own.append(copy)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
+from nanscope.capture.agreed import Agreed
 from nanscope.capture.counting import is_counted_here
 from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
@@ -79,7 +80,8 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
-    measured: address and size of a tensor → the first 2-norm that was taken of it so. doubts: of the trainer's code about its losses.
+    measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
+    agreed: by the ranks of the run. doubts: of the trainer's code about its losses.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None) -> None:
@@ -92,6 +94,8 @@ class Tape:
         self.tags: dict[str, int] = {}
         self.norms: deque[Tensor] = deque(maxlen=NORMS)
         self.measured: dict[tuple[int, int], Tensor] = {}
+        self.measured_at: dict[tuple[int, int], int | None] = {}
+        self.agreed = Agreed()
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self.log, self.known)
@@ -99,7 +103,6 @@ class Tape:
         self.doubts = Doubts(self.known, self.log, self.account, self.program)
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
-        self._reduced: deque[int] = deque(maxlen=NORMS)  # memory that a collective has written to
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
@@ -141,11 +144,17 @@ class Tape:
         if operator.name == ANSWER:
             if is_doubtful(result):
                 self._answered(args[0], result)
+        elif noted is None and operator.overload.startswith("c10d."):
+            self.known.unfind(tensors_of((args, result)))
+            self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
             if not self._after_jagged(args, result):
                 self._forget_results(result)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
-                self._after_norm(part for item in tensors_of(result) if (part := local(item)) is not None)
+                parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
+                self._after_norm(part for _, part in parts)
+                for item, part in parts:
+                    self.agreed.norm(item, part)
         elif operator.mutable:
             self._after_write(operator, noted, target, args, result)
         elif target is not None:
@@ -179,8 +188,6 @@ class Tape:
     def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if target is None:
             self.known.unfind(tensors_of((args, result)))
-            if operator.overload.startswith("c10d"):
-                self._reduced.extend(memory_of(tensor) for tensor in tensors_of(args) if is_plain(tensor))
         elif operator.turns:
             self._writes.after_turn(operator, noted, target, args[0])
         elif not self._writes.after(operator, noted, target, args[0]):
@@ -225,11 +232,14 @@ class Tape:
         operands = [arg for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
         if len(self.measured) > MEASURED:
             self.measured.clear()  # no backward pass is seen here
+            self.measured_at.clear()
         if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
             for operand, norm in zip(operands, results, strict=True):
                 if type(norm) is Tensor and norm.numel() == 1:
                     value = self.known.by_id[operand.id]
-                    self.measured.setdefault((value.key[0], math.prod(value.shape)), norm)
+                    place = value.key[0], math.prod(value.shape)
+                    if place not in self.measured:
+                        self.measured[place], self.measured_at[place] = norm, value.version
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
         """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
@@ -368,7 +378,12 @@ class Tape:
     def is_of_ranks(self, leaf: int, gradient: Tensor) -> bool:
         """Is a leaf the memory of a gradient, as backward left it, or what a collective has written to?"""
         value, part = self.values.get(leaf), local(gradient)
-        return value is not None and (value.storage in self._reduced or (part is not None and value.storage == memory_of(part)))
+        return value is not None and (self.agreed.holds(value.storage) or (part is not None and value.storage == memory_of(part)))
+
+    def is_of_all(self, leaf: int) -> bool:
+        """Is a leaf what a collective over all ranks of the run has written?"""
+        value = self.values.get(leaf)
+        return value is not None and self.agreed.holds(value.storage, by_all=True)
 
     def norm_site(self) -> Site | None:
         """Return where the last of `norms` was taken."""
@@ -402,9 +417,10 @@ class Tape:
         self.broken = ""
         self.norms.clear()
         self.measured.clear()
+        self.measured_at.clear()
         self.doubts.settle()
         self._opaque = {}
-        self._reduced.clear()
+        self.agreed.forget()
         if len(self.entries) > self._lasting:
             self.collect()  # between two large tensors, small ones that nobody needs keep the allocator from using their memory again
             self._lasting = 4 * PATIENCE + 2 * len(self.entries)

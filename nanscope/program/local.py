@@ -47,7 +47,7 @@ def local(tensor: Tensor) -> Tensor | None:
         if opened is None:
             return None
         tensor = opened
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         return None
     return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
 
@@ -83,9 +83,9 @@ def memory_of(tensor: Tensor) -> int:
         return 0
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """A sharded model lets go of the memory of its weights between two uses; what is empty needs none. A view into what is gone has an
-    address, too."""
+def has_memory(tensor: Tensor) -> bool:
+    """May a tensor be read? A sharded model lets go of the memory of its weights between two uses; what is empty needs none. A view into
+    what is gone has an address, too."""
     try:
         if tensor.data_ptr() and not tensor.storage_offset():
             return True

@@ -43,6 +43,8 @@ WRITTEN = "written"  # whoever wrote to it after backward was over
 CHANGED = "changed"  # a hook, or whoever wrote to it unseen: backward itself, made again, is finite
 UNTRACED = "untraced"  # the backward of a model that could not be made again, or what came after it
 WRITTEN_LATE = "write"  # whoever wrote to it after the ranks had put theirs together
+HANDED = "handed"  # whoever called backward with it
+RECEIVED = "received"  # another rank, which sent it
 
 
 FED = frozenset({"module", "unknown"})  # an origin that nobody could look into: it came out of the model

@@ -11,7 +11,20 @@ from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
 from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import Role, last_word, role_of
-from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Origin, Phase
+from nanscope.snapshot.observation import (
+    CHANGED,
+    HANDED,
+    RECEIVED,
+    REDUCED,
+    SPREAD,
+    UNTRACED,
+    WRITTEN,
+    WRITTEN_LATE,
+    Kind,
+    Observation,
+    Origin,
+    Phase,
+)
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
 
@@ -55,13 +68,14 @@ _AFTER_THE_LOSS = {
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
     CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
     UNTRACED: "while the loss and what it hands to the model are finite: it came in the model's own backward, or was written after it",
+    HANDED: "when the backward pass began: who called backward handed it in, in a pipeline from the next stage",
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
 }
 
 
 def _after_the_loss(seen: Observation) -> str:
     p = seen.origin
-    what = f"the gradient of {p.variable or 'a weight'} is {number(p.value)}{_at(p)}"
+    what = f"the gradient of {p.variable or ('an output' if p.op == HANDED else 'a weight')} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
     where = f", {_where(p.file, p.line)}" if p.op in (WRITTEN, WRITTEN_LATE) and p.file else ""
     return f"{what}, {_AFTER_THE_LOSS[p.op]}{where}{source}"
@@ -69,6 +83,9 @@ def _after_the_loss(seen: Observation) -> str:
 
 def _came_in(seen: Observation) -> str:
     p = seen.origin
+    if p.op == RECEIVED:
+        source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
+        return f"what another rank sent to this one came in as {number(p.value)}{_at(p)}{source}"
     extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
     where = _where(p.file, p.line)
     name = p.variable or "a tensor of the batch"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.modules import ModuleWatch, tensors_in
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_of
@@ -38,8 +38,10 @@ from nanscope.watching.look import (
     arrived,
     deeper_look,
     gradient_look,
+    handed,
     late,
     look_closely,
+    received,
     swallowed_look,
     update_look,
     update_seen,
@@ -86,7 +88,12 @@ class Examiner:
         bad = count_bad(grads)
         if not loss_bad and not bad:
             return None
-        return Hit(recording, Reached(recording.value, len(grads), bad, scaled=recording.scaled), loss_bad)
+        reached = Reached(recording.value, len(grads), bad, scaled=recording.scaled)
+        given = next((seed for seed in recording.seeds if not loss_bad and not bool(is_finite(seed))), None)
+        if given is not None:
+            seen = handed(given)
+            return Hit(recording, reached, look=NOTHING, seen=replace(seen, kind=Kind.ARRIVED) if has_peers() else seen)
+        return Hit(recording, reached, loss_bad)
 
     def at_hand(self, recording: Recording) -> list[Tensor]:
         """Return the gradients that can be counted: none while a sharded model still keeps them elsewhere, none once they were dropped."""
@@ -218,10 +225,20 @@ class Examiner:
             look = hit.look
             if look is None:
                 look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
+                look = self._from_another_rank(hit.recording, look)
             return self.described(snapshot, hit.recording, look, hit.loss_bad)
         except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
             log.warning("nanscope [not-explained]: step %d: %s", snapshot.step, words_of(error))
             return snapshot
+
+    def _from_another_rank(self, recording: Recording, look: Look) -> Look:
+        """What came in bad is not the batch's where another rank has sent it: the stage before, in a pipeline."""
+        found = look.seen or look.location
+        if found is None or found.phase is not Phase.INPUT:
+            return look
+        sent = (tensor for call in recording.calls for tensor in tensors_in([call.args, call.kwargs]) if self.tape.agreed.was_sent(tensor))
+        bad = next((tensor for tensor in sent if not bool(is_finite(tensor))), None)
+        return look if bad is None else replace(NOTHING, notes=look.notes, seen=received(bad))
 
     def asked(self, recording: Recording, blank: Snapshot) -> Snapshot | None:
         """Return a step that nothing is wrong with as a snapshot, None if its loss was not recorded."""

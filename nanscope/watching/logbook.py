@@ -389,6 +389,12 @@ class Logbook:
         self.skipped += 1
         self._skips.append(step)
 
+    def refuse_to_skip(self, step: int, why: str) -> None:
+        """A bad step was taken although it was to be skipped. why: in words."""
+        if not any(note.slug == "skip_refused" for note in self.notes):
+            log.warning("nanscope [skip-refused]: step %d: %s", step, why)
+            self.note("skip_refused", why, step)
+
     def _ask_peers(self, patience: float) -> None:
         """Look up what the other ranks say of the steps at which only theirs tells what ours means. patience: seconds to wait for them."""
         reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}

@@ -29,7 +29,7 @@ from nanscope.program.calls import Computes, Site
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import REDUCED, UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.observation import HANDED, RECEIVED, REDUCED, UNSEEN, Kind, Observation, Phase
 from nanscope.torch_inside import function_of
 from nanscope.watching.recording import Recording
 
@@ -335,6 +335,17 @@ def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> O
                 seen = observe_weight(names.get(id(parameter)), parameter, flat, group)
                 return replace(seen, optimizer=type(optimizer).__name__)
     return Observation(phase=Phase.OPTIMIZER, outside=True)
+
+
+def handed(gradient: Tensor) -> Observation:
+    """Return a gradient that backward was given to begin with."""
+    return late("", gradient, HANDED)
+
+
+def received(tensor: Tensor) -> Observation:
+    """Return what another rank has sent."""
+    seen = observe_made(RECEIVED, tensor, first_nonfinite(tensor) or 0, None, "", Phase.INPUT)
+    return replace(seen, kind=Kind.ARRIVED)
 
 
 def arrived(name: str, gradient: Tensor, by: str = REDUCED, weight: Tensor | None = None) -> Observation:

@@ -45,7 +45,8 @@ class Recording:
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
-    lay when they were read. frozen: calls of models without gradient, which outlast this.
+    lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
+    begin with. aside: where it was given some, what leads to the value that it began at: of no use unless that is bad itself.
     """
 
     program: Program | None
@@ -66,13 +67,15 @@ class Recording:
     micro_batch: int = 1
     places: dict[int, Address] = field(default_factory=dict)
     frozen: list[ModuleCall] = field(default_factory=list)
+    seeds: tuple[Tensor, ...] = ()
+    aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
 
     def watch(self, failsafe: Failsafe, account: Balance) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
-        self.holding.add(self.loss, *self.tensors.values(), *taken, needed=True)
-        self.flags.append(is_finite(self.loss))
+        self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
+        self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if compiles_backward():
             return  # what comes out of it is looked at when the optimizer steps
         failsafe("kernel", self._watch_kernel, failsafe, limit)
@@ -83,6 +86,12 @@ class Recording:
                 node = tensor.grad_fn
                 if node is not None and custom.is_custom(node):
                     self._watch_custom(node, leaf.id, failsafe, limit)
+
+    def open_forward(self) -> None:
+        """Take up the program of a value that is bad and that backward was given a gradient for: its forward pass tells why."""
+        program, tensors = self.aside
+        if program is not None and not bool(is_finite(self.loss)) and all(local(tensor) is not None for tensor in tensors.values()):
+            self.program, self.tensors = program, tensors
 
     def all_calls(self) -> list[ModuleCall]:
         """Return all calls of models that it may have come of, in order."""

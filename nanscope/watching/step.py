@@ -40,6 +40,7 @@ from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.remains import Remains
 from nanscope.watching.scale import LossScale, Search, scale_of
+from nanscope.watching.skipping import Skipping
 
 OnNonFinite = Literal["record", "skip", "stop"]
 
@@ -77,7 +78,6 @@ class Step:
         self._first = False  # the optimizer that steps has no state yet
         self._stepping = False  # the optimizer has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
-        self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._line = Line()
         # what outlives a step
         self._gauge = Gauge()
@@ -86,6 +86,7 @@ class Step:
         self._optimizers = optimizers
         self._poisoning = logbook.another_poisoning()
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
+        self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
         self._remains = Remains(modules)
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = (
@@ -118,6 +119,7 @@ class Step:
             self._open()
         self.counts.begin()
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
+        given = readable([seed for seed in seeds if seed is not None], "gradients that backward was given", self._logbook.gap)
         self._over = [] if kept else self._tape.known_as(roots)
         recording = Recording(
             program,
@@ -130,12 +132,16 @@ class Step:
             micro_batch=self.counts.micro_batch,
             places=self._tape.places(tensors),
             frozen=frozen,
+            seeds=tuple(given),
+            aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
         self._current = recording
         if program is not None:
             self._read_gauge(program)
             if not self._optimizers.any:  # one would look at the gradients of what it updates
                 self._bare.update(parameters_behind(program, tensors))
+        if self._skipping is not None:
+            self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         recording.watch(self._failsafe, self._tape.account)
 
     def after_backward(self) -> None:
@@ -153,6 +159,8 @@ class Step:
             self._logbook.gap("weights-released", "the inside of a loss that read weights which their sharded model has let go of")
         self._recordings.append(recording)
         self._tape.leave_room()
+        if self._skipping is not None:
+            self._failsafe("skipping", self._skipping.after_backward, self._modules.seen)
         self._failsafe("gradients-left", self._ending.left.take, recording)
         fine = recording.waits or all(bool(flag) for flag in recording.flags)
         # a loss that is bad says enough; gradients that a sharded model keeps elsewhere are waited for
@@ -194,6 +202,8 @@ class Step:
         by_hand = any(recording.scale is not None and recording.scale.scaler is None for recording in self._recordings)
         line = Line() if self._closed else self._line  # of two optimizers the first has closed the step
         total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand)
+        if self._skipping is not None:
+            self._failsafe("skipping", self._skipping.before_step, self.number, parameters, grads, total)
         if total == 0 and not self._bad:
             self._failsafe("clip-hit", self._look_at_zeros, grads)
         elif math.isfinite(total) or not count_bad(grads):  # finite elements may have an infinite norm
@@ -201,14 +211,15 @@ class Step:
                 self._failsafe("spike", self._look_for_spikes, total)
         else:
             self._gradients_are_bad(parameters, grads)
+        if self._skipping is not None and self._skipping.skips:
+            self._keep_unexplained()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
         self._stepping = False
-        held = bool(self._held)
-        for parameter, grad in self._held:
-            parameter.grad = grad
-        self._held.clear()
+        held = self._skipping is not None and self._skipping.skips
+        if self._skipping is not None:
+            self._skipping.after_step()
         self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
         weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
         buffers = [] if self._logbook.bad_steps else self._remains.buffers()
@@ -363,6 +374,7 @@ class Step:
     def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
         """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone."""
         recording.examined = True
+        recording.open_forward()
         hit = self._examiner.loss(recording)
         if optimizer is None and self._is_of_scale(recording, hit):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
@@ -382,8 +394,6 @@ class Step:
         return not recording.scale.is_low() and not self._examiner.at_any_scale(recording)
 
     def _gradients_are_bad(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
-        if self._on_nonfinite == "skip":
-            self._hold_back(parameters)  # first of all: nothing that fails below may let this step through
         if not self._recordings.made:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
             self._foreign = True
@@ -469,13 +479,6 @@ class Step:
         snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
         if snapshot is not None:
             self._logbook.keep_asked(snapshot)
-
-    def _hold_back(self, parameters: list[nn.Parameter]) -> None:
-        """Let the optimizer step over nothing: without gradients it leaves weights and state as they are."""
-        self._held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in self._held:
-            parameter.grad = None
-        self._logbook.skip(self.number)
 
     def _stop(self) -> None:
         self._mark(stepped=Stepped.STOPPED)

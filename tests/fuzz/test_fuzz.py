@@ -43,6 +43,12 @@ def test_nothing_does_harm_in_a_long_search(search: str, few: int, many: int) ->
     searched(*search.split(), "--first", "1000000", "--cases", str(many), "--jobs", str(os.cpu_count() or 1), seconds=6 * 3600)
 
 
+@pytest.mark.nightly
+def test_no_ranks_hang_or_part() -> None:
+    """Two and four ranks × parallelism × fault × mode: every run ends, is the bare one, and is skipped by all ranks or by none."""
+    searched("ranks.py", "--runs", "400", seconds=3 * 3600)
+
+
 def test_the_search_sees_what_it_looks_for() -> None:
     """A signal, a hang, a greedy case and a traceback are findings, and the cases behind them are run."""
     code = f"""

@@ -1,0 +1,69 @@
+"""What ranks have put together since the last backward pass, as far as the tape saw it: memory, and norms of which each holds the same."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.entries import Operator, tensors_of
+from nanscope.program.local import is_plain, memory_of
+
+KEPT = 4096  # of each
+
+
+class Agreed:
+    """norms: scalars, taken of gradients, that all ranks of the run have reduced; they stay on their device until somebody asks."""
+
+    def __init__(self) -> None:
+        self.norms: deque[Tensor] = deque(maxlen=KEPT)
+        self._written: deque[int] = deque(maxlen=KEPT)
+        self._by_all: deque[int] = deque(maxlen=KEPT)
+        self._sent: dict[int, weakref.ref[Tensor]] = {}  # memory → what another rank has written into; buffers live long
+
+    def collective(self, operator: Operator, args: tuple[Any, ...], measured: bool) -> None:
+        """A collective of the trainer's was issued. measured: after norms of gradients were taken."""
+        given = [tensor for tensor in tensors_of(args) if is_plain(tensor)]
+        memory = [memory_of(tensor) for tensor in given]
+        self._written.extend(memory)
+        if operator.overload.startswith("c10d.recv_"):
+            if len(self._sent) > KEPT:
+                self._sent = {place: known for place, known in self._sent.items() if known() is not None}
+            self._sent.update(zip(memory, map(weakref.ref, given), strict=True))
+        elif operator.overload.startswith("c10d.allreduce_") and _size(args) == torch.distributed.get_world_size():
+            self._by_all.extend(memory)
+            if measured:
+                self.norms.extend(tensor for tensor in given if tensor.numel() == 1)
+
+    def norm(self, norm: Any, part: Tensor) -> None:
+        """The norm of a tensor that is spread over ranks was taken. part: of it, on this rank."""
+        placements = getattr(norm, "placements", ())
+        if placements and all(one.is_replicate() for one in placements) and norm.device_mesh.size() == torch.distributed.get_world_size():
+            self.norms.append(part)
+
+    def holds(self, memory: int, by_all: bool = False) -> bool:
+        """Has a collective written to it? by_all: one that put all ranks of the run together."""
+        return memory in (self._by_all if by_all else self._written)
+
+    def was_sent(self, tensor: Tensor) -> bool:
+        """Is it what another rank has sent to this one?"""
+        known = self._sent.get(memory_of(tensor)) if is_plain(tensor) else None
+        return known is not None and known() is not None
+
+    def forget(self) -> None:
+        """Another backward pass is over."""
+        for known in (self.norms, self._written, self._by_all):
+            known.clear()
+
+
+def _size(args: tuple[Any, ...]) -> int:
+    """How many ranks take part, 0 where that cannot be told."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, AttributeError):  # it is something else
+                return int(torch.distributed.ProcessGroup.unbox(arg).size())
+    return 0
