@@ -257,6 +257,7 @@ def test_the_element_of_a_sharded_weight_is_told_by_its_global_index(told: Told)
     assert "the gradient of embed.weight is NaN at global index [0, 0] of [12, 8]" in said[2, "fsdp2:late"][0]
     assert ["at global index" in told[4, "hsdp:loss:record"][rank]["sentences"][1] for rank in (1, 2, 3)] == [True] * 3
     assert "global index [6, 0] of [12, 8]" in told[4, "hsdp:loss:record"][1]["sentences"][1]
+    assert "the reduce-scatter of its shard's gradient brought it. rank 0: -(surrogate" in told[4, "hsdp:loss:record"][1]["sentences"][1]
     assert "global index [6, 4] of [12, 8]" in told[4, "fsdp2_tp:loss:record"][3]["sentences"][1]
 
 
@@ -287,6 +288,15 @@ def test_the_report_of_a_run_tells_one_cause_and_who_followed(case: str, told: T
     found = verdict_of(find_run(folder / "2" / f"{case.replace(':', '-')}-record")[0])
     assert found.ranks is not None and ([(i.rank, str(i.cause)) for i in found.causes], found.ranks.world) == (MERGED[case][0], 2)
     assert {str(group.standing): group.ranks for group in found.ranks.groups} == MERGED[case][1]
+
+
+def test_the_report_says_what_carried_it(told: Told, folder: Path) -> None:
+    """Replicas share a reduction, the stages of a pipeline send to each other."""
+    del told
+    carried = {"ddp-loss": "by all-reduce", "pipeline-loss": "sent by another stage", "pipeline-model": "sent by another stage"}
+    for case, words in carried.items():
+        found = verdict_of(find_run(folder / "2" / f"{case}-record")[0])
+        assert found.sentence.endswith(f"1 rank in the same step ({words}) followed."), found.sentence
 
 
 def test_the_report_is_made_by_the_command_line(told: Told, folder: Path) -> None:

@@ -372,6 +372,30 @@ def test_what_became_of_the_step_stands_in_its_file(tmp_path: Path, mode: OnNonF
     assert (reached.stepped, reached.bad_weights, reached.weights) == (stepped, weights, 1)
 
 
+def test_a_bad_gradient_that_backward_was_given_is_told_as_that(tmp_path: Path) -> None:
+    """What is finite was differentiated with a NaN: neither its own program nor the model made that."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(torch.ones(4, 3)).backward(torch.tensor([[1.0, math.nan]] * 4))
+        optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.phase, incident.origin.op, incident.origin.index, incident.origin.shape) == ("backward", "handed", (0, 1), (4, 2))
+    assert "the gradient of an output is NaN at [0, 1] of [4, 2], when the backward pass began" in incident.sentence
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_value_that_backward_was_given_a_gradient_for_is_looked_into(tmp_path: Path, healthy: bool) -> None:
+    """It is no loss, and its own forward pass tells where it went bad."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with nanscope.watch(out=tmp_path) as scope:
+        value = torch.exp(model(torch.ones(4, 3)) * 0 + (1.0 if healthy else 200.0))
+        value.backward(torch.ones(4, 2))
+        optimizer.step()
+    assert [(i.phase, i.origin.op, i.cause) for i in scope.verdict.incidents] == ([] if healthy else [("forward", "exp", "exp_overflow")])
+
+
 def test_gradients_that_nobody_made_here_are_a_note(tmp_path: Path) -> None:
     """Set by hand, or by a backward pass before the block: no incident, and the weights that they spoil are none either; nor is it healthy."""
     weight = nn.Parameter(torch.ones(1))

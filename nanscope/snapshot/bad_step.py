@@ -73,7 +73,7 @@ class BadStep:
 
 def _from(about: dict[str, Any]) -> BadStep:
     seen, of = Observation.from_json(about.get("observed") or {}), read(int | None, about.get("consequence_of"))
-    told = seen.came if seen.outside or seen.came is Came.REDUCED else Came.MADE  # what the program holds is found by running it
+    told = seen.came if seen.outside or seen.came.arrived else Came.MADE  # what the program holds is found by running it
     return BadStep(
         step=int(about["step"]),
         rank=int(about["rank"]),

@@ -55,8 +55,14 @@ class Came(StrEnum):
 
     MADE = "made"  # here
     REDUCED = "all-reduce"  # by a gradient that another rank made
+    SENT = "sent"  # by the stage before or after, in a pipeline
     WEIGHTS = "weights"  # by weights that an earlier step had spoilt
     MODEL = "model"  # out of the model, and nobody could look into it
+
+    @property
+    def arrived(self) -> bool:
+        """Is it another rank's?"""
+        return self in (Came.REDUCED, Came.SENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +215,7 @@ class Observation:
     def came(self) -> Came:
         """How it came to this rank, as far as this rank can tell."""
         if self.kind is Kind.ARRIVED:
-            return Came.REDUCED
+            return Came.SENT if self.origin.op in (HANDED, RECEIVED) else Came.REDUCED
         if self.phase is Phase.WEIGHTS:
             return Came.WEIGHTS
         return Came.MODEL if self.origin.op in FED else Came.MADE

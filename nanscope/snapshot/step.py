@@ -100,7 +100,7 @@ class Snapshot:
     def site(self) -> str:
         """Where it was made, in short, and alike on ranks that met the same; "" if that is not known, or was on another rank."""
         seen = self._told
-        if seen.phase is None or self.came is Came.REDUCED:
+        if seen.phase is None or self.came.arrived:
             return ""
         where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else seen.origin.variable or ""
         return f"{where} {seen.origin.op}".strip()

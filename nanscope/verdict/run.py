@@ -68,7 +68,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
 
 def _order(found: tuple[BadStep, Path]) -> tuple[int, int, bool, int, int]:
     one, _ = found
-    return one.step, one.update, one.came is Came.REDUCED, one.rank, one.part
+    return one.step, one.update, one.came.arrived, one.rank, one.part
 
 
 @dataclass(frozen=True, slots=True)

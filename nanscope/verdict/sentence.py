@@ -72,13 +72,16 @@ _AFTER_THE_LOSS = {
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
 }
 
+_SCATTERED = "while this rank's loss and what it hands to the model are finite: the reduce-scatter of its shard's gradient brought it"
+
 
 def _after_the_loss(seen: Observation) -> str:
     p = seen.origin
     what = f"the gradient of {p.variable or ('an output' if p.op == HANDED else 'a weight')} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
     where = f", {_where(p.file, p.line)}" if p.op in (WRITTEN, WRITTEN_LATE) and p.file else ""
-    return f"{what}, {_AFTER_THE_LOSS[p.op]}{where}{source}"
+    how = _SCATTERED if p.op == SPREAD and p.sharded and source else _AFTER_THE_LOSS[p.op]
+    return f"{what}, {how}{where}{source}"
 
 
 def _came_in(seen: Observation) -> str:

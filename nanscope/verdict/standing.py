@@ -57,7 +57,13 @@ class RankGroup:
         return listed([_CAME[came] for came in self.came])
 
 
-_CAME = {Came.MADE: "made there", Came.REDUCED: "by all-reduce", Came.WEIGHTS: "through the weights", Came.MODEL: "through the model"}
+_CAME = {
+    Came.MADE: "made there",
+    Came.REDUCED: "by all-reduce",
+    Came.SENT: "sent by another stage",
+    Came.WEIGHTS: "through the weights",
+    Came.MODEL: "through the model",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +145,10 @@ def _group(standing: Standing, found: Sequence[BadStep]) -> RankGroup:
 def _standing(one: BadStep, first: BadStep, follows: bool) -> Standing:
     if (one.step, one.update) != (first.step, first.update):
         return Standing.LATER
-    return Standing.SAME_STEP if follows or one.came is Came.REDUCED else Standing.FIRST
+    return Standing.SAME_STEP if follows or one.came.arrived else Standing.FIRST
 
 
-_CLOSENESS = {came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED))}  # to who made it
+_CLOSENESS = {came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED, Came.SENT))}  # to who made it
 
 
 def _order(one: BadStep) -> tuple[int, int, int, int, int]:
@@ -155,12 +161,12 @@ def _followers(ordered: Sequence[BadStep]) -> list[tuple[BadStep, bool]]:
     Weights that an update has spoilt reach whoever gathers them in the step after it, and from there on as long as steps stay bad.
     """
     began, reach = 0, -1  # the first and the last step of a row of bad ones that began with spoilt weights
-    made = {(one.step, one.update) for one in ordered if one.came is not Came.REDUCED}
+    made = {(one.step, one.update) for one in ordered if not one.came.arrived}
     told = []
     for one in ordered:
         in_row = began < one.step <= reach + 1
         follows = one.of is not None or (one.came is not Came.MADE and in_row)
-        follows |= one.came is Came.REDUCED and (one.step, one.update) in made
+        follows |= one.came.arrived and (one.step, one.update) in made
         told.append((one, follows))
         if in_row and (follows or one.spoilt):
             reach = one.step

@@ -17,7 +17,7 @@ from nanscope.errors import NanscopeError
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry, last_entries, last_entry
-from nanscope.snapshot.observation import Came, Kind
+from nanscope.snapshot.observation import Kind
 from nanscope.snapshot.record import RUNNING, record_of
 from nanscope.snapshot.runs import bad_step_files, history_path
 from nanscope.snapshot.step import Snapshot
@@ -107,9 +107,7 @@ def of_other_ranks(folder: Path, own: Sequence[Snapshot], *, wait: bool) -> dict
         for path in (path for step in steps for path in bad_step_files(folder, step) if path not in known):
             with contextlib.suppress(NanscopeError):
                 known[path] = BadStep.read(path)
-        made = {
-            one: path for path, one in known.items() if one.came is not Came.REDUCED and one.rank not in ranks and one.worker in workers
-        }
+        made = {one: path for path, one in known.items() if not one.came.arrived and one.rank not in ranks and one.worker in workers}
         if made:
             break
     found: dict[str, Snapshot] = {}

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 from pathlib import Path
 
-from nanscope.snapshot.observation import Came
 from nanscope.snapshot.step import Snapshot
 
 FEW = 8  # ranks that write the same step
@@ -65,4 +64,4 @@ class Share:
 
 def follows(snapshot: Snapshot) -> bool:
     """Did a bad step come from an earlier one, or from another rank?"""
-    return snapshot.consequence_of is not None or snapshot.came is Came.REDUCED
+    return snapshot.consequence_of is not None or snapshot.came.arrived
