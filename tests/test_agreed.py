@@ -15,13 +15,14 @@ from nanscope.capture.tape import Tape, TapeMode
 from nanscope.program.local import memory_of
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("ranks")
 def test_memory_that_all_ranks_have_reduced_is_told_from_that_of_some() -> None:
     """A group that is a part of the run says nothing of the others."""
     tape, of_all, of_some, own = Tape(), torch.ones(3), torch.ones(3), torch.ones(3)
@@ -35,6 +36,7 @@ def test_memory_that_all_ranks_have_reduced_is_told_from_that_of_some() -> None:
     assert not tape.agreed.holds(memory_of(of_all))
 
 
+@pytest.mark.usefixtures("ranks")
 def test_what_a_collective_writes_to_is_known_no_more() -> None:
     """Its content before that is nothing that a program may read."""
     tape, tensor = Tape(), torch.ones(3)
@@ -45,6 +47,7 @@ def test_what_a_collective_writes_to_is_known_no_more() -> None:
     assert before is not None and tape.find(total) is None
 
 
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
     ("spread", "agreed"), [((Replicate(), Replicate()), 1), ((Replicate(), Partial()), 0), ((Shard(0), Replicate()), 0)]
 )
@@ -56,6 +59,7 @@ def test_a_norm_is_agreed_where_each_rank_holds_the_same(spread: tuple[Replicate
     assert len(tape.agreed.norms) == agreed
 
 
+@pytest.mark.usefixtures("ranks")
 def test_a_norm_over_a_part_of_the_ranks_is_not_agreed() -> None:
     """Tensor parallel within data parallel: the other replicas have another one."""
     tape, mesh = Tape(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -64,6 +68,7 @@ def test_a_norm_over_a_part_of_the_ranks_is_not_agreed() -> None:
     assert not tape.agreed.norms
 
 
+@pytest.mark.usefixtures("ranks")
 def test_a_scalar_that_is_reduced_after_norms_were_taken_is_one() -> None:
     """As who shards by hand takes it: squares of the parts, their sum over all ranks, its root."""
     tape, gradient = Tape(), torch.ones(3)
@@ -75,6 +80,7 @@ def test_a_scalar_that_is_reduced_after_norms_were_taken_is_one() -> None:
     assert [norm is total for norm in tape.agreed.norms] == [True]
 
 
+@pytest.mark.usefixtures("ranks")
 def test_what_another_rank_sent_stays_known() -> None:
     """The stage of a pipeline receives into the same memory step after step."""
     tape, buffer = Tape(), torch.ones(3)

@@ -34,7 +34,7 @@ class Agreed:
             if len(self._sent) > KEPT:
                 self._sent = {place: known for place, known in self._sent.items() if known() is not None}
             self._sent.update(zip(memory, map(weakref.ref, given), strict=True))
-        elif operator.overload.startswith("c10d.allreduce_") and _size(args) == torch.distributed.get_world_size():
+        elif operator.overload.startswith("c10d.allreduce_") and _size(args) == _world():
             self._by_all.extend(memory)
             if measured:
                 self.norms.extend(tensor for tensor in given if tensor.numel() == 1)
@@ -42,7 +42,7 @@ class Agreed:
     def norm(self, norm: Any, part: Tensor) -> None:
         """The norm of a tensor that is spread over ranks was taken. part: of it, on this rank."""
         placements = getattr(norm, "placements", ())
-        if placements and all(one.is_replicate() for one in placements) and norm.device_mesh.size() == torch.distributed.get_world_size():
+        if placements and all(one.is_replicate() for one in placements) and norm.device_mesh.size() == _world():
             self.norms.append(part)
 
     def holds(self, memory: int, by_all: bool = False) -> bool:
@@ -58,6 +58,11 @@ class Agreed:
         """Another backward pass is over."""
         for known in (self.norms, self._written, self._by_all):
             known.clear()
+
+
+def _world() -> int:
+    """How many ranks the run has, -1 where there is no such thing: a group can be made without."""
+    return int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else -1
 
 
 def _size(args: tuple[Any, ...]) -> int:
