@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -151,3 +155,59 @@ def test_what_was_sent_is_not_kept_here_when_the_process_ends(tmp_path: Path, re
     mirror._leave()
     assert content(remote, "report.html") == b"page"
     assert not folder.exists()
+
+
+TRAIN = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = model(torch.randn(6, 4)).pow(2).mean()
+    if step == 2:
+        loss = torch.log(loss * 0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def nanscope(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line, with a folder of temporary files of its own."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    return subprocess.run(
+        [sys.executable, "-m", "nanscope", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_run_whose_folder_is_an_address_is_there_whole_and_read_from_there(tmp_path: Path) -> None:
+    """Everything that a run in a folder leaves, nothing of it on this machine, and each verb takes the address."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    url = f"file://{tmp_path}/store/runs"
+    done = nanscope(tmp_path, "run", "--out", url, "train.py")
+    assert done.returncode == 3, done.stderr
+    (run,) = (path for path in (tmp_path / "store" / "runs").iterdir() if path.is_dir())
+    assert {path.name for path in run.iterdir()} == {
+        "run.json", "history.rank0.jsonl", "step-000003.rank0.safetensors", "step-000004.rank0.safetensors", "report.html", "report.png",
+    }  # fmt: skip
+    assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file() and path.name != "latest"]
+    file = f"{url}/{run.name}/step-000003.rank0.safetensors"
+    assert f"nanscope replay {file}" in done.stderr
+    assert json.loads((run / "run.json").read_text())["status"] == "non-finite"
+    report = nanscope(tmp_path, "report", url, "-o", "report.json")
+    assert report.returncode == 3 and "the latest of 1 in file://" in report.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["incidents"][0]["snapshot"] == file
+    assert nanscope(tmp_path, "replay", file).returncode == 3
+    assert nanscope(tmp_path, "inspect", file).returncode == 0
+    assert nanscope(tmp_path, "runs", url, "--json", "runs.json").returncode == 0
+    (listed,) = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert (listed["status"], listed["snapshots"], listed["path"]) == ("non-finite", 2, f"{url}/{run.name}")
+
+
+def test_an_address_that_cannot_be_written_is_refused_before_the_script_starts(tmp_path: Path) -> None:
+    """In one line, with what the store said."""
+    (tmp_path / "train.py").write_text("print('began')")
+    for url in ("file:///proc/nobody/runs", "nosuchstore://bucket/runs"):
+        done = nanscope(tmp_path, "run", "--out", url, "train.py")
+        assert done.returncode == 1 and "began" not in done.stdout
+        assert done.stderr.count("\n") == 1 and url in done.stderr

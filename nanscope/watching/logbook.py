@@ -135,8 +135,8 @@ class Logbook:
         self.history = History(history_path(place.path, *self._record.who), place.run)
         self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
         self._teller = Teller(self.shown(place.path), self._record.called if place.shared else "")
-        if self.runs.remote and place.path.is_relative_to(self.runs.path):
-            self._mirror = Mirror(place.path, Remote(self.shown(place.path)), self._record.owns, self._disk.unsent)
+        if self._mirror is None and self.runs.remote and place.path.is_relative_to(self.runs.path):
+            self._mirror = Mirror(place.path, Remote(self.shown(place.path)), self._owns, lambda error: self._disk.unsent(error))
 
     def _in_this_process(self) -> None:
         """Take the place in a run that is still to be taken."""
@@ -168,6 +168,9 @@ class Logbook:
     def shown(self, path: Path) -> str:
         """Return a path as the folder of runs was given, relative where that was: a script may have gone to another directory."""
         return self.runs.shown(path)
+
+    def _owns(self, name: str) -> bool:
+        return self._record.owns(name)
 
     def gather(self) -> None:
         """Fetch what other processes have written, where that takes fetching."""
@@ -355,8 +358,7 @@ class Logbook:
         self._record = replace(self._record, ended=now(), status=self._last_status(), raised=raised)
         if self._join is None or not self._record.member:
             self._put()
-        if self._mirror is not None:
-            self._mirror.flush()
+        if self._mirror is not None and not self._mirror.flush():
             self.gather()
         took = time.monotonic() - self._opened
         self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))

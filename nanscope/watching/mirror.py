@@ -51,51 +51,61 @@ class Mirror:
         sender = threading.Thread(target=self._send_changed, args=(True,), daemon=True)
         sender.start()
         sender.join(patience)
+        return self._unsent()
+
+    def _unsent(self) -> list[str]:
         return sorted(name for name, state in self._files().items() if self._sent.get(name) != state)
 
     def _leave(self) -> None:
         """The process ends: the page of the verdict may have come last. What is there is not kept here, too."""
-        unsent = self.flush()
-        with self._sending:
+        self._ending.set()
+        if not self._sending.acquire(timeout=PATIENCE):  # a store that does not answer
+            return
+        try:
+            self._send(everything=True)  # here and now: no thread can be started any more
             self._over = True  # what is removed here from now on is kept there
-        if not unsent:
-            for name in (*self._files(), *self._fetched):
+            if not self._unsent():
+                for name in (*self._files(), *self._fetched):
+                    with contextlib.suppress(OSError):
+                        (self.folder / name).unlink()
                 with contextlib.suppress(OSError):
-                    (self.folder / name).unlink()
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
+                    self.folder.rmdir()
+        finally:
+            self._sending.release()
 
     def _look_on(self) -> None:
         while not self._ending.wait(PERIOD):
             self._send_changed(False)
 
     def _send_changed(self, everything: bool) -> None:
-        """Send what has changed, what was found first. everything: also what is not due yet. A store that fails is asked again later."""
         with self._sending:
-            if self._over:
-                return
-            files = self._files()
-            due = [name for name, state in files.items() if self._sent.get(name) != state and (everything or self._is_due(name, state))]
-            try:
-                for name in sorted(due, key=lambda name: name.endswith(HISTORY)):
-                    self._send(name)
-                    self._sent[name] = files[name]
-                for name in [name for name in self._sent if name not in files]:
-                    self.remote.remove(name)
-                    del self._sent[name]
-            except OSError as error:
-                if not self._told:
-                    self._told = True
-                    self._failed(error)
-            self._seen = files
+            if not self._over:
+                self._send(everything)
 
-    def _send(self, name: str) -> None:
+    def _send(self, everything: bool) -> None:
+        """Send what has changed, what was found first. everything: also what is not due yet. A store that fails is asked again later."""
+        files = self._files()
+        due = [name for name, state in files.items() if self._sent.get(name) != state and (everything or self._is_due(name, state))]
+        try:
+            for name in sorted(due, key=lambda name: name.endswith(HISTORY)):
+                self._put(name)
+                self._sent[name] = files[name]
+            for name in [name for name in self._sent if name not in files]:
+                self.remote.remove(name)
+                del self._sent[name]
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._failed(error)
+        self._seen = files
+
+    def _put(self, name: str) -> None:
         path = self.folder / name
         if name.endswith(HISTORY):
             lines = path.read_bytes()
             self.remote.put(name, lines[: lines.rfind(b"\n") + 1])  # it may be written to at this moment
             self._last[name] = time.monotonic()
-        else:
+        elif path.exists():  # a consequence may have made room meanwhile
             self.remote.put(name, path)
 
     def _is_due(self, name: str, state: State) -> bool:
