@@ -29,7 +29,7 @@ FIELDS = {  # what schema 1 promises: where -> its names
     "incidents.0": "step rank phase cause status headline sentence origin chain loss reached fixes rejected framework remedies notes "
     "snapshot reproduces reproduction settings objective environment consequence_of update micro_batch micro_batches",
     "incidents.0.origin": "op variable expression role index shape dtype value masked masked_by file line function module operands "
-    "source headroom_bits limit_nats",
+    "source headroom_bits limit_nats sharded",
     "incidents.0.chain.0": "text file line value backward",
     "incidents.0.reproduction": "loss gradients exact words",
     "incidents.0.fixes.0": "id label where executed works proven loss bad_gradients distortion",

@@ -63,7 +63,7 @@ def test_a_damaged_record_is_one_clear_error(tmp_path: Path, data: bytes) -> Non
     with pytest.raises(NanscopeError) as caught:
         records(tmp_path)
     assert caught.value.slug == "run-damaged" and str(tmp_path / "run.json") in str(caught.value) and "\n" not in str(caught.value)
-    assert listed(tmp_path).status == "damaged"
+    assert listed(tmp_path, "", {}).status == "damaged"
 
 
 JSON = st.recursive(

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).with_name("workers")))
 
-from expected import EXPECTED, Expected, missing, told
+from worker_cases import EXPECTED, Expected, missing, told
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,7 @@ NATURAL_LOGARITHMS = _family("log log1p")
 POWERS = _family("pow rsqrt sqrt")  # NaN for a negative number
 DOMAINS = POWERS | _family("acos acosh asin atanh log log10 log1p log2")  # NaN outside of their domain
 CLAMPABLE = POWERS | _family("acos asin log log10 log1p log2 square")  # saved by a bound of the operand
+ROUNDED_DIVISIONS = _family("floor_divide fmod remainder")
 SQUARES = _family("pow square")
 ROOTS = POWERS | _family("linalg_vector_norm norm std")  # infinite derivative where the operand, or all of it, is 0
 STEEP = ROOTS | _family("acos asin cdist")  # infinite derivatives anywhere

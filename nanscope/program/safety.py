@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import overload
+from nanscope.program.ops import ROUNDED_DIVISIONS
 from nanscope.torch_inside import EVERY_DIVISION_STOPS, schema_of
 
 # What a loss computes in and a file may hold. Quantised, packed and raw dtypes have no kernels for most of what a program does.
@@ -87,7 +88,7 @@ def _expanded(given: Mapping[str, Any]) -> str | None:
     return "torch reads outside of a tensor that is expanded there" if tensor.shape[dim] > 1 and not tensor.stride(dim) else None
 
 
-_UNCHECKED = ("trunc", "floor") if EVERY_DIVISION_STOPS else ("trunc",)
+_UNCHECKED = ["trunc", "floor"] if EVERY_DIVISION_STOPS else ["trunc"]  # rounding modes
 
 
 def _least_by_minus_one(given: Mapping[str, Any]) -> str | None:
@@ -116,6 +117,6 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "median": _expanded,
     "nanmedian": _expanded,
     "div": _least_by_minus_one,
-    **dict.fromkeys(("floor_divide", "fmod", "remainder"), lambda given: _least_by_minus_one({**given, "rounding_mode": "floor"})),
+    **dict.fromkeys(ROUNDED_DIVISIONS, lambda given: _least_by_minus_one({**given, "rounding_mode": "floor"})),
     "polygamma": _endless,
 }

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from expected import EXPECTED, missing, told
+from worker_cases import EXPECTED, missing, told
 
 HEAD = """# The frameworks' own workers
 
