@@ -396,15 +396,17 @@ def test_a_value_that_backward_was_given_a_gradient_for_is_looked_into(tmp_path:
     assert [(i.phase, i.origin.op, i.cause) for i in scope.verdict.incidents] == ([] if healthy else [("forward", "exp", "exp_overflow")])
 
 
-def test_gradients_that_nobody_made_here_are_a_note(tmp_path: Path) -> None:
-    """Set by hand, or by a backward pass before the block: no incident, and the weights that they spoil are none either; nor is it healthy."""
+def test_gradients_that_nobody_made_here_are_an_incident(tmp_path: Path) -> None:
+    """Set by hand, or by a backward pass before the block: nobody knows the origin, and the weights that they spoil are no other one."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     with nanscope.watch(out=tmp_path) as scope:
         weight.grad = torch.tensor([math.nan])
         optimizer.step()
-    assert not scope.verdict.incidents and [note.slug for note in scope.notes] == ["foreign_gradients"]
-    assert not scope.verdict.healthy and [gap.slug for gap in scope.verdict.gaps] == ["foreign-gradients"]
+    (incident,) = scope.verdict.incidents
+    assert [note.slug for note in scope.notes] == ["foreign_gradients"] and scope.verdict.status == "non-finite" and scope.bad_steps == 1
+    assert (incident.cause, incident.reached["gradients"], incident.reached["weights"]) == ("unknown", [1, 1], [1, 1])
+    assert "no backward pass in the watched block made it" in scope.verdict.sentence and "no non-finite" not in scope.verdict.sentence
 
 
 def test_an_absorbed_overflow_is_told_once_for_each_line(tmp_path: Path) -> None:
@@ -437,10 +439,13 @@ def weight_of(parameter: nn.Parameter) -> nn.Module:
     return module
 
 
-def test_the_hooks_of_a_backward_pass_that_raised_go_with_the_next(tmp_path: Path) -> None:
-    """It was never seen to end; what it hooked must not be called, nor held, from then on."""
+def test_the_hooks_of_a_backward_pass_that_raised_go_with_it(tmp_path: Path) -> None:
+    """What it hooked must not be called, nor held, from then on."""
+
+    held = []
 
     def fails(grad: torch.Tensor) -> None:
+        held.append(scope._step._current)
         raise ValueError("the trainer's own")
 
     x = torch.ones(3, requires_grad=True)
@@ -450,8 +455,72 @@ def test_the_hooks_of_a_backward_pass_that_raised_go_with_the_next(tmp_path: Pat
         with pytest.raises(ValueError, match="own"):
             doubled.sum().backward()
         handle.remove()
-        stale = scope._step._current
-        assert stale is not None and stale.hooks
+        assert len(held) == 1 and not held[0].hooks
         (x * 3).sum().backward()
-        assert not stale.hooks
-    assert scope.verdict.healthy
+    assert [gap.slug for gap in scope.verdict.gaps] == ["backward-raised"] and not scope.bad_steps
+
+
+def raises_at_nan(grad: Tensor) -> None:
+    if not bool(torch.isfinite(grad).all()):
+        raise FloatingPointError("bad gradient")
+
+
+def train_raising(kind: str, caught: bool, fault: Callable[[Tensor], Tensor] = torch.log) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_hook(raises_at_nan if kind == "hook" else lambda grad: None)
+    for step in range(1, 6):
+        loss = fault(model(torch.randn(8, 4)).abs() * (step != 3)).mean()
+        optimizer.zero_grad()
+        try:
+            with torch.autograd.set_detect_anomaly(kind == "anomaly"):
+                loss.backward()
+        except (FloatingPointError, RuntimeError):
+            if not caught:
+                raise
+            loss.item()
+            continue
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("caught", [True, False])
+@pytest.mark.parametrize("kind", ["hook", "anomaly"])
+@pytest.mark.parametrize(("fault", "op", "phase"), [(torch.log, "log", "forward"), (torch.sqrt, "sqrt", "backward")])
+def test_what_a_backward_pass_met_that_raised_is_an_incident(
+    tmp_path: Path, kind: str, caught: bool, fault: Callable[[Tensor], Tensor], op: str, phase: str
+) -> None:
+    """Located as any other, whether training ends by the error or drops the step, which is then a step that the trainer skipped."""
+    ended = contextlib.nullcontext() if caught else pytest.raises((FloatingPointError, RuntimeError), match="bad gradient|nan values")
+    with ended, nanscope.watch(out=tmp_path) as scope:
+        train_raising(kind, caught, fault)
+    assert [(i.step, i.phase, i.origin.op) for i in scope.verdict.incidents] == [(3, phase, op)]
+    assert not scope.verdict.gaps and not scope.notes
+    assert scope.verdict.incidents[0].reached["stepped"] == ("skipped by the trainer" if caught else "none")
+    if caught:
+        assert [(e.step, e.nonfinite) for e in scope.history.entries] == [(n, n == 3) for n in range(1, 6)]
+
+
+def test_stop_lets_the_error_of_a_backward_pass_pass_and_stops_when_training_goes_on(tmp_path: Path) -> None:
+    """What is raised is what the trainer knows; who catches it is stopped at the next gate."""
+    with pytest.raises(FloatingPointError, match="bad gradient"), nanscope.watch(out=tmp_path, on_nonfinite="stop"):
+        train_raising("hook", caught=False)
+    with pytest.raises(nanscope.NonFiniteError), nanscope.watch(out=tmp_path, on_nonfinite="stop"):
+        train_raising("hook", caught=True)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_backward_pass_that_raised_for_another_reason_is_a_gap_where_training_goes_on(tmp_path: Path, caught: bool) -> None:
+    """What it would have come to was not seen; a run that ends by it has nothing more to come to."""
+
+    def fails(grad: Tensor) -> None:
+        raise ValueError("the trainer's own")
+
+    x = torch.ones(3, requires_grad=True)
+    with contextlib.suppress(ValueError), nanscope.watch(out=tmp_path) as scope:
+        doubled = x * 2
+        doubled.register_hook(fails)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(*[ValueError] if caught else []):
+            doubled.sum().backward()
+    assert [gap.slug for gap in scope.verdict.gaps] == (["backward-raised"] if caught else []) and not scope.bad_steps

@@ -151,10 +151,10 @@ def test_the_recorded_program_of_trl_replays_bit_for_bit(
     seen: list[Recording] = []
     original = Step.after_backward
 
-    def after_backward(self: Step) -> None:
+    def after_backward(self: Step, raised: BaseException | None = None) -> None:
         assert self._current is not None
         seen.append(self._current)
-        original(self)
+        original(self, raised)
 
     monkeypatch.setattr(Step, "after_backward", after_backward)
     trainer = make_trainer(tmp_path, loss_type=loss_type, beta=beta, max_steps=3)

@@ -51,7 +51,11 @@ class Gates:
                 self._failsafe("before-backward", self._begin, strand, args, kwargs)
                 # a function mode is told by torch what the name stands for
                 function = _named_so(original) if count_function_modes() > 0 else original
-                result = function(*args, **kwargs)
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as error:
+                    self._failsafe("after-backward", self._told, strand, error)
+                    raise
                 self._failsafe("after-backward", self._told, strand)
             finally:
                 strand.inside = False
@@ -88,11 +92,11 @@ class Gates:
             if roots:
                 self._tell(strand, eyes.observer.before_backward, roots, seeds, _is_kept(args, kwargs))
 
-    def _told(self, strand: Strand) -> None:
+    def _told(self, strand: Strand, raised: BaseException | None = None) -> None:
         if strand.eyes is not None:
             strand.eyes.modules.busy = False
             with self._threads.aside():
-                self._tell(strand, strand.eyes.observer.after_backward)
+                self._tell(strand, strand.eyes.observer.after_backward, raised)
 
     def _end(self, strand: Strand) -> None:
         if strand.eyes is not None:

@@ -43,6 +43,7 @@ WRITTEN = "written"  # whoever wrote to it after backward was over
 CHANGED = "changed"  # a hook, or whoever wrote to it unseen: backward itself, made again, is finite
 UNTRACED = "untraced"  # the backward of a model that could not be made again, or what came after it
 WRITTEN_LATE = "write"  # whoever wrote to it after the ranks had put theirs together
+UNMADE = "unmade"  # whoever set it: no backward pass that was watched made it
 HANDED = "handed"  # whoever called backward with it
 RECEIVED = "received"  # another rank, which sent it
 

@@ -17,6 +17,7 @@ from nanscope.snapshot.observation import (
     RECEIVED,
     REDUCED,
     SPREAD,
+    UNMADE,
     UNTRACED,
     WRITTEN,
     WRITTEN_LATE,
@@ -68,6 +69,7 @@ _AFTER_THE_LOSS = {
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
     CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
     UNTRACED: "while the loss and what it hands to the model are finite: it came in the model's own backward, or was written after it",
+    UNMADE: "and no backward pass in the watched block made it: it was set by hand, or by a backward pass before the block",
     HANDED: "when the backward pass began: who called backward handed it in, in a pipeline from the next stage",
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
 }

@@ -28,7 +28,19 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import count_bad, is_finite
-from nanscope.snapshot.observation import CHANGED, REDUCED, SPREAD, UNSEEN, UNTRACED, WRITTEN, WRITTEN_LATE, Kind, Observation, Phase
+from nanscope.snapshot.observation import (
+    CHANGED,
+    REDUCED,
+    SPREAD,
+    UNMADE,
+    UNSEEN,
+    UNTRACED,
+    WRITTEN,
+    WRITTEN_LATE,
+    Kind,
+    Observation,
+    Phase,
+)
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.torch_inside import has_backward_hooks
 from nanscope.watching.look import (
@@ -188,6 +200,26 @@ class Examiner:
         else:
             seen = UNSEEN
         return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=seen)
+
+    def unmade(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Observation:
+        """Return a non-finite gradient that no backward pass here has made."""
+        parameter, spoilt = next(pair for pair in zip(parameters, grads, strict=True) if not bool(is_finite(pair[1])))
+        return late(self.modules.parameters().get(id(parameter), ("a weight", parameter))[0], spoilt, UNMADE, weight=parameter)
+
+    def raised(self, recording: Recording, error: BaseException) -> tuple[Hit | None, bool]:
+        """Return what a backward pass met that raised: a flag that was reached says it, or the same pass made once more.
+
+        And whether that is all that can be asked: False where it was to be made once more, and could not be.
+        """
+        if not all(bool(flag) for flag in recording.flags):
+            recording.open_forward()
+            return self.loss(recording) or Hit(recording, Reached(recording.value, scaled=recording.scaled)), True
+        if recording.scaled or not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+            return None, True  # it may be the scale; who wants to end is not kept waiting; and there is no room
+        look = look_closely(recording, functools.partial(self._deeper, recording, backward=True))
+        if look.location is not None or look.seen is not None:
+            return Hit(recording, Reached(recording.value), look=look), True
+        return None, look.knows_the_backward and not look.notes
 
     def _dropped(self, last: Recording, known: bool) -> Hit | None:
         """The trainer has dropped the gradients, and what this rank made of them was finite: only their norm is left to tell.

@@ -93,6 +93,7 @@ def kernel_look(recording: Recording, reruns: Reruns) -> Look | None:
         return Look(trace, locate(trace), second=True, kernel=True, notes=(_kernel_note(recording, trace),))
     except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
         log.warning("nanscope [kernel-unopened]: %s", words_of(error))
+        reruns.notes.append(("not_run_again", f"the formula of a kernel could not be run: {words_of(error)}"))
         return None
 
 

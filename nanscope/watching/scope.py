@@ -139,7 +139,7 @@ class Scope:
             rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
             rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
-            self._failsafe("finish", self._unseen, self._threads.finish)
+            self._failsafe("finish", self._unseen, partial(self._threads.finish, raised))
 
     def _take_over(self) -> None:
         self._took_over = AMBIENCE.rest()

@@ -75,6 +75,7 @@ class Step:
         self._closed = True
         self._bad = False  # this step is known to be bad
         self._foreign = False  # weights were already spoilt by gradients that were not made here
+        self._raised = False  # a backward pass of it has raised, and training has not gone on since
         self._first = False  # the optimizer that steps has no state yet
         self._stepping = False  # the optimizer has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
@@ -109,7 +110,8 @@ class Step:
         kept: its graph stays, and may be differentiated again.
         """
         if self._current is not None:
-            self._current.let_go()  # its backward pass raised, and was never seen to end
+            self._current.let_go()  # what it came to could not be told
+        self._go_on()
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
         sliced = [] if self._tape.broken else [self._sliced(root) for root in roots]
         self._failsafe("passed-over", self._keep_passed_over, [program for program, _ in sliced if program is not None])
@@ -144,8 +146,8 @@ class Step:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         recording.watch(self._failsafe, self._tape.account)
 
-    def after_backward(self) -> None:
-        """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step."""
+    def after_backward(self, raised: BaseException | None = None) -> None:
+        """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step. raised: how it ended, if so."""
         recording, self._current = self._current, None
         waiting = self._tape.forget(over=self._over)
         if recording is None:
@@ -157,11 +159,15 @@ class Step:
         if not recording.is_whole():
             recording.forget_program()
             self._logbook.gap("weights-released", "the inside of a loss that read weights which their sharded model has let go of")
-        self._recordings.append(recording)
+        if raised is None:
+            self._recordings.append(recording)
         self._tape.leave_room()
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.after_backward, self._modules.seen)
         self._failsafe("gradients-left", self._ending.left.take, recording)
+        if raised is not None:
+            self._look_at_raised(recording, raised)
+            return
         fine = recording.waits or all(bool(flag) for flag in recording.flags)
         # a loss that is bad says enough; gradients that a sharded model keeps elsewhere are waited for
         waits = recording.waits or not (fine or not recording.flags[0] or self._examiner.at_hand(recording))
@@ -184,6 +190,7 @@ class Step:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
+        self._go_on(steps=True)
         self._stepping = True
         if self._closed and not self._recordings.made:  # gradients that no backward pass here has made
             self._open()
@@ -241,8 +248,11 @@ class Step:
             self._recordings.let_go()
         self._steppers.add(optimizer)
 
-    def finish(self) -> None:
-        """The block is left: look at what no optimizer looked at."""
+    def finish(self, raised: str = "") -> None:
+        """The block is left: look at what no optimizer looked at. raised: class of what ended it."""
+        if not raised:
+            self._go_on()
+        self._raised = False
         self._look_whether_it_was_dropped(last=True)
         self._failsafe("passed-over", self._keep_passed_over, [])
         self._logbook.held(self._tape.account.peak)
@@ -262,11 +272,45 @@ class Step:
         self._current = None
         self._recordings.clear()
         self._ending.left.forget()
-        self._closed, self._bad = True, False
+        self._closed, self._bad, self._raised = True, False, False
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
         self._keep_passed_over([])
+
+    # A backward pass that raised.
+
+    def _look_at_raised(self, recording: Recording, error: BaseException) -> None:
+        """Nobody may step on what it left: look now, at what it had come to; what was asked to be raised waits for the error to pass."""
+        self._raised, recording.examined = True, True
+        self._recordings.made += 1
+        try:
+            if recording.value is not None:
+                self._line.add_loss(float(recording.unscaled))
+            hit, known = self._examiner.raised(recording, error)
+            if not self._is_of_scale(recording, hit):
+                self._keep(hit)
+            if not known:
+                self._gap_raised()
+        finally:
+            recording.let_go()
+
+    def _gap_raised(self) -> None:
+        self._logbook.gap("backward-raised", "what came of a backward pass that raised", self.number)
+
+    def _go_on(self, steps: bool = False) -> None:
+        """Training goes on: what has a backward pass that raised become? steps: an optimizer steps on what it left."""
+        raised, self._raised = self._raised, False
+        if not raised:
+            return
+        if not self._bad:
+            self._gap_raised()
+            return
+        if self._on_nonfinite == "stop":
+            self._stop()
+        if not steps and self._recordings.made == 1 and not self._ending.left.parameters:
+            self._mark(stepped=Stepped.BY_TRAINER)
+            self._close(Stepped.BY_TRAINER)
 
     # A step that no optimizer takes.
 
@@ -399,15 +443,19 @@ class Step:
             self._foreign = True
             text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
             self._logbook.note("foreign_gradients", text, self.counts.number)
-            self._logbook.gap("foreign-gradients", "what made non-finite gradients that an optimizer stepped on", self.counts.number)
+            if not self._bad:
+                self._failsafe("gradient-hit", self._keep_unmade, parameters, grads)
         elif not self._bad:
             self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
             self._note_gone()
-        if self._recordings.made or self._on_nonfinite != "record":
-            self._keep_unexplained()
+        self._keep_unexplained()
         self._failsafe("mark", self._mark_gradients, len(grads), count_bad(grads))
         if self._on_nonfinite == "stop":
             self._stop()
+
+    def _keep_unmade(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+        seen = self._examiner.unmade(parameters, grads)
+        self._save(None, Reached(), lambda blank: replace(blank, observation=seen, found=seen))
 
     def _note_gone(self) -> None:
         """What made the gradients bad may be a backward pass that was let go of."""
