@@ -86,12 +86,25 @@ def test_code_that_asks_again_has_gone_on() -> None:
     assert told == [1] and len(tape.doubts.take()) == 1
 
 
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_a_value_is_in_doubt_once(monkeypatch: pytest.MonkeyPatch, at_hand: bool) -> None:
+    """However many places ask about it; what one of them tells of it holds."""
+
+    def ask(loss: Tensor) -> None:
+        loss.item()
+        bool(torch.isnan(loss))
+        loss.item()
+
+    (doubt,), _ = asked(ask, math.nan, at_hand, monkeypatch)
+    assert doubt.truth and doubt.tested
+
+
 def test_there_are_never_many_and_what_is_closed_is_off_the_account() -> None:
     """One for each place that asks, and no more than so many places."""
     tape = Tape()
     with TapeMode(tape):
-        loss = (weight() * math.nan).sum()
         for line in range(2 * FULL):
+            loss = (weight() * math.nan).sum()
             exec(compile("\n" * line + "loss.item()", "trainer.py", "exec"), {"loss": loss})
     found = tape.doubts.take()
     assert len(found) == FULL and tape.held > 0

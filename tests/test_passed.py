@@ -29,6 +29,9 @@ GUARDS: dict[str, Callable[[Tensor], bool]] = {
     "isfinite all": lambda loss: not torch.isfinite(loss.detach()).all(),
     "isnan or isinf": lambda loss: bool(torch.isnan(loss) | torch.isinf(loss)),
     "isnan item": lambda loss: bool(torch.isnan(loss).any().item()),
+    "isinf or isnan": lambda loss: bool(torch.isinf(loss)) or bool(torch.isnan(loss)),
+    "printed": lambda loss: not math.isfinite(loss.item()) and f"{loss.item():.3f}" != "",
+    "of copies": lambda loss: math.isinf(loss.double().item()) or bool(torch.isnan(loss.double())),
     "unequal": lambda loss: bool(loss != loss),
     "math": lambda loss: math.isnan(loss.item()),
     "detached": lambda loss: not math.isfinite(float(loss.detach().float())),
@@ -105,6 +108,102 @@ def test_a_micro_batch_that_is_passed_over_belongs_to_its_step(tmp_path: Path) -
     incident = scope.verdict.incidents[0]
     assert (incident.step, incident.micro_batch, incident.micro_batches, incident.reached["stepped"]) == (2, 2, 3, "taken")
     assert scope.steps == 2 and scope.bad_steps == 1
+
+
+@pytest.mark.usefixtures("read")
+def test_a_micro_batch_that_is_passed_over_and_read_after_the_step_is_counted_once(tmp_path: Path) -> None:
+    """The log asks about what the optimizer has been told of."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2):
+            for part in (1, 2):
+                loss = model(torch.randn(6, 4)).pow(2).mean() * (math.nan if (step, part) == (1, 2) else 1.0)
+                if math.isfinite(loss.item()):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert math.isnan(loss.item()) == (step == 1)
+    assert (scope.steps, scope.bad_steps, len(scope.verdict.incidents)) == (2, 1, 1)
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_second_loss_that_is_left_out_belongs_to_the_step(tmp_path: Path, replaced: bool) -> None:
+    """It has a forward pass of its own; the step is taken on the other loss, which was begun before."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            x = torch.randn(6, 4)
+            loss = model(x).pow(2).mean()
+            aux = torch.log(model(x + 1).pow(2) * (step != 3)).mean()
+            if torch.isfinite(aux):
+                loss = loss + 0.1 * aux
+            elif replaced:
+                loss = loss + 0.1 * torch.zeros(())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.origin.op, incident.reached["stepped"]) == (3, "log", "taken")
+    assert (scope.steps, scope.bad_steps, len(scope.verdict.incidents)) == (5, 1, 1)
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("kind", ["of a module", "bare"])
+def test_every_one_of_several_losses_that_are_passed_over_is_a_step(tmp_path: Path, kind: str) -> None:
+    """They read the same weights, be those of a module or not, and are not the same."""
+    weights = nn.Linear(4, 1).weight if kind == "of a module" else nn.Parameter(torch.ones(1, 4))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            loss = (weights * torch.randn(6, 4)).sum(-1).pow(2).mean() * (math.nan if step in (2, 3) else 1.0)
+            if torch.isnan(loss) or torch.isinf(loss):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert (scope.steps, [incident.step for incident in scope.verdict.incidents]) == (5, [2, 3])
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize(
+    "asks", [lambda value: value.item(), lambda value: math.isinf(value.item()), lambda value: bool(torch.isinf(value))]
+)
+def test_what_is_computed_of_a_loss_after_it_was_differentiated_is_no_loss(tmp_path: Path, asks: Callable[[Tensor], object]) -> None:
+    """A perplexity that overflows, in a loop that tests its loss: the graph of the loss is gone, nobody can differentiate it."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            losses = (model(torch.randn(6, 4)) - 50).pow(2)
+            loss = losses.sum() / 6
+            assert math.isfinite(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            asks(torch.exp(loss))
+            asks(torch.exp(losses).mean())
+    assert scope.verdict.healthy and (scope.steps, scope.bad_steps, scope.notes) == (3, 0, []), scope.verdict.sentence
+
+
+@pytest.mark.usefixtures("read")
+def test_what_waited_through_another_backward_pass_is_a_loss(tmp_path: Path) -> None:
+    """A generator's output is made before the discriminator is trained, and judged after."""
+    generator, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            made = generator(torch.randn(6, 4)).tanh()
+            optimizer.zero_grad()
+            judge(made.detach()).pow(2).mean().backward()
+            optimizer.step()
+            loss = torch.log(judge(made).pow(2) * (step != 2)).mean()
+            if torch.isfinite(loss):
+                loss.backward()
+                generator.zero_grad()
+    assert scope.bad_steps == 1 and scope.verdict.incidents[0].origin.op == "log", scope.verdict.sentence
 
 
 def test_stop_stops_at_a_loss_that_is_passed_over(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
 from nanscope.program.ops import CHECKS
 from nanscope.program.program import Program
-from nanscope.torch_inside import number_of, sequence_number
+from nanscope.torch_inside import base_of, number_of, sequence_number
 
 ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 STEPS = 32  # values that are gone through from an answer back to what it is about
@@ -44,20 +44,29 @@ def at_hand(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The last backward pass. number, values: how much autograd and the tape had counted. kept: the tape has what it did not go through."""
+
+    number: int = 0
+    values: int = 0
+    kept: bool = True
+
+
 @dataclass(slots=True)
 class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
     extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
-    code that read the number tests numbers. since: autograd's count at the backward pass before it. program, tensors, places: as a
-    recording has them, where there was room. Who takes it closes it.
+    code that read the number tests numbers. since: the backward pass before it. program, tensors, places: as a recording has them, where
+    there was room. Who takes it closes it.
     """
 
     value: Value
     extremes: Tensor
     truth: bool
     tested: bool
-    since: int
+    since: Settled
     program: Program | None = None
     tensors: dict[int, Tensor] = field(default_factory=dict)
     places: dict[int, Address] = field(default_factory=dict)
@@ -65,10 +74,25 @@ class Doubt:
 
     @property
     def is_old(self) -> bool:
-        """Was it made of what was bad before that backward pass, and has been seen by it?"""
-        made = self.program.leaves if self.program is not None else ()
-        fed = [(node, tensor) for leaf in made if leaf.diff and (node := node_of(tensor := self.tensors[leaf.id])) is not None]
-        return any(number_of(node) < self.since and not bool(is_finite(tensor)) for node, tensor in fed)
+        """Was it made of what was bad before that backward pass and has been seen by it, or only of what was differentiated by it?"""
+        if self.since.kept and self.may_be_old:
+            return True
+        return any(self._was_there(tensor) and not bool(is_finite(tensor)) for _, tensor in self._made_of())
+
+    @property
+    def may_be_old(self) -> bool:
+        """Was it made only of what may have been differentiated by it? What waits for a pass of its own is known since before it."""
+        made_of = self._made_of()
+        return bool(made_of) and all(
+            self._was_there(tensor) and number >= self.since.values and not _is_weight(base_of(tensor)) for number, tensor in made_of
+        )
+
+    def _made_of(self) -> list[tuple[int, Tensor]]:
+        return [(leaf.id, self.tensors[leaf.id]) for leaf in (self.program.leaves if self.program is not None else ()) if leaf.diff]
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        node = node_of(tensor)
+        return node is not None and number_of(node) < self.since.number
 
     def close(self) -> None:
         """Let go of what is held."""
@@ -87,34 +111,39 @@ class Doubts:
         self.again: Callable[[], None] = lambda: None
         self._known, self._log, self._account, self._program = known, log, account, program
         self._open: dict[Place, list[Doubt]] = {}
-        self._since = 0  # autograd's count of what it has noted, at the last backward pass
+        self._since = Settled()
 
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
         """An element of a value has gone to the host. place: where in the trainer's code."""
-        doubts = [doubt for one in self._about(value) if (doubt := self._doubt(one, type(answer) is bool)) is not None]
+        held = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
+        about = [(held.get(one.id), one) for one in self._about(value)]  # a value is in doubt once, however many places ask about it
+        doubts = [doubt for known, one in about if (doubt := known or self._doubt(one)) is not None]
         if not doubts:
             return
         where = place()
+        truth = type(answer) is bool
         for doubt in doubts:
-            doubt.tested = doubt.truth or (where[0] is not None and not CHECKS.isdisjoint(where[0].co_names))
+            doubt.truth |= truth
+            doubt.tested |= truth or (where[0] is not None and not CHECKS.isdisjoint(where[0].co_names))
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()
         if where in self._open or len(self._open) >= FULL:
             for doubt in doubts:
-                doubt.close()
+                if doubt.value.id not in held:
+                    doubt.close()
         else:
             self._open[where] = doubts
 
-    def settle(self) -> None:
-        """A backward pass is over: what was computed before it is in doubt no more."""
-        self._since = sequence_number()
+    def settle(self, kept: bool) -> None:
+        """A backward pass is over: what was computed before it is in doubt no more. kept: what waits for one of its own is still known."""
+        self._since = Settled(sequence_number(), self._known.length, kept)
 
     def take(self) -> list[Doubt]:
         """Return all of them, in order, and begin anew."""
-        found = [doubt for doubts in self._open.values() for doubt in doubts]
+        found = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
         self._open = {}
-        return found
+        return list(found.values())
 
     def open(self, doubt: Doubt) -> None:
         """Hold the program of a value, where there is room for it."""
@@ -128,18 +157,18 @@ class Doubts:
                 doubt.program, doubt.tensors = program, tensors
                 doubt.places = {value: self._known.by_id[value].key[:4] for value in tensors}
 
-    def _doubt(self, value: Value, truth: bool) -> Doubt | None:
+    def _doubt(self, value: Value) -> Doubt | None:
         tensor = value.tensor
         node = None if tensor is None else node_of(tensor)
         if tensor is None or node is None or not tensor.numel():  # too large to be held, or a parameter
             return None
-        if number_of(node) < self._since:  # a backward pass has gone through it, or past it
+        if number_of(node) < self._since.number:  # a backward pass has gone through it, or past it
             return None
         if at_hand(tensor) and bool(is_finite(tensor)):
             return None
         kept = tensor.detach()
         kept = kept.clone() if tensor.numel() <= SMALL else torch.stack(torch.aminmax(kept))
-        doubt = Doubt(value, kept, truth, truth, self._since)
+        doubt = Doubt(value, kept, False, False, self._since)
         if at_hand(tensor):
             self.open(doubt)
         return doubt
@@ -158,3 +187,8 @@ class Doubts:
             elif made is not None:
                 way += [by_id[read] for read in made.reads() if read in by_id]
         return list(found.values())
+
+
+def _is_weight(base: Tensor | None) -> bool:
+    """Is it a leaf of autograd? Its views may be differentiated again and again."""
+    return base is not None and base.requires_grad and node_of(base) is None

@@ -411,6 +411,7 @@ class Tape:
         """
         self.callers.forget()
         read = self.log.forget(self.tags.values(), over)
+        kept = over is not None and not (everything or self.broken)
         if everything or self.broken:
             self.log.clear()
         self._went_through(over=True, waiting=bool(read))
@@ -418,7 +419,7 @@ class Tape:
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
-        self.doubts.settle()
+        self.doubts.settle(kept)
         self._opaque = {}
         self.agreed.forget()
         if len(self.entries) > self._lasting:
@@ -430,6 +431,7 @@ class Tape:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
         if self.held > self.budget // 2:
             self.log.clear()
+            self.doubts.settle(kept=False)
 
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""

@@ -4,11 +4,13 @@
         continue
 
 A metric that goes by unused looks much the same. So what was differentiated, or went into what was, is nobody's loss passed over; what was
-read and not tested is worth a word; and of what was computed beside a loss that was differentiated nobody knows what it is.
+read and not tested is worth a word; and of what was computed beside a loss that was differentiated nobody knows what it is. Two values of
+one forward pass that are tested are one loss that is passed over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,15 +25,21 @@ from nanscope.text import number
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 
+WEIGHTS = ("parameter", "data")  # a leaf with a gradient is one of a model that is seen, or of none
+
 
 class PassedOver:
     """Asked when a backward pass begins, when an optimizer is about to step, and when the block ends."""
 
     def __init__(self, tape: Tape, modules: ModuleWatch, logbook: Logbook) -> None:
         self._tape, self._modules, self._logbook = tape, modules, logbook
+        self._told: set[int] = set()  # values, the last time that there were any
 
-    def losses(self, programs: Sequence[Program], step: int) -> list[Recording]:
-        """Return the losses that were passed over since the last time. programs: of what is differentiated now. step: the running one."""
+    def losses(self, programs: Sequence[Program], step: int) -> list[tuple[Recording, bool]]:
+        """Return the losses that were passed over since the last time, and whether what is differentiated now was begun before they were.
+
+        programs: of what is differentiated now. step: the running one.
+        """
         doubts = self._tape.doubts.take()
         if not doubts:
             return []
@@ -39,17 +47,26 @@ class PassedOver:
         left = [doubt for doubt in doubts if doubt.value.id not in used]
         fine = torch.stack([is_finite(doubt.extremes) for doubt in left]).tolist() if left else []
         bad = [doubt for doubt, flag in zip(left, fine, strict=True) if not flag]
-        found = [recording for doubt in bad if (recording := self._judged(doubt, used, step)) is not None]
+        bad = [doubt for doubt in bad if doubt.value.id not in self._told]
+        begun = min(filter(self._is_made, used), default=math.inf) if bad else math.inf
+        found: list[tuple[Recording, bool]] = []
+        told: set[int] = set()
+        for doubt in bad:
+            recording = self._judged(doubt, used, told, step)
+            if recording is not None:
+                found.append((recording, begun < doubt.value.id))
+                told |= {doubt.value.id, *(_values(doubt.program) if doubt.program is not None else ())}
+        self._told = {doubt.value.id for doubt in bad} or self._told
         for doubt in doubts:
             doubt.close()
         return found
 
-    def _judged(self, doubt: Doubt, used: set[int], step: int) -> Recording | None:
-        """Return a loss that was passed over; what is none, or may be none, is told in another way."""
+    def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int) -> Recording | None:
+        """Return a loss that was passed over; what is none, or may be none, is told in another way. told: values behind the others."""
         self._tape.doubts.open(doubt)
-        if doubt.is_old:
+        if doubt.is_old or self._is_beside(doubt, told):
             return None
-        beside = self._is_beside(doubt, used)
+        beside = doubt.may_be_old or self._is_beside(doubt, used)
         if not doubt.tested or (beside and not doubt.truth):
             if self._logbook.takes_notes():
                 text = f"{_name(doubt)} was {number(float(doubt.extremes.flatten()[0]))}, and nothing was differentiated that it went into"
@@ -75,8 +92,12 @@ class PassedOver:
     def _is_beside(self, doubt: Doubt, used: set[int]) -> bool:
         """Was something that it was computed from differentiated?"""
         own = _values(doubt.program) if doubt.program is not None else ()
-        shared = (value for value in own if value in used and value in self._tape.values)
-        return any(one.diff and (one.leaf is None or one.leaf.origin != "parameter") for one in map(self._tape.values.__getitem__, shared))
+        return any(value in used and self._is_made(value) for value in own)
+
+    def _is_made(self, value: int) -> bool:
+        """Has it a gradient, and is no weight?"""
+        one = self._tape.values.get(value)
+        return one is not None and one.diff and (one.leaf is None or one.leaf.origin not in WEIGHTS)
 
 
 def _values(program: Program) -> set[int]:

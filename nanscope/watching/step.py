@@ -341,9 +341,9 @@ class Step:
 
     def _keep_passed_over(self, programs: list[Program]) -> None:
         """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now."""
-        for recording in self._passed.losses(programs, self.number):
-            alone = self._closed
-            if alone:
+        for recording, joins in self._passed.losses(programs, self.number):
+            alone = self._closed and not joins
+            if self._closed:
                 self._open()
             self.counts.begin()
             recording.micro_batch = self.counts.micro_batch
