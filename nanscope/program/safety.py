@@ -88,7 +88,7 @@ def _expanded(given: Mapping[str, Any]) -> str | None:
     return "torch reads outside of a tensor that is expanded there" if tensor.shape[dim] > 1 and not tensor.stride(dim) else None
 
 
-_UNCHECKED = ["trunc", "floor"] if EVERY_DIVISION_STOPS else ["trunc"]  # rounding modes
+_UNCHECKED = {"trunc", *({"floor"} if EVERY_DIVISION_STOPS else ())}  # rounding modes
 
 
 def _least_by_minus_one(given: Mapping[str, Any]) -> str | None:
