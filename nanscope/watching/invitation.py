@@ -1,6 +1,6 @@
 """What `nanscope run` tells the processes that its script starts, and those that they start: which run they belong to, and how to watch.
 
-NANSCOPE_MEMBER={"path": "/work/nanscope-runs/2026-11-21T20-15-03-train", "run": "…", "on_nonfinite": "record", …}
+NANSCOPE_MEMBER={"path": "/runs/nanscope-runs/2026-11-21T20-15-03-train", "run": "…", "on_nonfinite": "record", …}
 
 It goes through the environment, since that is what a shell, a launcher, `spawn` and `exec` hand on without knowing of it. PYTHONPATH is the
 other half: see `children/nanscope_child.py`.
