@@ -57,37 +57,31 @@ def fetched(where: str | Path, wanted: Callable[[str], bool] = lambda name: True
         return
     with tempfile.TemporaryDirectory(prefix="nanscope-") as temporary:
         try:
-            yield _fetch(str(where).rstrip("/"), Path(temporary), wanted, every)
-        except _Unreachable as error:
+            found = _fetch(str(where).rstrip("/"), Path(temporary), wanted, every)
+        except OSError as error:
             raise NanscopeError(str(error), slug="no-run") from None
-
-
-class _Unreachable(OSError):
-    pass
+        yield found
 
 
 def _fetch(url: str, above: Path, wanted: Callable[[str], bool], every: bool) -> Fetched:
-    try:
-        if url.endswith(SNAPSHOT):
-            parent, _, name = url.rpartition("/")
-            if not Remote(parent).fetch(above, lambda one: one == name):
-                raise _Unreachable(f"there is no file {url}")
-            return Fetched(above / name, above, parent)
-        folder = Remote(url)
-        names = folder.names()
-        if any(wrote(name) for name in names):
-            folder.fetch(above, wanted)
-            return Fetched(above, above, url)
-        runs = sorted((name.rstrip("/") for name in names if name.endswith("/")), key=in_order)
-        if not runs:
-            raise _Unreachable(f"there is no run at {url}")
-        if LATEST in names:
-            folder.get(LATEST, above / LATEST)
-        last = pointed(above)
-        listed = {}
-        for run in runs if every else [last if last in runs else runs[-1]]:
-            listed[run] = (folder / run).names()
-            (folder / run).fetch(above / run, wanted)
-        return Fetched(above, above, url, len(runs), listed)
-    except OSError as error:
-        raise _Unreachable(str(error)) from None
+    if url.endswith(SNAPSHOT):
+        parent, _, name = url.rpartition("/")
+        if not Remote(parent).fetch(above, lambda one: one == name):
+            raise FileNotFoundError(f"there is no file {url}")
+        return Fetched(above / name, above, parent)
+    folder = Remote(url)
+    names = folder.names()
+    if any(wrote(name) for name in names):
+        folder.fetch(above, wanted)
+        return Fetched(above, above, url)
+    runs = sorted((name.rstrip("/") for name in names if name.endswith("/")), key=in_order)
+    if not runs:
+        raise FileNotFoundError(f"there is no run at {url}")
+    if LATEST in names:
+        folder.get(LATEST, above / LATEST)
+    last = pointed(above)
+    listed = {}
+    for run in runs if every else [last if last in runs else runs[-1]]:
+        listed[run] = (folder / run).names()
+        (folder / run).fetch(above / run, wanted)
+    return Fetched(above, above, url, len(runs), listed)

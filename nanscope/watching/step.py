@@ -90,9 +90,8 @@ class Step:
         self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
         self._remains = Remains(modules)
-        self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = (
-            weakref.WeakValueDictionary()
-        )  # that are in no model, as far as is seen
+        # that are in no model, as far as is seen
+        self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._search = Search()
         self._sizes = Sizes()
         self._absorbed = Absorbed(examiner, logbook)
