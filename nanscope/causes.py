@@ -77,7 +77,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.MAGNITUDE_OVERFLOW: CauseInfo("a huge finite value is squared or summed beyond the dtype's range", ("clamp_input",)),
     Cause.BAD_INPUT: CauseInfo("non-finite data came with the batch", ("reject_input", "drop_invalid_sample")),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
-    Cause.POISONED_WEIGHTS: CauseInfo("a weight was non-finite before the step began", ("fix_upstream",)),
+    Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),
     Cause.HW_BITFLIP: CauseInfo("a flipped bit in a weight", ("fix_upstream",)),
     Cause.INF_GRAD_NORM_CLIP: CauseInfo("clipping by a non-finite norm damages healthy gradients", ("skip_bad_step", "clamp_input")),
     Cause.ALLREDUCE_NAN: CauseInfo("a NaN of one rank reached all of them", ("fix_upstream",)),

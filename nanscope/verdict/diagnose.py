@@ -17,8 +17,9 @@ from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
 from nanscope.replay.tries import NOTHING, Replay, replay
+from nanscope.roles import Role
 from nanscope.snapshot.coverage import Gap
-from nanscope.snapshot.observation import Kind, Observation, Phase, Row
+from nanscope.snapshot.observation import UNMADE, Kind, Observation, Phase, Row
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import Snapshot
@@ -109,6 +110,8 @@ def examine(
         loss = snapshot.reached.loss
         phase = Phase.FORWARD if loss is not None and not math.isfinite(loss) else Phase.BACKWARD
         observed = replace(seen, phase=seen.phase or phase)
+        if seen.origin.op == UNMADE and snapshot.reached.bad_weights:  # no loss is to blame, and the weights are what is spoilt
+            observed = replace(observed, phase=Phase.WEIGHTS, origin=replace(seen.origin, role=Role.WEIGHTS))
         replayed = replace(replayed, rows=tuple(_again(row, replayed) for row in seen.tried) or replayed.rows)
     return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
 
