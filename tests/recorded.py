@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanscope
 from nanscope.capture.counting import counts_inside
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 
 
 def ours() -> TapeMode:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nanscope.capture import doubts
 from nanscope.capture.doubts import FULL, Doubt, is_doubtful
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 
 BAD = (math.nan, math.inf, -math.inf)
 

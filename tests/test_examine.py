@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import nanscope
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.program.program import Program
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.observation import CHANGED, UNSEEN, Kind

@@ -148,9 +148,9 @@ DOORS = {
     "capture.failsafe.Failsafe.caught",
     "capture.failsafe.Failsafe.door",
     "snapshot.coverage.with_gap",  # what a failure of ours is told with
-    "capture.tape.TapeMode.__torch_dispatch__",
-    "capture.tape.TapeMode._door",
-    "capture.tape.TapeMode.ignore_compile_internals",
+    "capture.mode.TapeMode.__torch_dispatch__",
+    "capture.mode.TapeMode._door",
+    "capture.mode.TapeMode.ignore_compile_internals",
     "capture.entries.Handle.__del__",
     "nanscope.__getattr__",
     "watching.scope.Scope.__enter__",

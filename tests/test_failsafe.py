@@ -117,7 +117,7 @@ def test_near_the_end_of_the_stack_training_goes_on(tmp_path: Path) -> None:
 
 def test_instruments_that_cannot_be_installed_are_taken_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on unwatched, and that is what the verdict says (the fixture looks for hooks)."""
-    from nanscope.capture.tape import TapeMode
+    from nanscope.capture.mode import TapeMode
 
     monkeypatch.setattr(TapeMode, "install", raising(MemoryError()))
     with nanscope.watch(out=tmp_path) as scope:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import nanscope
 from nanscope.capture import gauge
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.watching import line, narrow, recording
 from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner

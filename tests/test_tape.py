@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nanscope.capture import log as module
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.program.ops import FLOW, base_name
 from nanscope.program.program import Program
 from nanscope.program.run import Run

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from nanscope import torch_inside
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.errors import NanscopeError
 from nanscope.torch_inside import COMPILED_CODE_SEES_MODES, DETACH_IS_SEEN_TWICE, LACKS, OLDEST, TorchDispatchMode, number_of
 

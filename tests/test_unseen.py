@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 import nanscope
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.torch_inside import DETACH_IS_SEEN_TWICE
 

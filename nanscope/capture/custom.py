@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.copies import Copies
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.seal import Seal, sealed
 from nanscope.capture.source import definition_of
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.program.calls import Computes, Site
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.seal import Seal, sealed
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.frameworks.live import Glimpse, objective_of, plain
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.rows import Kernel

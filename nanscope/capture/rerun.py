@@ -20,9 +20,10 @@ from torch.nn.modules import module as hooks
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent
 from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
 from nanscope.capture.seal import Seal, Written, sealed
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.program.calls import Arg, Leaf, substitute
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import same_bits

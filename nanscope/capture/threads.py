@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch, Own
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.errors import Deliberate
 from nanscope.torch_inside import is_transformed, running_backward

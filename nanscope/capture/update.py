@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.copies import Copies, cloned
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.seal import Seal, sealed
-from nanscope.capture.tape import Tape, TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.program.calls import Computes
 from nanscope.program.program import Program
 

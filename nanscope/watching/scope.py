@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from nanscope.capture import modules
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
-from nanscope.capture.tape import BUDGET, Tape, TapeMode
+from nanscope.capture.tape import BUDGET, Tape
 from nanscope.capture.threads import Instruments, Threads
 from nanscope.capture.unseen import unseen
 from nanscope.errors import NanscopeError
