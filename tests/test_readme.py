@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import doctest
+import os
 import re
 import shlex
 import shutil
@@ -69,7 +70,9 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHOWN = [block for block in BLOCKS if block.language == "text" and block.text.startswith("$ ")]
+SESSION = ROOT / "docs" / "session.md"
+OUTPUTS = [block for block in BLOCKS if block.language == "text" and block.text.startswith("$ ")]
+SHOWN = [block for block in OUTPUTS if block.page != SESSION]
 COMMANDS = [
     pytest.param(line.partition("  #")[0].strip(), id=f"{block}: {line.partition('  #')[0].strip()}")
     for block in BLOCKS
@@ -216,19 +219,40 @@ def real_for(real: list[str], shown: list[str]) -> list[str]:
 @pytest.mark.parametrize("block", SHOWN, ids=str)
 def test_the_output_that_a_page_shows_comes_out(block: Block, workplace: Path, request: pytest.FixtureRequest) -> None:
     """Word for word, for the commands that a page begins a block with."""
-    command, *shown = block.text.splitlines()
+    command = block.text.splitlines()[0]
     if "trl-runs" in command:
         pytest.importorskip("trl")
         example = [sys.executable, str(ROOT / "examples" / "trl_grpo.py"), "--fault", "--out", "trl-runs"]
         subprocess.run(example, check=True, capture_output=True, timeout=300)
     result = called(command.removeprefix("$ "))
-    real = [line.rstrip() for line in result.output.splitlines()]
-    if request.config.getoption("--accept", default=False):
+    compare(block, result.output, request.config.getoption("--accept", default=False))
+
+
+def compare(block: Block, output: str, accept: bool) -> None:
+    """Is the output what the block shows? accept: make it so."""
+    command, *shown = block.text.splitlines()
+    real = [line.rstrip() for line in output.splitlines()]
+    if accept:
         text = block.page.read_text(encoding="utf-8")
         new = "\n".join([command, *real_for(real, shown), ""])
         block.page.write_text(text.replace(block.text, new), encoding="utf-8")
     else:
-        assert is_in(real, shown), f"{block} shows something else; accept it with --accept\n{result.output}"
+        assert is_in(real, shown), f"{block} shows something else; accept it with --accept\n{output}"
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_a_session_goes_as_it_is_shown(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Each command after the one before it, in processes of their own."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "PATH": path}
+    for block in (block for block in OUTPUTS if block.page == SESSION):
+        words = shlex.split(block.text.splitlines()[0].removeprefix("$ nanscope "))
+        line = [sys.executable, "-m", "nanscope", *words]
+        ran = subprocess.run(
+            line, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
+        )
+        compare(block, ran.stdout, request.config.getoption("--accept", default=False))
 
 
 def test_a_shown_output_that_is_wrong_is_noticed() -> None:
