@@ -6,8 +6,10 @@ nanscope.history("nanscope-runs").plot(y=["grad_norm", "log_ratio_max"], logy=Tr
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 from nanscope.errors import NanscopeError
 from nanscope.plain import checked, show
 from nanscope.plain import frame as frame_of
+from nanscope.snapshot.aside import AT_ONCE, Aside
 from nanscope.snapshot.descriptors import Descriptor
 from nanscope.snapshot.runs import histories, latest
 
@@ -27,6 +30,7 @@ SUFFIX = ".jsonl"
 _BEGUN = b"{"
 
 TAIL = 200  # steps kept in memory and copied into a snapshot
+WAITING = 1 << 14  # steps that are written later, where the folder does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +79,60 @@ class Entry:
 class History:
     """The entries of one rank, in order; also written to a file if one is given, each line with the id of its run."""
 
-    def __init__(self, path: Path | None = None, run: str = "") -> None:
-        self.path, self.run = path, run
+    def __init__(self, path: Path | None = None, run: str = "", aside: Aside = AT_ONCE) -> None:
+        self.path, self.run, self._aside = path, run, aside
         self.entries: list[Entry] = []
         self.count = 0
+        self._waiting: deque[Entry] = deque()  # to be written
+        self._amid = self._begun = False  # a step has begun; and that has been written
         self._file: Descriptor | None = None
-        self._begun = False
 
     def begin(self) -> None:
         """A step begins: the first sign of its line, which tells of a process that was killed whether it was in a step. Raises OSError."""
-        if self._file is not None and self._file.ours and not self._begun:
-            self._file.write(_BEGUN)
-            self._begun = True
+        self._amid = True
+        if self.path is not None:
+            self._aside.do(self._write, wait=False)
 
     def append(self, entry: Entry) -> None:
         """Add a step. Raises OSError if the file cannot be written; the entry is kept in memory all the same."""
         self.entries.append(entry)
         self.count += 1
         del self.entries[:-TAIL]
-        if self.path is None:
-            return
-        if self._file is None or not self._file.ours:
-            self._file, self._begun = Descriptor(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)), False
-        begun, self._begun = self._begun, False
-        self._file.write(self._lines([entry])[len(_BEGUN) * begun :])
+        self._amid = False
+        if self.path is not None:
+            if len(self._waiting) == WAITING:
+                raise OSError(errno.ETIMEDOUT, f"the folder does not answer, and {WAITING:,} lines wait to be written")
+            self._waiting.append(entry)
+            self._aside.do(self._write)
 
     def close(self) -> None:
         """Close the file; one that somebody has deleted is there again, with the last steps. Raises OSError."""
+        self._amid = False  # a step that came to no end, and of which nothing was lost
+        if self.path is not None:
+            self._aside.do(self._close)
+
+    def let_go(self) -> None:
+        """In a forked process: the file is the parent's."""
         if self._file is not None:
-            if self._begun and self._file.ours:  # a step that came to no end, and of which nothing was lost
+            self._file.close()
+        self.path = self._file = None
+
+    def _write(self) -> None:
+        lines = self._lines([self._waiting.popleft() for _ in range(len(self._waiting))])
+        if self._file is None or not self._file.ours:
+            if not lines or self.path is None:
+                return
+            self._file, self._begun = Descriptor(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)), False
+        begun, amid = self._begun, self._amid  # which may change meanwhile
+        self._begun = amid if lines else begun or amid
+        if lines:
+            self._file.write((lines + _BEGUN * amid)[len(_BEGUN) * begun :])
+        elif amid and not begun:
+            self._file.write(_BEGUN)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            if self._begun and self._file.ours:
                 os.ftruncate(self._file.number, os.fstat(self._file.number).st_size - len(_BEGUN))
             self._file.close()
             self._file = None
@@ -112,12 +141,6 @@ class History:
             again = Descriptor(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             again.write(self._lines(self.entries))
             again.close()
-
-    def let_go(self) -> None:
-        """In a forked process: the file is the parent's."""
-        if self._file is not None:
-            self._file.close()
-        self.path = self._file = None
 
     def _lines(self, entries: Sequence[Entry]) -> bytes:
         run = {"run": self.run} if self.run else {}

@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 
 from nanscope.program.numbers import tensor_bytes
+from nanscope.snapshot.aside import AT_ONCE, Aside
 from nanscope.snapshot.file import save
 from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.runs import MAX_BYTES
@@ -24,20 +25,22 @@ class Disk:
 
     max_bytes: of all snapshots of the run. Consequences make room for causes, the oldest first; a cause that was written stays, and the
     first is written however large it is. problem: why something could not be written, "" as long as all was. share: of this process.
+    aside: of the writes that training does not wait for.
     """
 
-    def __init__(self, folder: Path | None, max_bytes: int = MAX_BYTES, share: Share | None = None) -> None:
-        self.folder, self._max_bytes, self._share = folder, max_bytes, share
+    def __init__(self, folder: Path | None, max_bytes: int = MAX_BYTES, share: Share | None = None, aside: Aside = AT_ONCE) -> None:
+        self.folder, self._max_bytes, self._share, self.aside = folder, max_bytes, share, aside
         self.problem = ""
         self._sizes: dict[Path, int] = {}
         self._consequences: list[Path] = []
+        self._record: RunRecord | None = None  # as it is to be written
 
     def write(self, record: RunRecord) -> None:
         """Write what the run says of itself."""
         if self.folder is not None:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
-                record.write(self.folder)
+                self._record = record
+                self.aside.do(self._write_record)
             except OSError as error:
                 self.failed(f"{record.file_name} could not be written", error)
 
@@ -78,6 +81,18 @@ class Disk:
         """Say that a store does not answer: what is written stays on this machine until it does."""
         self.problem = self.problem or str(error)
         log.warning("nanscope [unsent]: %s; training goes on, what is found is kept in %s", error, self.folder)
+
+    def _write_record(self) -> None:
+        if self.folder is not None and self._record is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+            self._record.write(self.folder)
+
+    def end(self, patience: float) -> None:
+        """Wait for what is not written yet, for so many seconds."""
+        try:
+            self.aside.end(patience)
+        except OSError as error:
+            self.failed("not all could be written", error)
 
     def _make_room(self, need: int, snapshot: Snapshot) -> bool:
         while self._is_over(need, snapshot):

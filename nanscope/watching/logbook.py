@@ -21,6 +21,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from nanscope.program.program import Program
+from nanscope.snapshot.aside import Aside, is_near
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.history import Entry, History
@@ -132,8 +133,9 @@ class Logbook:
         world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
         self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world)
         self._peers = Peers(place.path, place.rank, world, place.worker)
-        self.history = History(history_path(place.path, *self._record.who), place.run)
-        self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world))
+        aside = Aside(near=is_near(place.path))
+        self.history = History(history_path(place.path, *self._record.who), place.run, aside)
+        self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world), aside)
         self._teller = Teller(self.shown(place.path), self._record.called if place.shared else "")
         if self._mirror is None and self.runs.remote and place.path.is_relative_to(self.runs.path):
             self._mirror = Mirror(place.path, Remote(self.shown(place.path)), self._owns, lambda error: self._disk.unsent(error))
@@ -358,6 +360,7 @@ class Logbook:
         self._record = replace(self._record, ended=now(), status=self._last_status(), raised=raised)
         if self._join is None or not self._record.member:
             self._put()
+        self._disk.end(PATIENCE)
         if self._mirror is not None and not self._mirror.flush():
             self.gather()
         took = time.monotonic() - self._opened
