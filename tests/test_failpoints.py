@@ -147,7 +147,8 @@ DOORS = {
     "capture.failsafe.Failsafe.__call__",
     "capture.failsafe.Failsafe.caught",
     "capture.failsafe.Failsafe.door",
-    "snapshot.coverage.with_gap",  # what a failure of ours is told with
+    "snapshot.coverage.with_gap",  # what a failure of ours is told with, and by whom
+    "watching.logbook.Logbook.gap",
     "capture.mode.TapeMode.__torch_dispatch__",
     "capture.mode.TapeMode._door",
     "capture.mode.TapeMode.ignore_compile_internals",
