@@ -128,6 +128,13 @@ WHAT = {  # what happened: observation -> sentence
     # the model
     "out of the model": (seen("module", NAN, variable="logits"), "logits came out of the model as NaN at [0, 1] of [2, 3]."),
     "out of the model, a nameless scalar": (seen("unknown", NAN, index=(), shape=()), "a value came out of the model as NaN."),
+    # code that is no model, and was not recorded
+    "out of what was not recorded": (
+        seen("opaque", NAN, variable="h"), "h was NaN at [0, 1] of [2, 3] when it came out of code that was not recorded, read at loss.py:12.",
+    ),
+    "out of what was not recorded, and nobody knows where": (
+        seen("cut", -INF, file=None), "a value was −inf at [0, 1] of [2, 3] when it came out of code that was not recorded.",
+    ),
     # another rank
     "arrived": (
         seen("all_reduce", NAN, variable="q.weight", source="rank 1: it overflowed.", **ARRIVED),

@@ -20,6 +20,7 @@ from torch.nn.modules import module as hooks
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent
 from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
+from nanscope.capture.glue import Glue
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
 from nanscope.capture.seal import Seal, Written, sealed
@@ -54,13 +55,14 @@ class Reruns:
     """The calls of a model in one step, to be made again. budget: bytes of tensors that are copied, and recorded.
 
     places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else.
-    notes: slug and text of what did not come out as it was.
+    glue: what led to their arguments. notes: slug and text of what did not come out as it was.
     """
 
     calls: list[ModuleCall]
     watch: ModuleWatch
     budget: int
     places: Mapping[int, Address] = field(default_factory=dict)
+    glue: tuple[Glue, ...] = ()
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def second_look(self, program: Program | None, tensors: Mapping[int, Tensor]) -> tuple[Program, dict[int, Tensor]] | None:
@@ -74,7 +76,7 @@ class Reruns:
         leaves: dict[int, Tensor] = dict(tensors)
         floating = {value: tensor for value, tensor in tensors.items() if tensor.is_floating_point()}
         wanted, current = self._wanted(floating), {address(tensor): value for value, tensor in floating.items()}
-        offset = program.new_id()
+        offset = max(known.new_id() for known in (program, *(glue.program for glue in self.glue)))
         for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
             if call.args is None or not any(place in wanted for place in call.outputs):
                 continue
@@ -88,21 +90,30 @@ class Reruns:
                         made.append((target, *tape.program(value)))
             outputs = {part.output: target for target, part, _ in made}
             mapping = dict(outputs)  # one output may be made of another: all of them have their places first
+            between: dict[int, Glue] = {}  # leaf → what led to it
             for _, part, own in made:
                 for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
                     mapping.setdefault(old, offset + old)
                 for leaf in part.leaves:
                     origin = address(again.copies.original(own[leaf.id]))
-                    known = current.get(origin)
+                    known, glue = current.get(origin), None if again.stale else self.glue_of(origin)
+                    if glue is not None and leaf.origin != "parameter" and leaf.id not in outputs:
+                        mapping[leaf.id], between[leaf.id] = glue.program.output, glue
+                        continue
                     if known is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         mapping[leaf.id] = known
                     leaves[mapping[leaf.id]] = own[leaf.id]
-                    if leaf.origin not in ("parameter", "data"):
+                    if leaf.origin not in ("parameter", "data") or self.maker(origin):
                         wanted.setdefault(origin, [mapping[leaf.id]])
                         current.setdefault(origin, mapping[leaf.id])
             for _, part, own in made:
-                leaves_of = tuple(_as_made(leaf, again.copies.original(own[leaf.id])) for leaf in part.leaves)
+                own_leaves = (leaf for leaf in part.leaves if leaf.id not in between)
+                leaves_of = tuple(self._as_made(leaf, again.copies.original(own[leaf.id])) for leaf in own_leaves)
                 parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
+            for glue in between.values():
+                parts.insert(0, glue.program)
+                leaves.update(glue.tensors)
+                _go_on(glue, wanted, current)
             offset += tape.length
         if not parts:
             return None
@@ -193,6 +204,23 @@ class Reruns:
         name = type(call.module).__name__
         self.note("runs_differently", f"{name}, run again on a copy, gives other numbers than in this step; {why}")
         return None
+
+    def glue_of(self, place: Address) -> Glue | None:
+        """Return what led to an argument, by where that lies; None if it came in, or out of a module."""
+        return next((glue for glue in self.glue if glue.place == place and glue.is_whole()), None)
+
+    def maker(self, place: Address) -> str:
+        """Return the class of the module that an argument is an output of, "" if it is none's."""
+        made = ((call, *one) for call in self.calls for one in zip(call.outputs, call.made, strict=False))
+        return next((type(call.module).__name__ for call, lay, tensor in made if lay == place and not tensor.expired()), "")
+
+    def _as_made(self, leaf: Leaf, original: Tensor) -> Leaf:
+        """A copy has no history: what made its original did."""
+        node = original.grad_fn
+        maker = self.maker(address(original)) if leaf.origin != "parameter" else ""
+        if maker:
+            return replace(leaf, origin="module", made_by=maker)
+        return leaf if leaf.origin != "opaque" or node is None else replace(leaf, made_by=type(node).__name__.removesuffix("Backward"))
 
     def _parameter_name(self, copies: Copies, tensor: Tensor) -> str | None:
         return self.watch.parameter_name(copies.original(tensor))
@@ -295,10 +323,13 @@ def _following(follower: Tape | Follower, paths: Mapping[nn.Module, str]) -> Ite
             handle.remove()
 
 
-def _as_made(leaf: Leaf, original: Tensor) -> Leaf:
-    """A copy has no history: what made its original did."""
-    node = original.grad_fn
-    return leaf if leaf.origin != "opaque" or node is None else replace(leaf, made_by=type(node).__name__.removesuffix("Backward"))
+def _go_on(glue: Glue, wanted: dict[Address, list[int]], current: dict[Address, int]) -> None:
+    """Look for what the trainer's own lines have read among the outputs of the modules before them."""
+    for leaf in glue.program.leaves:
+        if leaf.origin not in ("parameter", "data"):
+            waiting = wanted.setdefault(glue.places[leaf.id], [])
+            waiting += [leaf.id] if leaf.id not in waiting else []
+            current.setdefault(glue.places[leaf.id], leaf.id)
 
 
 def _renumber(program: Program, mapping: Mapping[int, int]) -> Program:

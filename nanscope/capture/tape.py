@@ -247,6 +247,13 @@ class Tape:
         """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
         return self.known.find(tensor) if is_plain(tensor) else None
 
+    def computed(self, tensor: Tensor) -> Value | None:
+        """Return what the tape knows of a tensor that was computed outside of a module; None for one that came in, or out of a module."""
+        value = self.find(tensor)
+        if value is None and self._opaque and is_plain(tensor) and key_of(tensor, PLAIN)[:4] in self._opaque:
+            value = self._leaf(tensor)
+        return None if value is None or (value.leaf is not None and value.leaf.origin != "opaque") else value
+
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
         return self.known.find(tensor) or self._leaf(tensor)

@@ -124,6 +124,9 @@ def _made_here(seen: Observation) -> str:
     p = seen.origin
     if p.op == "unknown" and not p.dtype:
         return "nobody saw where it went bad: the loss was not recorded"
+    if p.op in ("opaque", "cut"):
+        where = f", read at {_where(p.file, p.line)}" if p.file else ""
+        return f"{p.variable or 'a value'} was {number(p.value)}{_at(p)}{_inside(p)} when it came out of code that was not recorded{where}"
     if p.op in ("unknown", "module"):
         return f"{p.variable or 'a value'} came out of the model as {number(p.value)}{_at(p)}"
     return _made(p, _inside(p), seen.suspect)

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from nanscope.capture import custom, kernels
 from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
-from nanscope.capture.follow import kinds_of
+from nanscope.capture.follow import Made, kinds_of
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Reruns
 from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
+from nanscope.locate.describe import phase_of
 from nanscope.locate.location import came_in, is_masked, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
@@ -68,6 +69,8 @@ class Look:
 
 HIDING = ("module", "opaque", "cut")  # leaves that were computed, where the tape did not see it
 
+HANDED_ON = -2  # stands among the leaves for what one module has made and another one was given
+
 LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
 NOTHING = Look(None, None)
@@ -103,7 +106,12 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
     taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     if found is None or not kernels.swallowed(found[0], taken):
         return None
-    return kernel_look(recording, Reruns(recording.all_calls(), watch, budget, recording.places))
+    return kernel_look(recording, _reruns(recording, watch, budget))
+
+
+def _reruns(recording: Recording, watch: ModuleWatch, budget: int) -> Reruns:
+    places = {**recording.places, **{value: place for glue in recording.glue for value, place in glue.places.items()}}
+    return Reruns(recording.all_calls(), watch, budget, places, recording.glue)
 
 
 def _given(recording: Recording, reruns: Reruns) -> dict[str, Tensor]:
@@ -140,7 +148,7 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
 
     backward: the loss is finite, a gradient is not.
     """
-    reruns = Reruns(recording.all_calls(), watch, budget, recording.places)
+    reruns = _reruns(recording, watch, budget)
     look = _deeper(recording, reruns, backward)
     if not reruns.notes:
         return look
@@ -159,20 +167,48 @@ def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None
         return look
     follow = _followed_back if backward else _followed
     followed = _run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
-    return followed or _given_bad(recording, reruns.watch) or look
+    return followed or _given_bad(recording, reruns) or look
 
 
-def _given_bad(recording: Recording, watch: ModuleWatch) -> Look | None:
+def _given_bad(recording: Recording, reruns: Reruns) -> Look | None:
     """Return what was bad in a model before it ran, a weight or an argument; None if nothing was. One that cannot be run again needs no
     other reason."""
-    for name, parameter in watch.parameters().values():
+    for name, parameter in reruns.watch.parameters().values():
         if not bool(is_finite(parameter)):
             return _seen(observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name))
     made = {place for call in recording.all_calls() for place in call.outputs}
     for tensor in tensors_in([[call.args, call.kwargs] for call in recording.all_calls()]):
         if place_of(tensor) not in made and kinds_of(tensor).nan:  # infinity is what masks are made of
-            return _seen(observe_made("input", tensor, first_nonfinite(tensor) or 0, None, "", Phase.INPUT))
+            look = _between(reruns, tensor)
+            if look is None or look.location is None:
+                return _came(tensor, None, "")
+            if look.location.origin.leaf is None or look.location.origin.leaf.origin != "module":
+                return _told(look)
     return None
+
+
+def _between(reruns: Reruns, tensor: Tensor) -> Look | None:
+    """Walk through the lines of the trainer that led to an argument of a model; None if none were seen."""
+    glue = reruns.glue_of(place_of(tensor))
+    with contextlib.suppress(ProgramError):
+        return None if glue is None else _walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors))
+    return None
+
+
+def _told(look: Look) -> Look:
+    """What led to an argument, where that is the origin: a program, or, of what came in, what was seen of it."""
+    if look.trace is None or look.location is None or look.location.origin.born:
+        return look
+    location = replace(look.location, phase=phase_of(look.trace, look.location.origin, Phase.FORWARD))
+    return _seen(replace(observe(location, look.trace), outside=True))
+
+
+def _came(tensor: Tensor, site: Site | None, module: str, op: str = "") -> Look:
+    """What a model was given. op: what made it, as far as it is known; where nobody has computed it, it is data."""
+    op = op or ("input" if tensor.grad_fn is None else "opaque")
+    seen = observe_made(op, tensor, first_nonfinite(tensor) or 0, site, module, Phase.INPUT if op == "input" else Phase.FORWARD)
+    words = site.args if site is not None and len(site.args) == 1 else ()
+    return _seen(replace(seen, origin=replace(seen.origin, variable=words[0] if words else None)))
 
 
 def _run_again(notes: list[tuple[str, str]], look: Callable[[], Look | None], what: str = "the model") -> Look | None:
@@ -241,19 +277,37 @@ def is_settled(location: Location) -> bool:
 
 
 def _followed(recording: Recording, reruns: Reruns) -> Look | None:
-    made = reruns.follow(recording.edge())
-    if made is None:
-        return None
+    made, edge = None, recording.edge()
+    for _ in range(1 + len(reruns.calls)):  # from module to module, and through what lies between them
+        before, made = made, reruns.follow(edge)
+        if made is None:
+            return None if before is None else _came(before.result, before.site, before.module, "module")
+        if not made.foreign:
+            return _made(made)
+        name = reruns.watch.parameter_name(made.result)
+        if name is not None:
+            return _seen(observe_made("parameter", made.result, made.flat, made.site, made.module, Phase.WEIGHTS, name))
+        look = _between(reruns, made.result) or NOTHING
+        leaf = look.location.origin.leaf if look.location is not None else None
+        if leaf is not None and leaf.origin == "module":
+            edge = {leaf.id: look.tensors[leaf.id]}
+        elif look.program.calls:
+            return _told(look)
+        elif leaf is None and reruns.maker(place_of(made.result)):
+            edge = {HANDED_ON: made.result}
+        else:
+            return _came(made.result, made.site, made.module, "" if leaf is None else leaf.origin)
+    return None
+
+
+def _made(made: Made) -> Look:
+    """What a call inside of a module made."""
     if made.program is not None:
         with contextlib.suppress(ProgramError):
             look = _walked(made.program, made.tensors)
             if look is not None:
                 return look
-    phase, op, name = Phase.FORWARD, made.op, None
-    if made.foreign:
-        name = reruns.watch.parameter_name(made.result)
-        phase, op = (Phase.INPUT, "input") if name is None else (Phase.WEIGHTS, "parameter")
-    return _seen(observe_made(op, made.result, made.flat, made.site, made.module, phase, name))
+    return _seen(observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD))
 
 
 def _seen(observed: Observation) -> Look:

@@ -76,7 +76,7 @@ class PassedOver:
             self._logbook.gap("not-differentiated", text, step)
         else:
             calls, frozen = self._modules.so_far()
-            return Recording(
+            recording = Recording(
                 doubt.program,
                 doubt.tensors,
                 doubt.extremes,
@@ -87,6 +87,8 @@ class PassedOver:
                 glimpses=tuple(self._tape.glimpses.values()),
                 taken=dict(self._tape.taken),
             )
+            recording.look_between(self._tape)
+            return recording
         return None
 
     def _is_beside(self, doubt: Doubt, used: set[int]) -> bool:

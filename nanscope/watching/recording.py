@@ -14,7 +14,9 @@ from nanscope.capture.custom import Backward
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
+from nanscope.capture.glue import Glue, glue_before
 from nanscope.capture.modules import Address, ModuleCall
+from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import local
@@ -46,7 +48,8 @@ class Recording:
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
-    begin with. aside: where it was given some, what leads to the value that it began at: of no use unless that is bad itself.
+    begin with. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began at: of
+    no use unless that is bad itself.
     """
 
     program: Program | None
@@ -68,13 +71,19 @@ class Recording:
     places: dict[int, Address] = field(default_factory=dict)
     frozen: list[ModuleCall] = field(default_factory=list)
     seeds: tuple[Tensor, ...] = ()
+    glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
+
+    def look_between(self, tape: Tape) -> None:
+        """Take from the tape what lies between the models."""
+        self.glue = glue_before(tape, self.all_calls())
 
     def watch(self, failsafe: Failsafe, account: Balance) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
         self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
+        self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if compiles_backward():
             return  # what comes out of it is looked at when the optimizer steps

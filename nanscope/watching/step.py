@@ -143,6 +143,7 @@ class Step:
                 self._bare.update(parameters_behind(program, tensors))
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
+        self._failsafe("glue", recording.look_between, self._tape)
         recording.watch(self._failsafe, self._tape.account)
 
     def after_backward(self, raised: BaseException | None = None) -> None:
