@@ -21,7 +21,7 @@ from torch import Tensor
 from nanscope.capture.custom import backward_of, is_custom
 from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.seal import writes_of
-from nanscope.capture.sites import NOWHERE, Place, is_user
+from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author_of
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
@@ -170,7 +170,11 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _caller(self) -> Place:
         frame: FrameType | None = sys._getframe(3)
         while frame is not None:
-            if is_user(frame.f_code.co_filename):
+            author = author_of(frame.f_code)
+            if author is Author.RELAY and (issuer := above_handler(frame)) is not None:
+                frame = issuer
+                continue
+            if author:
                 return frame.f_code, frame.f_lasti
             if frame.f_code is self.end[0]:
                 return self.end[1]

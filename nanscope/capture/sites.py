@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import opcode
 import sys
+from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -28,8 +30,20 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 
 
+HANDLERS = frozenset({"__torch_dispatch__", "__torch_function__"})  # methods of modes and tensor classes that calls are handed to
+DEEP = 16  # functions between one of them and the one that hands its call on
+_UNPACKS = opcode.opmap["CALL_FUNCTION_EX"]  # `func(*args, **kwargs)`
+
 Place = tuple[CodeType | None, int]  # a function, and its instruction
 NOWHERE: Place = (None, -1)
+
+
+class Author(IntEnum):
+    """Whose code is it?"""
+
+    OTHER = 0  # torch's, ours, or a handler: of what is handed to it that is the author who made the call
+    USER = 1
+    RELAY = 2  # the trainer's, and it may be a part of a handler that hands calls on
 
 
 class Callers:
@@ -46,7 +60,7 @@ class Callers:
         self.scaler: torch.amp.GradScaler | None = None
         self.end: tuple[CodeType | None, Place] = (None, NOWHERE)
         self._holding = Holding(account)
-        self._users: dict[CodeType, bool] = {}
+        self._users: dict[CodeType, Author] = {}
         self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
 
     def caller(self) -> Place:
@@ -60,10 +74,13 @@ class Callers:
                 if len(users) >= KNOWN:
                     users.clear()  # somebody compiles code as he goes
                     self._sites.clear()
-                user = users[code] = is_user(code.co_filename)
+                user = users[code] = author_of(code)
                 if user and (site := _loss_site(code)) is not None:
                     self._sites[code] = site
             if user:
+                if user is Author.RELAY and (issuer := above_handler(frame)) is not None:
+                    frame = issuer
+                    continue
                 if code in self._sites and code not in self.glimpses:
                     self._glimpse(self._sites[code], frame)
                 return code, frame.f_lasti
@@ -79,7 +96,7 @@ class Callers:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if self._users[code] if code in self._users else is_user(code.co_filename):
+            if self._users[code] if code in self._users else author_of(code):
                 return code, frame.f_lasti
             frame = frame.f_back
         return NOWHERE
@@ -114,6 +131,25 @@ def _loss_site(code: CodeType) -> LossSite | None:
     """Return the row of a function in which a framework computes its loss, None if it is not one or its variables are not ours to read."""
     site = site_in(code.co_filename, code.co_qualname)
     return site if site is not None and site.key is not None and is_open(code) else None
+
+
+def author_of(code: CodeType) -> Author:
+    """Return whose code it is."""
+    if not is_user(code.co_filename) or code.co_name in HANDLERS:
+        return Author.OTHER
+    return Author.RELAY if _UNPACKS in code.co_code[::2] else Author.USER
+
+
+def above_handler(frame: FrameType) -> FrameType | None:
+    """Return who made a call that a mode or a tensor class of the trainer's hands on, by way of a function; None if none does."""
+    up = frame.f_back
+    for _ in range(DEEP):
+        if up is None:
+            return None
+        if up.f_code.co_name in HANDLERS and is_user(up.f_code.co_filename):
+            return up.f_back
+        up = up.f_back
+    return None
 
 
 def is_user(file: str) -> bool:
