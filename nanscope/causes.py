@@ -40,10 +40,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseInfo:
-    """What a cause is, in one line, and the fix classes that answer it, the most natural first."""
+    """What a cause is, in one line, and the fix classes that answer it, the most natural first.
+
+    variety: what it is said to be where more is known of it, or it is something else of the same kind.
+    """
 
     title: str
     fixes: tuple[str, ...]
+    variety: str = ""
 
 
 CAUSES: dict[Cause, CauseInfo] = {
@@ -62,14 +66,16 @@ CAUSES: dict[Cause, CauseInfo] = {
         "forward drops the bad value, backward multiplies it by a zero gradient",
         ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "clamp_input"),
     ),
-    Cause.LOG_ZERO: CauseInfo("the logarithm of 0", ("stable_function", "clamp_input")),
+    Cause.LOG_ZERO: CauseInfo("the logarithm of 0", ("stable_function", "clamp_input"), "the logarithm of a negative number"),
     Cause.PLOGP_ZERO: CauseInfo("the product p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
     Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
     Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
     Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator", "guard_empty")),
     Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
     Cause.SQRT_ZERO_GRAD: CauseInfo("the gradient of a square root at 0", ("avoid_singular_op", "clamp_input")),
-    Cause.SQRT_NEGATIVE: CauseInfo("the square root of a small negative number left by cancellation", ("clamp_input",)),
+    Cause.SQRT_NEGATIVE: CauseInfo(
+        "the root of a negative number", ("clamp_input",), "the root of a small negative number left by cancellation"
+    ),
     Cause.CANCELLATION_SPIKE: CauseInfo("cancellation leaves a tiny denominator", ("clamp_denominator",)),
     Cause.FULLY_MASKED_SOFTMAX: CauseInfo("softmax over a row that is entirely −inf", ("safe_softmax", "finite_mask_fill")),
     Cause.FP16_OVERFLOW: CauseInfo("a value leaves the range of half precision (65504)", ("upcast_fp32",)),

@@ -10,10 +10,28 @@ from torch import Tensor
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Computes, Ref
-from nanscope.program.numbers import smallest
-from nanscope.program.ops import BOUNDING, CHOICES, COPIES, DIFFERENCES, LOGARITHMS, PRODUCTS, SUMS, ZERO_PRODUCTS, Flow, carries, flow_of
+from nanscope.program.flow import sources
+from nanscope.program.numbers import at, smallest
+from nanscope.program.ops import (
+    BOUNDING,
+    CHOICES,
+    COPIES,
+    DIFFERENCES,
+    DIVISIONS,
+    LOGARITHMS,
+    POWERS,
+    PRODUCTS,
+    SHIFTS,
+    SPREADS,
+    SUMS,
+    ZERO_PRODUCTS,
+    Flow,
+    carries,
+    flow_of,
+)
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Facts
+from nanscope.text import ravel
 
 
 def facts_of(location: Location, trace: Trace) -> Facts:
@@ -36,8 +54,39 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
         selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
         unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
+        cancelled=_cancelled(location, trace),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
+
+
+LOOKED_AT = 256  # elements of one operand
+ROUNDING = 1024  # rounding errors of its operands that a difference may be off by
+CLOSE = 0.1  # of its operands at most, however coarse the dtype
+BACK = 12  # calls that are gone through in search of a difference
+
+
+def _cancelled(location: Location, trace: Trace) -> bool:
+    """Is what the origin divides by, or takes the root of, nothing but what the rounding of larger numbers has left of their difference?"""
+    origin = location.origin
+    position = DIVISIONS.get(origin.op, 0 if origin.op in POWERS else len(origin.operands))
+    if position >= len(origin.operands):
+        return False
+    operand = origin.operands[position]
+    value, flat = operand.id, ravel(operand.index, trace.values[operand.id].shape)
+    for _ in range(BACK):
+        call = trace.program.maker(value)
+        if call is None or not trace.values[value].is_floating_point():
+            return False
+        read = [(source.value, int(one)) for source in sources(call, trace.values, value, flat) for one in source.flat[:LOOKED_AT]]
+        sizes = [(abs(at(trace.values[spot[0]], spot[1])), spot) for spot in read]
+        largest, spot = max(sizes, default=(0.0, (value, flat)))
+        left = min(ROUNDING * torch.finfo(trace.values[value].dtype).eps, CLOSE)
+        if call.name in SHIFTS | SPREADS and abs(at(trace.values[value], flat)) <= left * largest:
+            return True
+        if spot == (value, flat):
+            return False
+        value, flat = spot
+    return False
 
 
 def _meets_zero(location: Location, program: Program) -> bool:

@@ -135,6 +135,7 @@ class Facts:
     unwritten: memory that nobody wrote. multiplied: a mask is multiplied onto it. plogp: a logarithm that is multiplied by what it was
     taken of. dropped: forward takes its value out. zero_is_mask: the origin itself is a product with a mask that is 0.
     extent: how much of a tensor that came in is bad. selects_nothing: it divides a sum over what a mask lets through, and that is nothing.
+    cancelled: what it divides by, or takes the root of, is a difference of much larger numbers, as small as their rounding errors.
     """
 
     coefficient: bool = False
@@ -151,6 +152,7 @@ class Facts:
     zero_is_mask: bool = False
     extent: str = ""
     selects_nothing: bool = False
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

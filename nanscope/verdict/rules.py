@@ -64,6 +64,11 @@ def _inf(seen: Observation) -> bool:
     return math.isinf(seen.origin.value)
 
 
+def _overflows(seen: Observation) -> bool:
+    """Did it become infinite of finite numbers?"""
+    return _inf(seen) and all(math.isfinite(number) for _, number in seen.origin.operands)
+
+
 def _finite(seen: Observation) -> bool:
     return math.isfinite(seen.origin.value)
 
@@ -103,7 +108,7 @@ def _is_masked(seen: Observation) -> bool:
 RULES: tuple[Rule, ...] = (
     # An update spoils the elements it touches; memory that was never written is bad from end to end.
     Rule(Phase.WEIGHTS, None, _finite, Cause.HW_BITFLIP),
-    Rule(None, DIVISIONS, lambda o: o.suspect, Cause.CANCELLATION_SPIKE),
+    Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
     Rule(Phase.WEIGHTS, None, lambda o: o.poisoned_at is not None, Cause.POISONED_WEIGHTS),
     Rule(Phase.WEIGHTS, None, lambda o: o.facts.whole and math.prod(o.origin.shape) > 1, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
@@ -143,6 +148,6 @@ RULES: tuple[Rule, ...] = (
     Rule(None, DIVISIONS, lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),
     Rule(None, MEANS, _nan, Cause.EMPTY_MASK_MEAN),
     Rule(Phase.OPTIMIZER, None, lambda o: o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
-    Rule(None, None, lambda o: _inf(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
-    Rule(None, None, _inf, Cause.MAGNITUDE_OVERFLOW),
+    Rule(None, None, lambda o: _overflows(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
+    Rule(None, None, _overflows, Cause.MAGNITUDE_OVERFLOW),
 )

@@ -32,9 +32,16 @@ from nanscope.text import number, show_index
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     """Return what is to be said of a bad step."""
-    why = CAUSES[cause].title if cause is not Cause.UNKNOWN else ""
+    info, narrower = CAUSES[cause], _VARIETIES.get(cause)
+    why = "" if cause is Cause.UNKNOWN else info.variety if narrower is not None and narrower(seen) else info.title
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
     return ". ".join(part for part in (what(seen), _capital(why), _capital(end)) if part) + "."
+
+
+_VARIETIES: dict[Cause, Callable[[Observation], bool]] = {
+    Cause.LOG_ZERO: lambda seen: math.isnan(seen.origin.value),
+    Cause.SQRT_NEGATIVE: lambda seen: seen.facts.cancelled,
+}
 
 
 def what(seen: Observation) -> str:

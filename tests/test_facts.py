@@ -1,0 +1,68 @@
+"""What around an origin is worth knowing when its cause is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from recorded import record
+from torch import Tensor
+
+from nanscope.locate.location import locate
+from nanscope.locate.observe import observe
+from nanscope.locate.spike import spike
+from nanscope.snapshot.observation import Observation
+
+SAME = torch.tensor([0.85, 0.85, 0.85])
+CLOSE = torch.tensor([0.85, 0.85, 0.8500001])
+
+
+def under_root(x: Tensor, scale: float = 1.0) -> Tensor:
+    return (scale * (x.square().mean() - x.mean().square())).sqrt()
+
+
+ROOTS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, bool]] = {
+    "a variance": (under_root, SAME, True),
+    "a variance, scaled": (lambda x: under_root(x, 4.0), SAME, True),
+    "1 - cos²": (lambda x: (1 - x.square()).sqrt(), torch.tensor([1.0000001]), True),
+    "raised to a half": (lambda x: (x - 1).pow(0.5), torch.tensor([1 - 6e-8]), True),
+    "a large number": (lambda x: x.sqrt(), torch.tensor([-500.0]), False),
+    "a difference that means it": (lambda x: (x - 2.0).sqrt(), torch.tensor([1.5]), False),
+    "a small number": (lambda x: (x * 1e-9).sqrt(), torch.tensor([-1.0]), False),
+    "a sign": (lambda x: (-x.square().mean()).sqrt(), SAME, False),
+}
+
+
+def seen_in(loss: Callable[[Tensor], Tensor], x: Tensor) -> Observation:
+    found = record(loss, x.clone().requires_grad_())
+    location = locate(found.trace)
+    assert location is not None
+    return observe(location, found.trace)
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_cancellation_is_seen_in_the_numbers(name: str) -> None:
+    """What a root is taken of is no larger than the rounding errors of what it is the difference of; else it is something else."""
+    loss, x, cancelled = ROOTS[name]
+    observation = seen_in(lambda x: loss(x).sum(), x)
+    assert observation.facts.cancelled is cancelled and observation.origin.op in ("sqrt", "pow")
+
+
+QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, bool]] = {
+    "1 - p": (lambda x: x / (1 - x), torch.tensor([0.9999999]), True),
+    "a deviation": (lambda x: (x - 0.8) / x.std(), CLOSE, True),
+    "a deviation, by hand": (lambda x: (x - 0.8) / ((x - x.mean()).square().mean().sqrt() + 1e-9), CLOSE, True),
+    "a small number": (lambda x: 1 / x, torch.tensor([1e-7]), False),
+    "a small product": (lambda x: 1 / (x * 1e-7), torch.tensor([1.0]), False),
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_tiny_denominator_is_left_by_cancellation_or_is_not(name: str) -> None:
+    """That something is divided by a tiny number says nothing of how it came to be tiny."""
+    loss, x, cancelled = QUOTIENTS[name]
+    found = record(lambda x: loss(x).sum(), x.clone().requires_grad_())
+    location = spike(found.trace)
+    assert location is not None and location.origin.op in ("div", "reciprocal")
+    assert observe(location, found.trace).facts.cancelled is cancelled
