@@ -56,7 +56,7 @@ def test_statistics_that_went_bad_while_the_loss_was_fine(tmp_path: Path) -> Non
         model = train(lambda model: model[1].running_mean[2:].fill_(math.nan))  # type: ignore[operator,union-attr,index]
     incident = scope.verdict.incidents[0]
     assert (incident.step, incident.phase, incident.cause) == (3, "weights", Cause.POISONED_WEIGHTS)
-    assert "the buffer 1.running_mean was already NaN at [2] of [8]" in scope.verdict.sentence
+    assert "the buffer 1.running_mean is NaN at [2] of [8] after the update." in scope.verdict.sentence
     assert [note.slug for note in incident.notes] == ["left_behind"] and model is not None
     assert (scope.steps, scope.bad_steps) == (4, 1) and [entry.nonfinite for entry in scope.history.entries] == [False, False, True, False]
 
@@ -68,7 +68,7 @@ def test_statistics_of_a_model_that_nobody_optimizes(tmp_path: Path) -> None:
         for _ in range(2):
             model(torch.randn(6, 4)).sum().backward()
             model[1].running_var[0] = math.inf  # type: ignore[index,operator]
-    assert "the buffer 1.running_var was already +inf at [0] of [8]" in scope.verdict.sentence
+    assert "the buffer 1.running_var is +inf at [0] of [8] when the block ended." in scope.verdict.sentence
 
 
 def test_weights_that_were_spoilt_after_the_last_step(tmp_path: Path) -> None:
@@ -76,7 +76,8 @@ def test_weights_that_were_spoilt_after_the_last_step(tmp_path: Path) -> None:
     with nanscope.watch(out=tmp_path) as scope:
         model = train()
         model[0].weight.data[3, 1] = math.inf
-    assert "the weight 0.weight was already +inf at [3, 1] of [8, 4]" in scope.verdict.sentence
+    told = "the weight 0.weight is +inf at [3, 1] of [8, 4] when the block ended: it was finite in step 4, and what wrote it since was not seen."
+    assert told in scope.verdict.sentence
     assert (scope.steps, scope.bad_steps) == (4, 1)
 
 
@@ -109,3 +110,92 @@ def test_a_frozen_weight_may_hold_what_it_wants(tmp_path: Path, frozen: bool) ->
         model[3].bias.data.fill_(-math.inf)
         model[3].bias.requires_grad_(not frozen)
     assert scope.verdict.healthy == frozen
+
+
+def by_hand(model: nn.Module, factor: float = 1.0) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.sub_(0.1 * parameter.grad / (parameter.grad.norm() * factor))
+        parameter.grad = None
+
+
+def trained_by_hand(out: Path, spoils: Callable[[nn.Linear, int], float]) -> nanscope.Scope:
+    """Six steps of a loop that has no optimizer. spoils: is called before each, and returns what its update is divided by."""
+    model = nn.Linear(4, 2)
+    with nanscope.watch(model, out=out) as scope:
+        for step in range(1, 7):
+            factor = spoils(model, step)
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            with torch.no_grad():
+                by_hand(model, factor)
+    return scope
+
+
+def test_an_update_of_the_loop_s_own_is_to_blame_for_what_it_writes(tmp_path: Path) -> None:
+    """Infinities as well as NaN, with its line; what follows is a consequence."""
+    scope = trained_by_hand(tmp_path, lambda model, step: float(step != 3))
+    first, second = scope.verdict.incidents
+    assert (first.step, first.phase, first.origin.op, first.reached["stepped"]) == (3, "optimizer", "div", "taken by hand")
+    assert first.sentence.startswith("the update of the training loop made weight non-finite: ") and "test_remains.py:" in first.sentence
+    assert (second.step, second.consequence_of, second.cause) == (4, 3, Cause.POISONED_WEIGHTS)
+    assert "the update of step 3 wrote it there" in second.sentence and scope.verdict.aftermath[0].count == 3
+
+
+def loads(model: nn.Linear, step: int) -> float:
+    if step == 3:
+        model.load_state_dict({name: torch.full_like(value, math.nan) for name, value in model.state_dict().items()})
+    return 1.0
+
+
+def test_weights_that_were_loaded_after_they_had_been_fine_are_poisoned(tmp_path: Path) -> None:
+    """Memory that was never written it is not: they were finite, and the line that wrote to them is known."""
+    first, second = trained_by_hand(tmp_path, loads).verdict.incidents
+    assert (first.step, first.cause, second.step, second.consequence_of) == (3, Cause.POISONED_WEIGHTS, 4, 3)
+    assert "was already NaN at [0] of [2] before the step: model.load_state_dict(" in first.sentence
+    assert "wrote it there, test_remains.py:" in first.sentence and "and it was finite in step 1" in first.sentence
+
+
+def one_step(model: nn.Module, out: Path) -> nanscope.Scope:
+    with nanscope.watch(out=out) as scope:
+        model(torch.ones(3, 4)).pow(2).mean().backward()
+    return scope
+
+
+def test_weights_that_are_bad_when_they_are_first_seen_may_have_come_so(tmp_path: Path) -> None:
+    """A checkpoint of NaN is no memory that was never written, and nothing is said of that."""
+    model = nn.Linear(4, 2)
+    nn.init.constant_(model.weight, math.nan)
+    (incident,) = one_step(model, tmp_path).verdict.incidents
+    assert incident.cause is Cause.POISONED_WEIGHTS and "was already NaN at [0, 0] of [2, 4] before the step." in incident.sentence
+
+
+def left_over(model: nn.Linear) -> None:
+    model.weight.data[0] = torch.tensor([1e-41, math.nan, 4.6e-41, 0.3])
+
+
+def filled(model: nn.Linear) -> None:
+    torch.use_deterministic_algorithms(True)
+    model.weight = nn.Parameter(torch.empty(2, 4))
+
+
+@pytest.mark.parametrize("make", [left_over, filled])
+def test_memory_that_was_never_written_is_told_by_what_it_holds(tmp_path: Path, make: Callable[[nn.Linear], None]) -> None:
+    """Numbers that nobody computes, or what torch fills fresh memory with where it is told to."""
+    model = nn.Linear(4, 2)
+    try:
+        make(model)
+        (incident,) = one_step(model, tmp_path).verdict.incidents
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert incident.cause is Cause.UNINITIALIZED
+
+
+def test_memory_that_was_seen_to_be_made_and_not_to_be_written(tmp_path: Path) -> None:
+    """Within the block, it is known."""
+    with nanscope.watch(out=tmp_path) as scope:
+        model = nn.Linear(4, 2)
+        model.weight = nn.Parameter(torch.empty(2, 4))
+        memory = model.weight.data.numpy()
+        memory[:] = math.nan  # what may stand in it
+        model(torch.ones(3, 4)).pow(2).mean().backward()
+    assert scope.verdict.incidents[0].cause is Cause.UNINITIALIZED

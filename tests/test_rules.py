@@ -9,7 +9,7 @@ import pytest
 from seen import INF, NAN, seen
 
 from nanscope.causes import Cause
-from nanscope.snapshot.observation import Kind, Observation, Phase
+from nanscope.snapshot.observation import Kind, Observation, Past, Phase
 from nanscope.verdict.rules import RULES, Rule, cause_of
 
 
@@ -36,8 +36,11 @@ CASES = (  # one row a rule, in the order of the rules
         seen("div", 1e12, 1.0, 1e-12, kind=Kind.SPIKE, cancelled=True), Cause.CANCELLATION_SPIKE,
         seen("div", 1e12, 1.0, 1e-12, kind=Kind.SPIKE), Cause.UNKNOWN,
     ),
-    Case(weight(NAN, whole=True, poisoned_at=4), Cause.POISONED_WEIGHTS, weight(NAN, whole=True), Cause.UNINITIALIZED),
-    Case(weight(NAN, whole=True), Cause.UNINITIALIZED, weight(NAN, whole=True, shape=(1,)), Cause.POISONED_WEIGHTS),
+    Case(weight(NAN, unwritten=True, poisoned_at=4), Cause.POISONED_WEIGHTS, weight(NAN, unwritten=True), Cause.UNINITIALIZED),
+    Case(
+        weight(NAN, past=Past(unwritten=True)), Cause.UNINITIALIZED,
+        weight(NAN, whole=True, past=Past(fine_at=2, unwritten=True)), Cause.POISONED_WEIGHTS,
+    ),
     Case(weight(NAN), Cause.POISONED_WEIGHTS, came(NAN), Cause.BAD_INPUT),
     Case(
         seen("all_reduce", NAN, phase=Phase.BACKWARD, kind=Kind.ARRIVED), Cause.ALLREDUCE_NAN,
@@ -114,8 +117,8 @@ CASES = (  # one row a rule, in the order of the rules
 )  # fmt: skip
 
 BOTH = (  # what two rules fit: the cause that is said, and the one that is not
-    (weight(NAN, whole=True, poisoned_at=4), Cause.POISONED_WEIGHTS, Cause.UNINITIALIZED),
-    (weight(NAN, whole=True), Cause.UNINITIALIZED, Cause.POISONED_WEIGHTS),
+    (weight(NAN, unwritten=True, poisoned_at=4), Cause.POISONED_WEIGHTS, Cause.UNINITIALIZED),
+    (weight(NAN, unwritten=True), Cause.UNINITIALIZED, Cause.POISONED_WEIGHTS),
     (came(INF, unwritten=True, masked=True), Cause.UNINITIALIZED, Cause.INF_TIMES_ZERO_MASK),
     (came(INF, masked=True), Cause.INF_TIMES_ZERO_MASK, Cause.NAN_TIMES_ZERO_MASK),
     (came(NAN, masked=True), Cause.NAN_TIMES_ZERO_MASK, Cause.BAD_INPUT),

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.location import spotted
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import Kind, Observation, Phase
+from nanscope.snapshot.observation import Kind, Observation, Past, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.sentence import absorbed, sentence
 
@@ -96,6 +96,19 @@ WHAT = {  # what happened: observation -> sentence
     "a weight that an earlier step of this run wrote": (
         seen("parameter", NAN, phase=Phase.WEIGHTS, variable="lm_head.weight", poisoned_at=6),
         "the weight lm_head.weight was already NaN at [0, 1] of [2, 3]: the update of step 6 wrote it there.",
+    ),
+    "a weight that was finite once": (
+        seen("parameter", NAN, phase=Phase.WEIGHTS, variable="q.weight", past=Past(2)),
+        "the weight q.weight was already NaN at [0, 1] of [2, 3] before the step: it was finite in step 2, and what wrote it since was not seen.",
+    ),
+    "a weight that a line has written to": (
+        seen("parameter", NAN, phase=Phase.WEIGHTS, variable="q.weight", past=Past(2, "m.load(x)", "/home/x/loop.py", 7)),
+        "the weight q.weight was already NaN at [0, 1] of [2, 3] before the step: m.load(x) wrote it there, loop.py:7, "
+        "and it was finite in step 2.",
+    ),
+    "a weight that is found later": (
+        seen("parameter", NAN, phase=Phase.WEIGHTS, variable="q.weight", past=Past(found="when the block ended")),
+        "the weight q.weight is NaN at [0, 1] of [2, 3] when the block ended.",
     ),
     "a weight without a name": (
         seen("parameter", NAN, phase=Phase.WEIGHTS), "a weight was already NaN at [0, 1] of [2, 3] before the step.",

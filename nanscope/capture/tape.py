@@ -24,10 +24,10 @@ from torch import Tensor
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
 from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
-from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, node_of, tensors_of
+from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, is_intact, node_of, tensors_of
 from nanscope.capture.layout import first_row, is_dense, is_turned
 from nanscope.capture.log import RING, Log
-from nanscope.capture.modules import Address
+from nanscope.capture.modules import Address, version_of
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
@@ -298,6 +298,26 @@ class Tape:
         if not made:
             raise LookupError("nothing was made there")
         return max(made, key=lambda value: value.id)
+
+    def is_unwritten(self, tensor: Tensor) -> bool:
+        """Was memory seen to be made for it, and nobody to write to it since? Known until the next `forget`."""
+        if not is_plain(tensor) or version_of(tensor):
+            return False
+        made = self._opaque.get(key_of(tensor, PLAIN)[:4])
+        if made is not None and made[0].startswith(tuple(UNWRITTEN_FACTORIES)) and not made[1].expired():
+            return True
+        read = (value for value in self.known.relatives(memory_of(tensor)) if value.leaf is not None and value.leaf.made_by == "empty")
+        return any(is_intact(value) for value in read)
+
+    def written_at(self, tensor: Tensor, since: int = 0) -> Site | None:
+        """Return where what a tensor holds was computed or written to; None if that was not seen, or before so many calls were."""
+        if not is_plain(tensor):
+            return None
+        place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
+        there = [value.id for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and value.version == version]
+        made = max((number for value in there if (number := self.known.made_by.get(value)) is not None), default=-1)
+        entry = self.log.entries.get(made) if made >= since else None
+        return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
 
     def norm_of(self, tensor: Tensor) -> Tensor | None:
         """Return the first 2-norm that was taken of a gradient since the last `forget`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Arg, Call, Computes, Ref
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
 from nanscope.program.flow import sources
 from nanscope.program.numbers import at, smallest
 from nanscope.program.ops import (
@@ -53,13 +53,24 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
         selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
-        unwritten=origin.leaf is not None and origin.leaf.made_by == "empty",
+        unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
 
 
 LOOKED_AT = 256  # elements of one operand
+
+
+def _is_left_over(leaf: Leaf, tensor: Tensor) -> bool:
+    """Does a weight hold what was in its memory before? Numbers next to 0 that nobody computes, beside the one that is bad."""
+    if leaf.origin != "parameter" or not tensor.is_floating_point() or torch.finfo(tensor.dtype).tiny > TINY:
+        return False
+    sizes = tensor.detach().abs()
+    return bool(((sizes > 0) & (sizes < torch.finfo(tensor.dtype).tiny)).any())
+
+
+TINY = 1e-30  # dtypes in which a weight may well be subnormal end above it
 ROUNDING = 1024  # rounding errors of its operands that a difference may be off by
 CLOSE = 0.1  # of its operands at most, however coarse the dtype
 BACK = 12  # calls that are gone through in search of a difference

@@ -78,7 +78,7 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
         if bad and not nan and math.isnan(_number(trace, (value, flat))):
             return _where_infinities_met(trace, path, bad, depth)
         if not bad:
-            if call.name in LITERALS:
+            if call.name in LITERALS or _times_nan(trace, call, value):
                 return _root_of_literal(trace, path)
             intended = is_intended(trace, call)
             hidden = None if intended else _divided_by(trace, call, value, flat) or left_out(trace, call, value, flat)
@@ -233,6 +233,12 @@ def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
             if number == 0 and made is not None:
                 waiting.append((made, *spot))
     return None
+
+
+def _times_nan(trace: Trace, call: Call, value: int) -> bool:
+    """Does the code make data of NaN, by calculating with the number?"""
+    written = any(isinstance(arg, float) and math.isnan(arg) for arg in call.args)
+    return written and not any(leaf.diff for leaf in trace.program.slice(value).leaves)
 
 
 def _root_of_literal(trace: Trace, path: Sequence[Spot]) -> Root:

@@ -156,6 +156,26 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What is known of a bad weight from before it was found bad.
+
+    fine_at: the last step in which it was seen to be finite, None if it never was. by, file, line: the code of the training that has
+    written to it since. unwritten: nobody had written to its memory when it was first seen. found: when it was found, "" in a step that
+    began with it.
+    """
+
+    fine_at: int | None = None
+    by: str = ""
+    file: str | None = None
+    line: int | None = None
+    unwritten: bool = False
+    found: str = ""
+
+
+NO_PAST = Past()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One way of running the step.
 
@@ -191,8 +211,8 @@ class Observation:
     outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
     masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is.
     optimizer: class of the one whose update did it. weight: name of what it updated. tried: how the step ran under edits in the process.
-    poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of another rank in the
-    same step. Both are known when the steps of a run are told together, and stand in no file.
+    past: of a weight. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of
+    another rank in the same step. Both are known when the steps of a run are told together, and stand in no file.
     """
 
     kind: Kind = Kind.NONFINITE
@@ -206,6 +226,7 @@ class Observation:
     optimizer: str = ""
     weight: str = ""
     tried: tuple[Row, ...] = ()
+    past: Past = NO_PAST
     poisoned_at: int | None = None
     source: str = ""
 
@@ -237,6 +258,7 @@ class Observation:
             optimizer=seen.optimizer or self.optimizer,
             weight=seen.weight or self.weight,
             tried=seen.tried or self.tried,
+            past=self.past if seen.past == NO_PAST else seen.past,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -252,6 +274,7 @@ class Observation:
             weight=self.weight,
             masked=self.masked,
             rows=self.tried,
+            past=None if self.past == NO_PAST else self.past,
         )
         found = {key: show(value) for key, value in asdict(written).items() if value or (key == "masked" and value is not None)}
         if self.phase is not None:
@@ -283,6 +306,7 @@ class Observation:
             optimizer=written.optimizer or read(str, facts.get("optimizer", "")),
             weight=written.weight,
             tried=written.rows,
+            past=written.past or NO_PAST,
         )
 
 
@@ -303,6 +327,7 @@ class _Written:
     weight: str = ""
     masked: bool | None = None
     rows: tuple[Row, ...] = ()
+    past: Past | None = None
 
 
 _SIGNS: tuple[tuple[Kind, Callable[[_Written], bool]], ...] = (

@@ -106,11 +106,10 @@ def _is_masked(seen: Observation) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    # An update spoils the elements it touches; memory that was never written is bad from end to end.
     Rule(Phase.WEIGHTS, None, _finite, Cause.HW_BITFLIP),
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
     Rule(Phase.WEIGHTS, None, lambda o: o.poisoned_at is not None, Cause.POISONED_WEIGHTS),
-    Rule(Phase.WEIGHTS, None, lambda o: o.facts.whole and math.prod(o.origin.shape) > 1, Cause.UNINITIALIZED),
+    Rule(Phase.WEIGHTS, None, lambda o: o.past.fine_at is None and (o.past.unwritten or o.facts.unwritten), Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
     Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),

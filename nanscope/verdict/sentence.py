@@ -115,8 +115,16 @@ def _weight(seen: Observation) -> str:
     name = f"the {kind} {p.variable}" if p.variable and p.variable != kind else f"a {kind}"
     if math.isfinite(p.value):
         return f"{name} is {number(p.value)}{_at(p)}, many orders of magnitude beyond every other element of it"
-    when = " before the step" if seen.poisoned_at is None else f": the update of step {seen.poisoned_at} wrote it there"
-    return f"{name} was already {number(p.value)}{_at(p)}{when}"
+    past = seen.past
+    is_bad = f"is {number(p.value)}{_at(p)} {past.found}" if past.found else f"was already {number(p.value)}{_at(p)}"
+    before = "" if past.found else " before the step"
+    since = "" if past.fine_at is None else f"it was finite in step {past.fine_at}"
+    if seen.poisoned_at is not None:
+        return f"{name} {is_bad}: the update of step {seen.poisoned_at} wrote it there"
+    if past.by:
+        after = f", and {since}" if since else ""
+        return f"{name} {is_bad}{before}: {past.by} wrote it there, {_where(past.file, past.line)}{after}"
+    return f"{name} {is_bad}{before}" + (f": {since}, and what wrote it since was not seen" if since else "")
 
 
 def _update(seen: Observation) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from nanscope.locate.location import spotted
 from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
+from nanscope.program.calls import Computes
+from nanscope.program.local import memory_of
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -49,7 +51,6 @@ from nanscope.watching.look import (
     Look,
     arrived,
     deeper_look,
-    gradient_look,
     handed,
     late,
     look_closely,
@@ -58,6 +59,7 @@ from nanscope.watching.look import (
     update_look,
     update_seen,
     written,
+    written_look,
 )
 from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
@@ -66,6 +68,8 @@ from nanscope.watching.scale import unscaled
 from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
 
 log = logging.getLogger("nanscope")
+
+BY_HAND = "the training loop"  # stands for an optimizer that there is none of
 
 CLIPPED = 8  # gradients that are asked how they became 0; a clip treats all alike
 
@@ -187,7 +191,7 @@ class Examiner:
             overflowed = overflowing_norm(self._deeper(last), self.tape.norm_site())
             if overflowed is not None:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
-        changed = gradient_look(self.tape, spoilt)
+        changed = written_look(self.tape, spoilt)
         if changed is not None and changed.location is not None and changed.location.origin.born:
             return Hit(last, reached, look=replace(changed, notes=look.notes))  # notes: of the last try
         name = self.modules.parameters().get(id(parameter), ("a weight", parameter))[0]
@@ -291,9 +295,23 @@ class Examiner:
             return replace(blank, observation=unseen, found=unseen)
         if look.seen is not None:
             return replace(blank, observation=look.seen, found=look.seen)
-        seen = Observation(optimizer=type(optimizer).__name__, weight=name or "a weight")
-        found = _found(look, seen)
-        return to_save(replace(blank, program=look.program, tensors=look.tensors, observation=seen, found=found), look, self.save_tokens)
+        return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight"), blank)
+
+    def own_update(self) -> Callable[[Snapshot], Snapshot] | None:
+        """Return what describes that an update of the loop's own made a weight non-finite; None if it was something else that wrote it."""
+        name, weight = next(known for known in self.modules.parameters().values() if not bool(is_finite(known[1])))
+        look = written_look(self.tape, weight, Computes.UPDATE)
+        if look is None or look.location is None or not look.location.origin.born:
+            return None
+        own = {memory_of(parameter) for _, parameter in self.modules.parameters().values()}
+        read = (value for leaf in look.program.leaves if (value := self.tape.values.get(leaf.id)) is not None)
+        if all(value.storage in own or not value.shape for value in read):
+            return None  # it read no gradient
+        return functools.partial(self._updated, look, Observation(optimizer=BY_HAND, weight=name))
+
+    def _updated(self, look: Look, seen: Observation, blank: Snapshot) -> Snapshot:
+        updated = replace(blank, program=look.program, tensors=look.tensors, observation=seen, found=_found(look, seen))
+        return to_save(updated, look, self.save_tokens)
 
     def described(self, snapshot: Snapshot, recording: Recording, look: Look, loss_bad: bool) -> Snapshot:
         """Put into a snapshot what a look at the step has shown, and what is known around it."""

@@ -351,12 +351,13 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
     return replace(look, notes=(*look.notes, *notes))
 
 
-def gradient_look(tape: Tape, gradient: Tensor) -> Look | None:
-    """Walk through what the trainer did to a gradient between backward and the optimizer; None if the tape did not see it made."""
+def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADIENT) -> Look | None:
+    """Walk through what the trainer did to a gradient between backward and the optimizer, or to a weight; None if the tape did not see
+    it made."""
     for find in (tape.value_of, tape.before_unseen_writes):
         with contextlib.suppress(ProgramError, LookupError):
-            program, tensors = tape.program(find(gradient))
-            if program.calls and (look := _walked(replace(program, computes=Computes.GRADIENT), tensors)) is not None:
+            program, tensors = tape.program(find(tensor))
+            if program.calls and (look := _walked(replace(program, computes=computes), tensors)) is not None:
                 return look
     return None
 

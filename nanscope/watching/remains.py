@@ -1,35 +1,43 @@
-"""What no loss shows: weights and buffers that went bad although every step was fine.
+"""What no loss shows: weights and buffers that went bad although every step was fine; and since when a weight is bad.
 
 Statistics of a BatchNorm are read in evaluation only, and a weight may be written to when nobody steps any more. A buffer that was not
-finite from the beginning is meant to be so: masks are made of infinities.
+finite from the beginning is meant to be so: masks are made of infinities. A weight is not: nobody has written to it, or somebody has
+loaded it so.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.tape import Tape
 from nanscope.locate.observe import observe_made
+from nanscope.program.calls import Site
 from nanscope.program.local import local
 from nanscope.program.numbers import count_bad, first_nonfinite, is_finite
-from nanscope.snapshot.observation import Observation, Phase
+from nanscope.snapshot.observation import Observation, Past, Phase
+from nanscope.snapshot.step import Snapshot
 from nanscope.torch_inside import buffers_of
 
 
 class Remains:
     """Asked when a model is seen for the first time, after each update for the buffers, and when the block ends."""
 
-    def __init__(self, modules: ModuleWatch) -> None:
-        self._modules = modules
+    def __init__(self, modules: ModuleWatch, tape: Tape) -> None:
+        self._modules, self._tape = modules, tape
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: list[tuple[weakref.ref[nn.Module], str, str]] = []  # of buffers that were finite: module, attribute, full name
+        self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
+        self._fine: tuple[int | None, int] = (None, 0)  # the last step after which all that is updated was finite, and calls until then
+        self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
 
-    def begin(self) -> None:
-        """Look at the buffers of the models that were not seen before, in one transfer for each."""
+    def begin(self, step: int) -> None:
+        """Look at the weights and buffers of the models that were not seen before, in one transfer for each."""
         for model in list(self._modules.seen):
             if model not in self._known:
                 self._known.add(model)
@@ -39,35 +47,79 @@ class Remains:
                     for name, _ in module.named_buffers(recurse=False)
                 ]
                 own = [(owner, tensor) for owner in found if (tensor := _readable(owner)) is not None]
-                fine = torch.stack([is_finite(tensor).cpu() for _, tensor in own]).tolist() if own else []
-                self._owners += [owner for (owner, _), flag in zip(own, fine, strict=True) if flag]
+                weights = [(weight, part) for weight in model.parameters() if (part := _floating(local(weight))) is not None]
+                parts = [tensor for _, tensor in (*own, *weights)]
+                fine = torch.stack([is_finite(tensor).cpu() for tensor in parts]).tolist() if parts else []
+                self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag]
+                for (weight, _), flag in zip(weights, fine[len(own) :], strict=True):
+                    self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
+
+    def _is_unwritten(self, weight: Tensor) -> bool:
+        """Was memory seen to be made that nobody has written to since, or does it hold what torch fills such memory with?"""
+        filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        part = local(weight)
+        return self._tape.is_unwritten(weight) or (filled and part is not None and bool(torch.isnan(part).any()))
+
+    def fine(self, step: int) -> None:
+        """After the update of a step all that is updated was finite."""
+        self._fine, self._writers = (step, self._tape.log.count), {}
+
+    def look_back(self, updated: Iterable[Tensor]) -> None:
+        """Something is bad: note who has written to the weights that are, before the tape forgets it. updated: see `told`."""
+        for weight in updated:
+            if not bool(is_finite(weight)):
+                self._writers.setdefault(id(weight), self._tape.written_at(weight, self._fine[1]))
+
+    def told(self, snapshot: Snapshot, updated: Iterable[Tensor]) -> Snapshot:
+        """Return a bad step with what is known of its bad weight from before. updated: by optimizers, or by the loop itself."""
+        seen = snapshot.found
+        if seen.phase is not Phase.WEIGHTS or seen.origin.op == "buffer":
+            return snapshot
+        known = [one for name, one in self._modules.parameters().values() if name == seen.origin.variable and not bool(is_finite(one))]
+        if not known:
+            return snapshot
+        weight = known[0]
+        first = self._first.get(id(weight))
+        _, fine_at, unwritten = first if first is not None and first[0]() is weight else (None, None, False)
+        if self._fine[0] is not None and any(one is weight for one in updated):
+            fine_at = self._fine[0]
+        site = self._writers.get(id(weight)) or self._tape.written_at(weight, self._fine[1])
+        past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, unwritten)
+        past = replace(past, found=seen.past.found)
+        observation = replace(snapshot.observation, past=past)
+        return replace(snapshot, observation=observation, found=replace(seen, past=past))
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that were finite when they were first seen, as they are now."""
         return [tensor for owner in self._owners if (tensor := _readable(owner)) is not None]
 
-    def bad_buffer(self) -> Observation | None:
-        """Return the first of them that is not finite any more."""
+    def bad_buffer(self, found: str = "after the update") -> Observation | None:
+        """Return the first of them that is not finite any more. found: when."""
         for owner in self._owners:
             tensor = _readable(owner)
             if tensor is not None and (flat := first_nonfinite(tensor)) is not None:
-                return observe_made("buffer", tensor, flat, None, "", Phase.WEIGHTS, owner[2])
+                return replace(observe_made("buffer", tensor, flat, None, "", Phase.WEIGHTS, owner[2]), past=Past(found=found))
         return None
 
     def bad(self, parameters: Iterable[Tensor]) -> Observation | None:
-        """Return the first weight or buffer that is bad now, None if none is. parameters: of the optimizers, which may be in no model."""
-        known = self._modules.parameters()
+        """Return the first weight or buffer that is bad when the block ends, None if none is. parameters: of the optimizers, which may
+        be in no model."""
+        known, found = self._modules.parameters(), "when the block ended"
         weights = {id(one): one for one in (*(one for _, one in known.values()), *parameters) if one.requires_grad}
         if count_bad(list(weights.values())):
             bad = next(one for one in weights.values() if not bool(is_finite(one)))
             name = known[id(bad)][0] if id(bad) in known else "weight"
-            return observe_made("parameter", bad, first_nonfinite(bad) or 0, None, "", Phase.WEIGHTS, name)
-        return self.bad_buffer()
+            seen = observe_made("parameter", bad, first_nonfinite(bad) or 0, None, "", Phase.WEIGHTS, name)
+            return replace(seen, past=Past(found=found))
+        return self.bad_buffer(found)
 
 
 def _readable(owner: tuple[weakref.ref[nn.Module], str, str]) -> Tensor | None:
     """The buffer, where it is still there, can be read, and may be bad."""
     module = owner[0]()
     buffer = None if module is None else buffers_of(module).get(owner[1])
-    part = None if buffer is None else local(buffer)
+    return _floating(None if buffer is None else local(buffer))
+
+
+def _floating(part: Tensor | None) -> Tensor | None:
     return part if part is not None and part.is_floating_point() and part.numel() else None

@@ -89,7 +89,7 @@ class Step:
         self._ending = Ending(tape, modules, self.counts, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
-        self._remains = Remains(modules)
+        self._remains = Remains(modules, tape)
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._search = Search()
@@ -145,6 +145,8 @@ class Step:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         self._failsafe("glue", recording.look_between, self._tape)
         recording.watch(self._failsafe, self._tape.account)
+        if not (recording.waits or all(map(bool, recording.flags))):
+            self._failsafe("remains", lambda: self._remains.look_back(self._updated()))
 
     def after_backward(self, raised: BaseException | None = None) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step. raised: how it ended, if so."""
@@ -235,7 +237,7 @@ class Step:
             bad -= spoilt
             if not (bad or self._foreign):
                 self._failsafe("remains", self._keep_remains, self._remains.bad_buffer())
-        self._poisoning.weights(self.counts.number, bad)
+        self._weights_are(bad)
         if bad and not (self._bad or self._foreign):
             self._weights_are_bad(optimizer, len(weights), bad)
         stepped = Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN
@@ -330,6 +332,8 @@ class Step:
             self._keep_unexplained()
         if scales:
             self._skip(scales[-1])
+        if stepped is Stepped.BY_HAND:
+            self._failsafe("own-update", self._look_at_own_update)
         optimizer = self._optimizers.of(self._ending.left.parameters)
         self._line.before = self._ending.norm() if all(scale.scaler is not None for scale in scales) else None
         self._line.optimizer = self._optimizers.name(optimizer)
@@ -489,6 +493,29 @@ class Step:
         else:
             self._sizes.add(*sizes)
 
+    def _weights_are(self, bad: int) -> None:
+        """After the update of this step so many weights are non-finite."""
+        self._poisoning.weights(self.counts.number, bad)
+        if not bad:
+            self._remains.fine(self.counts.number)
+
+    def _updated(self) -> list[Tensor]:
+        return self._optimizers.parameters() or [one for _, one in self._modules.parameters().values() if one.requires_grad]
+
+    def _look_at_own_update(self) -> None:
+        """The loop has written to its weights itself, and no optimizer asks."""
+        weights = readable(self._updated(), "weights", self._logbook.gap)
+        bad = count_bad(weights)
+        describe = self._examiner.own_update() if bad and not self._bad else None
+        if describe is not None:
+            recording = self._recordings[-1] if self._recordings else None
+            reached = Reached(recording.value if recording else None, None, None, len(weights), bad)
+            self._save(recording, reached, describe)
+        elif bad and self._bad:
+            self._mark(weights=len(weights), bad_weights=bad)
+        if self._bad or not bad:  # else the next step tells it: they were written to after the update
+            self._weights_are(bad)
+
     def _weights_are_bad(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
         recording = self._recordings[-1] if self._recordings else None
@@ -506,6 +533,7 @@ class Step:
         if self._logbook.count(self.counts.number, recording, another, self._poisoning):
             kept = [self._blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
+            self._failsafe("remains", lambda: kept.append(self._remains.told(kept[-1], self._updated())))
             if self._late and self.counts.backward == self.counts.micro_batch and kept[-1].found.origin.line is None:
                 thread = threading.current_thread().name
                 self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", self.counts.number)
@@ -542,8 +570,8 @@ class Step:
         """Another step begins."""
         self._recordings.clear()
         self._closed = self._bad = False
-        self._failsafe("remains", self._remains.begin)
         self.counts.open()
+        self._failsafe("remains", self._remains.begin, self.counts.number)
         self._logbook.begin_step()
 
     def _close(self, stepped: Stepped) -> None:
