@@ -246,6 +246,12 @@ def has_backward_hooks(thing: object) -> bool:
     return any(getattr(thing, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
 
 
+def hooks_on(tensor: Tensor) -> list[Any]:
+    """Return what somebody has registered to be called with the gradient of a tensor."""
+    hooks: dict[int, Any] | None = getattr(tensor, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
 def uncompiled(module: object) -> object | None:
     """Return the module that `torch.compile` made this one from, None if it did not."""
     return getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None

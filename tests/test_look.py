@@ -153,3 +153,57 @@ def test_what_lies_in_another_layout_keeps_nothing_from_being_explained(
     first, *rest = scope.verdict.incidents
     assert (first.step, first.cause) == (2, cause)
     assert [(incident.cause, incident.consequence_of) for incident in rest] == [("poisoned_weights", 2)]
+
+
+def spoils(gradient: Tensor) -> Tensor:
+    return gradient * NAN
+
+
+def on_the_output(model: nn.Module) -> Tensor:
+    out: Tensor = model(torch.ones(3, 4))
+    out.register_hook(spoils)
+    return (out * 2).pow(2).mean()
+
+
+def on_a_value(model: nn.Module) -> Tensor:
+    scaled: Tensor = model(torch.ones(3, 4)) * 2
+    scaled.register_hook(spoils)
+    return scaled.pow(2).mean()
+
+
+def on_the_loss(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(3, 4)).pow(2).mean()
+    loss.register_hook(spoils)
+    return loss
+
+
+def on_a_weight(model: nn.Module) -> Tensor:
+    next(model.parameters()).register_hook(spoils)
+    loss: Tensor = model(torch.ones(3, 4)).pow(2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("loss_of", [on_the_output, on_a_value, on_the_loss, on_a_weight])
+def test_a_hook_that_changes_a_gradient_is_named(tmp_path: Path, loss_of: Callable[[nn.Module], Tensor]) -> None:
+    """With the line that it begins in: backward, made once more without it, is fine."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        loss_of(model).backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    line = spoils.__code__.co_firstlineno
+    assert (incident.phase, incident.origin.line, incident.origin.file) == ("backward", line, __file__)
+    assert f"gives finite numbers: a hook on a tensor changed it, test_look.py:{line}." in incident.sentence
+
+
+def test_of_several_hooks_none_is_accused(tmp_path: Path) -> None:
+    """It was one of them."""
+    model = nn.Linear(4, 1)
+    with nanscope.watch(out=tmp_path) as scope:
+        out = model(torch.ones(3, 4))
+        out.register_hook(lambda gradient: gradient * 2)
+        out.register_hook(spoils)
+        out.pow(2).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert "a hook on a tensor changed it." in incident.sentence and incident.origin.line is None

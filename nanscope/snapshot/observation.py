@@ -41,6 +41,7 @@ REDUCED = "all_reduce"  # what made a gradient bad: another rank, since this one
 SPREAD = "backward"  # the backward of a model that is spread over ranks, which one of them cannot make once more
 WRITTEN = "written"  # whoever wrote to it after backward was over
 CHANGED = "changed"  # a hook, or whoever wrote to it unseen: backward itself, made again, is finite
+HOOKED = "hook"  # a hook that somebody has put on a tensor
 UNTRACED = "untraced"  # the backward of a model that could not be made again, or what came after it
 WRITTEN_LATE = "write"  # whoever wrote to it after the ranks had put theirs together
 UNMADE = "unmade"  # whoever set it: no backward pass that was watched made it

@@ -14,6 +14,7 @@ from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
     HANDED,
+    HOOKED,
     RECEIVED,
     REDUCED,
     SPREAD,
@@ -75,6 +76,7 @@ _AFTER_THE_LOSS = {
     SPREAD: "while this rank's loss and what it hands to the model are finite: it came later, in the backward of a model over all ranks",
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
     CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
+    HOOKED: "while backward, made once more, gives finite numbers: a hook on a tensor changed it",
     UNTRACED: "while the loss and what it hands to the model are finite: it came in the model's own backward, or was written after it",
     UNMADE: "and no backward pass in the watched block made it: it was set by hand, or by a backward pass before the block",
     HANDED: "when the backward pass began: who called backward handed it in, in a pipeline from the next stage",
@@ -88,7 +90,7 @@ def _after_the_loss(seen: Observation) -> str:
     p = seen.origin
     what = f"the gradient of {p.variable or ('an output' if p.op == HANDED else 'a weight')} is {number(p.value)}{_at(p)}"
     source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
-    where = f", {_where(p.file, p.line)}" if p.op in (WRITTEN, WRITTEN_LATE) and p.file else ""
+    where = f", {_where(p.file, p.line)}" if p.op in (HOOKED, WRITTEN, WRITTEN_LATE) and p.file else ""
     how = _SCATTERED if p.op == SPREAD and p.sharded and source else _AFTER_THE_LOSS[p.op]
     return f"{what}, {how}{where}{source}"
 

@@ -31,7 +31,6 @@ from nanscope.program.calls import Computes
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import (
-    CHANGED,
     REDUCED,
     SPREAD,
     UNMADE,
@@ -44,7 +43,7 @@ from nanscope.snapshot.observation import (
     Phase,
 )
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.torch_inside import has_backward_hooks
+from nanscope.torch_inside import has_backward_hooks, hooks_on
 from nanscope.watching.look import (
     HIDING,
     NOTHING,
@@ -52,6 +51,7 @@ from nanscope.watching.look import (
     arrived,
     deeper_look,
     handed,
+    hooked,
     late,
     look_closely,
     received,
@@ -200,7 +200,7 @@ class Examiner:
         elif has_peers():
             seen = arrived(name, spoilt, REDUCED if known else SPREAD, parameter)
         elif all(recording.program is not None for recording in candidates):
-            seen = late(name, spoilt, CHANGED if known else UNTRACED)
+            seen = hooked(name, spoilt, hooks_on(parameter)) if known else late(name, spoilt, UNTRACED)
         else:
             seen = UNSEEN
         return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=seen)
@@ -261,7 +261,7 @@ class Examiner:
             look = hit.look
             if look is None:
                 look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
-                look = self._from_another_rank(hit.recording, look)
+                look = self._changed_by_hooks(hit.recording, self._from_another_rank(hit.recording, look))
             return self.described(snapshot, hit.recording, look, hit.loss_bad)
         except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
             log.warning("nanscope [not-explained]: step %d: %s", snapshot.step, words_of(error))
@@ -275,6 +275,16 @@ class Examiner:
         sent = (tensor for call in recording.calls for tensor in tensors_in([call.args, call.kwargs]) if self.tape.agreed.was_sent(tensor))
         bad = next((tensor for tensor in sent if not bool(is_finite(tensor))), None)
         return look if bad is None else replace(NOTHING, notes=look.notes, seen=received(bad))
+
+    def _changed_by_hooks(self, recording: Recording, look: Look) -> Look:
+        """A gradient came out bad that the loss program makes fine, and nothing else has shown why: somebody has changed it on its way."""
+        if look.location is not None or look.seen is not None or recording.program is None:
+            return look
+        bad = ((leaf, grad) for leaf in recording.program.leaves if (grad := recording.grads.get(leaf.id)) is not None)
+        leaf, grad = next((pair for pair in bad if not bool(is_finite(pair[1]))), (None, None))
+        if leaf is None or grad is None or look.trace is None or not bool(is_finite(look.trace.values[look.program.output])):
+            return look
+        return replace(look, seen=hooked(leaf.name or "what a model gives", grad, recording.others))
 
     def asked(self, recording: Recording, blank: Snapshot) -> Snapshot | None:
         """Return a step that nothing is wrong with as a snapshot, None if its loss was not recorded."""

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from nanscope.program.calls import Computes, Site
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.snapshot.observation import HANDED, RECEIVED, REDUCED, UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.observation import CHANGED, HANDED, HOOKED, RECEIVED, REDUCED, UNSEEN, Kind, Observation, Phase
 from nanscope.torch_inside import function_of
 from nanscope.watching.recording import Recording
 
@@ -412,6 +413,13 @@ def arrived(name: str, gradient: Tensor, by: str = REDUCED, weight: Tensor | Non
 def late(name: str, gradient: Tensor, by: str, site: Site | None = None, weight: Tensor | None = None) -> Observation:
     """Return the gradient of a weight that is bad although nothing was at the edge of the loss. by: what is known of how. site: where."""
     return observe_gradient(by, name, gradient, first_nonfinite(gradient) or 0, site, weight)
+
+
+def hooked(name: str, gradient: Tensor, hooks: Sequence[Any]) -> Observation:
+    """Return a gradient that backward, made once more, makes without a NaN. hooks: that may have changed it; of one its line is told."""
+    code = getattr(getattr(hooks[0], "__func__", hooks[0]), "__code__", None) if len(hooks) == 1 else None
+    site = None if code is None else Site(code.co_filename, code.co_firstlineno, code.co_qualname)
+    return late(name, gradient, HOOKED if hooks else CHANGED, site)
 
 
 def written(name: str, gradient: Tensor, look: Look, by: str, weight: Tensor | None = None) -> Observation:

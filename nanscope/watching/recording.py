@@ -22,7 +22,7 @@ from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
-from nanscope.torch_inside import compiles_backward
+from nanscope.torch_inside import compiles_backward, hooks_on
 from nanscope.watching.scale import LossScale
 
 
@@ -48,8 +48,8 @@ class Recording:
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
-    begin with. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began at: of
-    no use unless that is bad itself.
+    begin with. others: hooks of the trainer's on the gradients of the loss program. glue: what led to the arguments of the models. aside:
+    where it was given some, what leads to the value that it began at: of no use unless that is bad itself.
     """
 
     program: Program | None
@@ -71,11 +71,15 @@ class Recording:
     places: dict[int, Address] = field(default_factory=dict)
     frozen: list[ModuleCall] = field(default_factory=list)
     seeds: tuple[Tensor, ...] = ()
+    others: list[Any] = field(default_factory=list)
     glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
 
     def look_between(self, tape: Tape) -> None:
-        """Take from the tape what lies between the models."""
+        """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
+        values = [out for call in self.program.calls for out in call.outs if out is not None] if self.program is not None else []
+        held = [*self.tensors.values(), *(tensor for value in values if (tensor := tape.tensor(value)) is not None)]
+        self.others = [hook for tensor in held for hook in hooks_on(tensor)]
         self.glue = glue_before(tape, self.all_calls())
 
     def watch(self, failsafe: Failsafe, account: Balance) -> None:
