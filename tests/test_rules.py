@@ -210,10 +210,11 @@ def test_what_no_rule_fits_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     ("op", "operands"),
-    [("div", (1.0, 0.0)), ("true_divide", (1.0, 0.0)), ("addcdiv", (3.0, 1.0, 0.0)), ("reciprocal", (0.0,)), ("rsqrt", (0.0,))],
-)
+    [("div", (1.0, 0.0)), ("true_divide", (1.0, 0.0)), ("addcdiv", (3.0, 1.0, 0.0)), ("reciprocal", (0.0,)), ("rsqrt", (0.0,)),
+     ("pow", (0.0, -1.0))],
+)  # fmt: skip
 def test_each_division_divides_by_its_own_operand(op: str, operands: tuple[float, ...]) -> None:
-    """addcdiv divides by its third argument, a reciprocal by its only one."""
+    """addcdiv divides by its third argument, a reciprocal by its only one, and a negative power by what is raised to it."""
     assert cause_of(seen(op, INF, *operands)) is Cause.ZERO_DENOMINATOR
     assert cause_of(seen(op, INF, *(number or 1e-30 for number in operands))) is Cause.MAGNITUDE_OVERFLOW
 

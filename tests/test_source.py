@@ -30,6 +30,7 @@ class Number:
         SEEN.append((frame.f_code, frame.f_lasti))
         return self
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __invert__ = __pow__ = _noted
+    __rtruediv__ = __rpow__ = _noted
     __gt__ = __le__ = __iadd__ = __imul__ = __getitem__ = __matmul__ = exp = sum = detach = clamp = _noted
     def __setitem__(self, key, value):
         self._set(sys._getframe(1))
@@ -65,6 +66,10 @@ CASES: list[tuple[str, list[tuple[str | None, str | None, str, tuple[str, ...]]]
     ("log_ratio = x - y", [("log_ratio", "log_ratio", "x - y", ("x", "y"))]),
     ("a = b = x * y", [("a, b", "a, b", "x * y", ("x", "y"))]),
     ("z = -x", [("z", "z", "-x", ("x",))]),
+    # a number before a tensor comes second
+    ("z = 1 / x", [("z", "z", "1 / x", ("x", "1"))]),
+    ("z = -1 - x", [("z", "z", "-1 - x", ("x", "-1"))]),
+    ("z = 2 ** x", [("z", "z", "2 ** x", ("2", "x"))]),
     ("keep = x > y", [("keep", "keep", "x > y", ("x", "y"))]),
     ("x.exp()", [(None, None, "x.exp()", ("x",))]),
     # several calls on one line

@@ -134,10 +134,14 @@ def _targets(statement: ast.stmt) -> str | None:
     return None
 
 
+_REFLECTED = (ast.Add, ast.Sub, ast.Mult, ast.Div)  # `1 - x` is x's rsub, `1 / x` its reciprocal: torch gets the tensor first
+
+
 def _args(node: ast.AST) -> tuple[str, ...]:
     """The texts of an expression's operands in the order in which the operator receives them."""
     if isinstance(node, ast.BinOp):
-        return _unparse(node.left), _unparse(node.right)
+        turned = isinstance(node.op, _REFLECTED) and _is_number(node.left)
+        return (_unparse(node.right), _unparse(node.left)) if turned else (_unparse(node.left), _unparse(node.right))
     if isinstance(node, ast.UnaryOp):
         return (_unparse(node.operand),)
     if isinstance(node, ast.Compare):
@@ -152,6 +156,10 @@ def _args(node: ast.AST) -> tuple[str, ...]:
             return _unparse(node.func.value), *own
         return own
     return ()
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and _is_number(node.operand))
 
 
 def _is_module(node: ast.expr) -> bool:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from nanscope.plain import checked, read, show
+from nanscope.program.ops import DIVISIONS
 from nanscope.roles import Role
 from nanscope.text import is_spared
 
@@ -101,6 +102,12 @@ class Origin:
     def number(self, position: int) -> float:
         """Return the value of an operand, NaN if there is none."""
         return self.operands[position][1] if position < len(self.operands) else math.nan
+
+    @property
+    def divided(self) -> float:
+        """Return what it was divided by, NaN if by nothing: an infinite power of 0 is one by 0."""
+        infinite_power = self.op == "pow" and math.isinf(self.value)
+        return self.number(DIVISIONS.get(self.op, 0)) if self.op in DIVISIONS or infinite_power else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """Return the origin as JSON data; units stand in the names."""

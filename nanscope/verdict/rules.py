@@ -144,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, ("div",), _over_nothing, Cause.EMPTY_MASK_MEAN),
     Rule(None, ("div",), lambda o: o.facts.literal_denominator, Cause.ZERO_DENOMINATOR),
     Rule(None, QUOTIENTS, _zero_by_zero, Cause.ZERO_DIV_ZERO),
-    Rule(None, DIVISIONS, lambda o: _divisor(o) == 0, Cause.ZERO_DENOMINATOR),
+    Rule(None, DIVISIONS.keys() | {"pow"}, lambda o: o.origin.divided == 0, Cause.ZERO_DENOMINATOR),
     Rule(None, MEANS, _nan, Cause.EMPTY_MASK_MEAN),
     Rule(Phase.OPTIMIZER, None, lambda o: o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     Rule(None, None, lambda o: _overflows(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),

@@ -163,7 +163,7 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     limit = f", {p.dtype} ends at exp({p.limit})" if p.limit is not None and math.isinf(p.value) else ""
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
     if not math.isfinite(p.value):
-        head = f"{subject} overflowed to +inf" if p.value == math.inf else f"{subject} gave {result}"
+        head = f"{subject} overflowed to +inf" if p.value == math.inf and p.divided != 0 else f"{subject} gave {result}"
     else:
         head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
     numbers = f": {p.op}({args}) = {result}" if p.operands else ""
