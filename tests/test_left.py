@@ -98,6 +98,6 @@ def test_what_is_looked_at_costs_little(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with nanscope.watch(out=tmp_path) as scope:
         model(torch.ones(1, 2)).sum().backward()
-        assert 0 < len(scope._step._ending.left.parameters) <= 8
+        assert 0 < len(scope._step._course.left.parameters) <= 8
         optimizer.step()
-        assert scope._step._ending.left.parameters == []
+        assert scope._step._course.left.parameters == []

@@ -6,56 +6,52 @@ weights itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
 from nanscope.snapshot.step import Stepped
-from nanscope.watching.counts import Counts
+from nanscope.watching.course import Course
 from nanscope.watching.left import Fate, Leavings
 from nanscope.watching.optimizers import Optimizers
-from nanscope.watching.recording import Recording
 
 
 class Ending:
-    """Asked when another backward pass begins, or when the block ends. left: of the gradients, since the backward pass before."""
+    """Asked when another backward pass begins, or when the block ends."""
 
-    def __init__(self, tape: Tape, modules: ModuleWatch, counts: Counts, optimizers: Optimizers) -> None:
-        self.left = Leavings()
-        self._tape, self._modules, self._counts, self._optimizers = tape, modules, counts, optimizers
+    def __init__(self, tape: Tape, modules: ModuleWatch, optimizers: Optimizers) -> None:
+        self._tape, self._modules, self._optimizers = tape, modules, optimizers
 
-    def became(self, recordings: Sequence[Recording], bad: bool, last: bool) -> Stepped | None:
+    def became(self, course: Course, last: bool) -> Stepped | None:
         """Return what became of the running step, None if it still runs. last: no other backward pass follows.
 
         Gradients may also be dropped within one: by who takes them apart (gradient surgery), or pushes the weights before a second pass
         (SAM). So it is over only where it was bad, scaled, or measured, where the model has run since, or where the loop has counted on.
         """
-        fate, counted = self.left.fate(), self._counts.moved
-        scale = next((recording.scale for recording in reversed(recordings) if recording.scale is not None), None)
+        left, fate, counted = course.left, course.left.fate(), course.counts.moved
+        scale = next((recording.scale for recording in reversed(course.recordings) if recording.scale is not None), None)
         if (last or fate is not Fate.KEPT) and scale is not None and scale.backed_off():
             return Stepped.BY_SCALER
-        if last and self._moved_by_hand():
+        if last and self._moved_by_hand(left):
             return Stepped.BY_HAND
         measured = self.norm_is_bad()
-        if self._counts.hides and not counted:
+        if course.counts.hides and not counted:
             return None
         if fate is Fate.KEPT or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
-        bad = bad or measured
-        if self._moved_by_hand():
+        bad = course.bad or measured
+        if self._moved_by_hand(left):
             return Stepped.BY_HAND
-        if self.left.weights_moved() and not bad:
+        if left.weights_moved() and not bad:
             return None
         if bad or scale is not None or counted or self._tape.norms or self._modules.calls:
             return Stepped.BY_TRAINER if self._optimizers.any else Stepped.NONE
         return None
 
-    def _moved_by_hand(self) -> bool:
+    def _moved_by_hand(self, left: Leavings) -> bool:
         """Has the loop written to weights that no optimizer has?"""
-        return self.left.weights_moved() and self._optimizers.of(self.left.parameters) is None
+        return left.weights_moved() and self._optimizers.of(left.parameters) is None
 
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""
@@ -65,8 +61,8 @@ class Ending:
         """Does no norm say that the gradients were finite?"""
         return self.norm_is_bad() or not self._tape.norms
 
-    def norm(self) -> float | None:
-        """Return the norm that the trainer took of the gradients before it dropped them, None if it was not seen."""
+    def norm(self, left: Leavings) -> float | None:
+        """Return the norm that the trainer took of the gradients before it dropped them, None if it was not seen. left: of them."""
         norms, measured = self._tape.norms, self._tape.measured
-        seen = any((left.address, left.size) in measured for left in self.left)
+        seen = any((one.address, one.size) in measured for one in left)
         return float(norms[-1]) if seen and type(norms[-1]) is Tensor and norms[-1].numel() == 1 else None

@@ -40,6 +40,11 @@ class Line:
         """The gauge was read."""
         self.reading = reading if self.reading is None else self.reading.joined(reading)
 
+    @property
+    def overflowed(self) -> bool:
+        """Was an exponent beyond what e may be raised to?"""
+        return self.reading is not None and self.reading.headroom is not None and self.reading.headroom < 0
+
     def measure(self, grads: list[Tensor], tape: Tape, scale: object, by_hand: bool) -> float:
         """Take the norm of the gradients that reach an optimizer, and that which the trainer's clip took before; return the first.
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +23,21 @@ from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
-from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.counts import Counts, Tally
+from nanscope.watching.course import Course
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
+from nanscope.watching.keeping import Keeper
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.oddities import Sizes
 from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.remains import Remains
-from nanscope.watching.scale import LossScale, Search, scale_of
+from nanscope.watching.scale import LossScale, scale_of
 from nanscope.watching.skipping import Skipping
 
 OnNonFinite = Literal["record", "skip", "stop"]
@@ -68,38 +66,38 @@ class Step:
         self._tape, self._modules, self._failsafe = tape, modules, failsafe
         self._examiner, self._logbook = examiner, logbook
         self._on_nonfinite, self._asked = on_nonfinite, asked
-        self._recordings = Recordings(tape.account, self._look_at_waiting)
-        self._late = late
+        recordings = Recordings(tape.account, self._look_at_waiting)
+        self._course = Course(Counts(examiner.targets, tally), recordings, logbook.another_poisoning())
+        self._keeper = Keeper(self._course, examiner, logbook, failsafe, late, self._with_its_past)
         self._current: Recording | None = None
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
-        self._closed = True
-        self._bad = False  # this step is known to be bad
-        self._foreign = False  # weights were already spoilt by gradients that were not made here
-        self._raised = False  # a backward pass of it has raised, and training has not gone on since
         self._first = False  # the optimizer that steps has no state yet
         self._stepping = False  # the optimizer has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
-        self._line = Line()
         # what outlives a step
         self._gauge = Gauge()
-        self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.counts = Counts(examiner.targets, tally)
         self._optimizers = optimizers
-        self._poisoning = logbook.another_poisoning()
-        self._ending = Ending(tape, modules, self.counts, self._optimizers)
+        self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
         self._remains = Remains(modules, tape)
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-        self._search = Search()
-        self._sizes = Sizes()
         self._absorbed = Absorbed(examiner, logbook)
+
+    @property
+    def counts(self) -> Counts:
+        """The numbers of the running step."""
+        return self._course.counts
+
+    @property
+    def _recordings(self) -> Recordings:
+        return self._course.recordings
 
     @property
     def number(self) -> int:
         """The number of the running step, of the next one between two."""
-        return self.counts.next if self._closed else self.counts.number
+        return self.counts.next if self._course.closed else self.counts.number
 
     # The gates.
 
@@ -116,7 +114,7 @@ class Step:
         self._failsafe("passed-over", self._keep_passed_over, [program for program, _ in sliced if program is not None])
         calls, frozen = self._modules.finish()
         self.counts.meet(call.module for call in calls)
-        if self._closed:
+        if self._course.closed:
             self._open()
         self.counts.begin()
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
@@ -166,7 +164,7 @@ class Step:
         self._tape.leave_room()
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.after_backward, self._modules.seen)
-        self._failsafe("gradients-left", self._ending.left.take, recording)
+        self._failsafe("gradients-left", self._course.left.take, recording)
         if raised is not None:
             self._look_at_raised(recording, raised)
             return
@@ -177,24 +175,24 @@ class Step:
             self._look_at_waiting()  # what went bad first is told first
         elif not waits:
             if recording.value is not None:
-                self._line.add_loss(float(recording.unscaled))
+                self._course.line.add_loss(float(recording.unscaled))
             if not fine:
                 self._examine(recording)
             elif not all(bool(flag) for flag in recording.given):
-                self._keep(self._examiner.swallowed(recording))
-            elif self._line.reading is not None and self._line.reading.headroom is not None and self._line.reading.headroom < 0:
+                self._keeper.keep(self._examiner.swallowed(recording))
+            elif self._course.line.overflowed:
                 self._absorbed.note(recording, self.counts.number)
-            elif recording.scale is not None and (self._search.stuck or recording.scale.is_low()):
+            elif recording.scale is not None and (self._course.search.stuck or recording.scale.is_low()):
                 self._look_at_gradients()
         if self._asked and not recording.examined and self.counts.number in self._asked:
-            self._failsafe("save-step", self._save_asked, recording)
+            self._failsafe("save-step", self._keeper.asked, recording)
         recording.looked = not waits
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
         self._go_on(steps=True)
         self._stepping = True
-        if self._closed and not self._recordings.made:  # gradients that no backward pass here has made
+        if self._course.closed and not self._recordings.made:  # gradients that no backward pass here has made
             self._open()
         self._failsafe("passed-over", self._keep_passed_over, [])
         self._first = not optimizer.state
@@ -209,19 +207,19 @@ class Step:
         if not grads or self._overflowed:
             return
         by_hand = any(recording.scale is not None and recording.scale.scaler is None for recording in self._recordings)
-        line = Line() if self._closed else self._line  # of two optimizers the first has closed the step
+        line = Line() if self._course.closed else self._course.line  # of two optimizers the first has closed the step
         total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand)
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_step, self.number, parameters, grads, total)
-        if total == 0 and not self._bad:
+        if total == 0 and not self._course.bad:
             self._failsafe("clip-hit", self._look_at_zeros, grads)
         elif math.isfinite(total) or not count_bad(grads):  # finite elements may have an infinite norm
-            if not self._bad:
+            if not self._course.bad:
                 self._failsafe("spike", self._look_for_spikes, total)
         else:
             self._gradients_are_bad(parameters, grads)
         if self._skipping is not None and self._skipping.skips:
-            self._keep_unexplained()
+            self._keeper.unexplained()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
@@ -235,36 +233,36 @@ class Step:
         bad = count_bad([*weights, *buffers])
         if bad and buffers and (spoilt := count_bad(buffers)):
             bad -= spoilt
-            if not (bad or self._foreign):
+            if not (bad or self._course.foreign):
                 self._failsafe("remains", self._keep_remains, self._remains.bad_buffer())
         self._weights_are(bad)
-        if bad and not (self._bad or self._foreign):
+        if bad and not (self._course.bad or self._course.foreign):
             self._weights_are_bad(optimizer, len(weights), bad)
         stepped = Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN
-        if self._bad and (bad or not self._closed):  # of two optimizers the second has no say in what the first has written
-            self._mark(stepped=stepped, weights=len(weights), bad_weights=bad, optimizer=self._optimizers.name(optimizer))
-        if not self._closed:
-            self._line.optimizer = self._optimizers.name(optimizer)
+        if self._course.bad and (bad or not self._course.closed):  # of two optimizers the second has no say in what the first has written
+            self._keeper.mark(stepped=stepped, weights=len(weights), bad_weights=bad, optimizer=self._optimizers.name(optimizer))
+        if not self._course.closed:
+            self._course.line.optimizer = self._optimizers.name(optimizer)
             self._close(stepped)
-        if set(self._steppers) == {optimizer}:  # no other one will ask what the gradients are made of
+        if set(self._course.steppers) == {optimizer}:  # no other one will ask what the gradients are made of
             self._recordings.let_go()
-        self._steppers.add(optimizer)
+        self._course.steppers.add(optimizer)
 
     def finish(self, raised: str = "") -> None:
         """The block is left: look at what no optimizer looked at. raised: class of what ended it."""
         if not raised:
             self._go_on()
-        self._raised = False
+        self._course.raised = False
         self._look_whether_it_was_dropped(last=True)
         self._failsafe("passed-over", self._keep_passed_over, [])
         self._logbook.held(self._tape.account.peak)
-        if not self._closed and self._recordings.made:
+        if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
                 if not all(bool(flag) for flag in recording.flags):
                     self._examine(recording)
-            if not self._bad and not any(recording.scaled for recording in self._recordings):
+            if not self._course.bad and not any(recording.scaled for recording in self._recordings):
                 self._look_at_gradients()
-        if not (self._logbook.bad_steps or self._foreign):
+        if not (self._logbook.bad_steps or self._course.foreign):
             self._failsafe("remains", self._look_at_remains)
 
     def forget(self) -> None:
@@ -273,8 +271,9 @@ class Step:
             self._current.let_go()
         self._current = None
         self._recordings.clear()
-        self._ending.left.forget()
-        self._closed, self._bad, self._raised = True, False, False
+        self._course.left.forget()
+        course = self._course
+        course.closed, course.bad, course.raised = True, False, False
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
@@ -284,14 +283,14 @@ class Step:
 
     def _look_at_raised(self, recording: Recording, error: BaseException) -> None:
         """Nobody may step on what it left: look now, at what it had come to; what was asked to be raised waits for the error to pass."""
-        self._raised, recording.examined = True, True
+        self._course.raised, recording.examined = True, True
         self._recordings.made += 1
         try:
             if recording.value is not None:
-                self._line.add_loss(float(recording.unscaled))
+                self._course.line.add_loss(float(recording.unscaled))
             hit, known = self._examiner.raised(recording, error)
             if not self._is_of_scale(recording, hit):
-                self._keep(hit)
+                self._keeper.keep(hit)
             if not known:
                 self._gap_raised()
         finally:
@@ -302,62 +301,62 @@ class Step:
 
     def _go_on(self, steps: bool = False) -> None:
         """Training goes on: what has a backward pass that raised become? steps: an optimizer steps on what it left."""
-        raised, self._raised = self._raised, False
+        raised, self._course.raised = self._course.raised, False
         if not raised:
             return
-        if not self._bad:
+        if not self._course.bad:
             self._gap_raised()
             return
         if self._on_nonfinite == "stop":
-            self._stop()
-        if not steps and self._recordings.made == 1 and not self._ending.left.parameters:
-            self._mark(stepped=Stepped.BY_TRAINER)
+            self._keeper.stop()
+        if not steps and self._recordings.made == 1 and not self._course.left.parameters:
+            self._keeper.mark(stepped=Stepped.BY_TRAINER)
             self._close(Stepped.BY_TRAINER)
 
     # A step that no optimizer takes.
 
     def _look_whether_it_was_dropped(self, last: bool = False) -> None:
         """Another backward pass begins, or the block ends: does it still belong to the running step? Then its gradients are still there."""
-        if self._closed or self._stepping or not self._recordings.made:
+        if self._course.closed or self._stepping or not self._recordings.made:
             return
-        stepped = self._ending.became(self._recordings, self._bad, last)
+        stepped = self._ending.became(self._course, last)
         if stepped is None:
             return
         overflowed = self._ending.norm_is_bad()
         self._look_at_waiting(dropped=True)
         scales = [recording.scale for recording in self._recordings if recording.scale is not None]
-        if overflowed and not self._bad and (not scales or self._search.stuck):
-            self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, (), ())))
-            self._note_gone()
-            self._keep_unexplained()
+        if overflowed and not self._course.bad and (not scales or self._course.search.stuck):
+            self._failsafe("gradient-hit", lambda: self._keeper.keep(self._examiner.gradients(self._recordings, (), ())))
+            self._keeper.note_gone()
+            self._keeper.unexplained()
         if scales:
             self._skip(scales[-1])
         if stepped is Stepped.BY_HAND:
             self._failsafe("own-update", self._look_at_own_update)
-        optimizer = self._optimizers.of(self._ending.left.parameters)
-        self._line.before = self._ending.norm() if all(scale.scaler is not None for scale in scales) else None
-        self._line.optimizer = self._optimizers.name(optimizer)
-        self._mark(stepped=stepped, optimizer=self._line.optimizer)
-        stop = self._bad and self._on_nonfinite == "stop"
+        optimizer = self._optimizers.of(self._course.left.parameters)
+        self._course.line.before = self._ending.norm(self._course.left) if all(scale.scaler is not None for scale in scales) else None
+        self._course.line.optimizer = self._optimizers.name(optimizer)
+        self._keeper.mark(stepped=stepped, optimizer=self._course.line.optimizer)
+        stop = self._course.bad and self._on_nonfinite == "stop"
         self._close(stepped)
         if stop:
-            self._stop()
+            self._keeper.stop()
 
     def _keep_passed_over(self, programs: list[Program]) -> None:
         """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now."""
         for recording, joins in self._passed.losses(programs, self.number):
-            alone = self._closed and not joins
-            if self._closed:
+            alone = self._course.closed and not joins
+            if self._course.closed:
                 self._open()
             self.counts.begin()
             recording.micro_batch = self.counts.micro_batch
-            self._line.add_loss(float(recording.loss))
-            self._keep(Hit(recording, Reached(recording.value), loss_bad=True))
+            self._course.line.add_loss(float(recording.loss))
+            self._keeper.keep(Hit(recording, Reached(recording.value), loss_bad=True))
             if alone:
-                self._mark(stepped=Stepped.BY_TRAINER)
+                self._keeper.mark(stepped=Stepped.BY_TRAINER)
                 self._close(Stepped.BY_TRAINER)
             if self._on_nonfinite == "stop":
-                self._stop()
+                self._keeper.stop()
 
     def _sliced(self, root: Tensor) -> tuple[Program | None, dict[int, Tensor]]:
         try:
@@ -367,13 +366,14 @@ class Step:
 
     def _skip(self, scale: LossScale) -> None:
         """A scaled step was skipped, as a scaler does that looks for its scale."""
-        was_stuck = self._search.stuck
-        self._search.skip(scale)
-        if scale.is_low() and not self._bad:
+        was_stuck = self._course.search.stuck
+        self._course.search.skip(scale)
+        if scale.is_low() and not self._course.bad:
             text = f"why a step was skipped at a loss scale of {float(scale.factor):g}, at which nothing overflows that does not without it"
             self._logbook.gap("skipped-by-scaler", text, self.counts.number)
-        if self._search.stuck and not was_stuck:
-            text = f"{self._search.skipped} steps in a row were skipped, and no loss scale fits: these gradients are not finite at any"
+        if self._course.search.stuck and not was_stuck:
+            skipped = f"{self._course.search.skipped} steps in a row were skipped"
+            text = f"{skipped}, and no loss scale fits: these gradients are not finite at any"
             self._logbook.note("scaler_stuck", text, self.counts.number)
 
     def _look_at_gradients(self) -> None:
@@ -382,8 +382,8 @@ class Step:
         parameters = [p for p in known.values() if p.grad is not None]
         grads = readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
         if count_bad(grads):
-            self._keep(self._examiner.gradients(self._recordings, parameters, grads))
-            self._note_gone()
+            self._keeper.keep(self._examiner.gradients(self._recordings, parameters, grads))
+            self._keeper.note_gone()
 
     def _look_at_remains(self) -> None:
         """Whoever goes on from here begins with what is left."""
@@ -396,7 +396,7 @@ class Step:
         text = "every step was fine, and no update that was seen wrote it"
         note = ("left_behind", text)
         if found is not None:
-            self._save(None, Reached(), lambda blank: replace(blank, observation=found, found=found, notes=(*blank.notes, note)))
+            self._keeper.save(None, Reached(), lambda blank: replace(blank, observation=found, found=found, notes=(*blank.notes, note)))
 
     # What is found at them.
 
@@ -412,12 +412,12 @@ class Step:
         losses = torch.stack([r.unscaled.float() for r in waiting])
         answers = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses]).tolist()  # the one transfer of a step
         for recording, fine, clean, loss in zip(waiting, *answers, strict=True):
-            self._line.add_loss(loss)
+            self._course.line.add_loss(loss)
             recording.looked = True
             if not fine:
                 self._examine(recording, optimizer, dropped)
             elif not clean:
-                self._keep(self._examiner.swallowed(recording))
+                self._keeper.keep(self._examiner.swallowed(recording))
 
     def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
         """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone."""
@@ -431,73 +431,60 @@ class Step:
         if hit is None:
             self._absorbed.note(recording, self.counts.number)
             return
-        self._keep(hit)
+        self._keeper.keep(hit)
         if self._on_nonfinite == "stop":
-            self._stop()
+            self._keeper.stop()
 
     def _is_of_scale(self, recording: Recording, hit: Hit | None) -> bool:
         """May it be the scale that made something of a loss overflow, and nothing else?"""
-        if recording.scale is None or self._search.stuck or (hit is not None and hit.loss_bad):
+        if recording.scale is None or self._course.search.stuck or (hit is not None and hit.loss_bad):
             return False
         return not recording.scale.is_low() and not self._examiner.at_any_scale(recording)
 
     def _gradients_are_bad(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
         if not self._recordings.made:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
-            self._foreign = True
+            self._course.foreign = True
             text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
             self._logbook.note("foreign_gradients", text, self.counts.number)
-            if not self._bad:
+            if not self._course.bad:
                 self._failsafe("gradient-hit", self._keep_unmade, parameters, grads)
-        elif not self._bad:
-            self._failsafe("gradient-hit", lambda: self._keep(self._examiner.gradients(self._recordings, parameters, grads)))
-            self._note_gone()
-        self._keep_unexplained()
-        self._failsafe("mark", self._mark_gradients, len(grads), count_bad(grads))
+        elif not self._course.bad:
+            self._failsafe("gradient-hit", lambda: self._keeper.keep(self._examiner.gradients(self._recordings, parameters, grads)))
+            self._keeper.note_gone()
+        self._keeper.unexplained()
+        self._failsafe("mark", self._keeper.mark_gradients, len(grads), count_bad(grads))
         if self._on_nonfinite == "stop":
-            self._stop()
+            self._keeper.stop()
 
     def _keep_unmade(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
         seen = self._examiner.unmade(parameters, grads)
-        self._save(None, Reached(), lambda blank: replace(blank, observation=seen, found=seen))
-
-    def _note_gone(self) -> None:
-        """What made the gradients bad may be a backward pass that was let go of."""
-        if self._recordings.gone:
-            text = "the first backward passes of a step whose gradients went bad, which were not held any more when that was seen"
-            self._logbook.gap("not-held", f"{text} (a larger budget= holds more)", self.counts.number)
-
-    def _mark_gradients(self, total: int, bad: int) -> None:
-        if self._bad and self._logbook.snapshots:
-            reached = self._logbook.snapshots[-1].reached
-            self._mark(gradients=max(total, reached.gradients or 0), bad_gradients=max(bad, reached.bad_gradients or 0))
-
-    def _mark(self, **changes: Any) -> None:
-        """Add to what this step's incidents reached."""
-        plain = {name: str(value) if isinstance(value, Stepped) else value for name, value in changes.items()}
-        self._logbook.mark(self.counts.number, self.counts.update, **plain)
+        self._keeper.save(None, Reached(), lambda blank: replace(blank, observation=seen, found=seen))
 
     def _look_at_zeros(self, grads: list[Tensor]) -> None:
         if self._recordings:
-            self._keep(self._examiner.clip(self._recordings[-1], grads))
+            self._keeper.keep(self._examiner.clip(self._recordings[-1], grads))
 
     def _look_for_spikes(self, total: float) -> None:
         """Everything is finite: is it also of the size that this run is used to?"""
-        sizes = abs(self._line.loss or 0.0), max(total, self._line.before or 0.0)
-        scale = self._sizes.out_of_scale(*sizes)
+        sizes = abs(self._course.line.loss or 0.0), max(total, self._course.line.before or 0.0)
+        scale = self._course.sizes.out_of_scale(*sizes)
         hit = None
         if scale and self._recordings:
             hit = self._examiner.spike(max(self._recordings, key=lambda r: abs(r.value or 0.0)), scale)
         if hit is not None:
-            self._keep(hit)
+            self._keeper.keep(hit)
         else:
-            self._sizes.add(*sizes)
+            self._course.sizes.add(*sizes)
 
     def _weights_are(self, bad: int) -> None:
         """After the update of this step so many weights are non-finite."""
-        self._poisoning.weights(self.counts.number, bad)
+        self._course.poisoning.weights(self.counts.number, bad)
         if not bad:
             self._remains.fine(self.counts.number)
+
+    def _with_its_past(self, snapshot: Snapshot) -> Snapshot:
+        return self._remains.told(snapshot, self._updated())
 
     def _updated(self) -> list[Tensor]:
         return self._optimizers.parameters() or [one for _, one in self._modules.parameters().values() if one.requires_grad]
@@ -506,14 +493,14 @@ class Step:
         """The loop has written to its weights itself, and no optimizer asks."""
         weights = readable(self._updated(), "weights", self._logbook.gap)
         bad = count_bad(weights)
-        describe = self._examiner.own_update() if bad and not self._bad else None
+        describe = self._examiner.own_update() if bad and not self._course.bad else None
         if describe is not None:
             recording = self._recordings[-1] if self._recordings else None
             reached = Reached(recording.value if recording else None, None, None, len(weights), bad)
-            self._save(recording, reached, describe)
-        elif bad and self._bad:
-            self._mark(weights=len(weights), bad_weights=bad)
-        if self._bad or not bad:  # else the next step tells it: they were written to after the update
+            self._keeper.save(recording, reached, describe)
+        elif bad and self._course.bad:
+            self._keeper.mark(weights=len(weights), bad_weights=bad)
+        if self._course.bad or not bad:  # else the next step tells it: they were written to after the update
             self._weights_are(bad)
 
     def _weights_are_bad(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
@@ -521,67 +508,27 @@ class Step:
         recording = self._recordings[-1] if self._recordings else None
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         reached = Reached(recording.value if recording else None, len(grads), count_bad(grads), total, bad, "taken")
-        self._save(recording, reached, functools.partial(self._examiner.update, optimizer, self._first))
-
-    def _keep(self, hit: Hit | None) -> None:
-        if hit is not None:
-            self._save(hit.recording, hit.reached, functools.partial(self._examiner.snapshot, hit))
-
-    def _save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
-        """Count a bad step, and have it described and kept if there is room for it."""
-        another, self._bad = not self._bad, True
-        if self._logbook.count(self.counts.number, recording, another, self._poisoning):
-            kept = [self._blank(recording, reached)]
-            self._failsafe("explain", lambda: kept.append(describe(kept[0])))
-            self._failsafe("remains", lambda: kept.append(self._remains.told(kept[-1], self._updated())))
-            if self._late and self.counts.backward == self.counts.micro_batch and kept[-1].found.origin.line is None:
-                thread = threading.current_thread().name
-                self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", self.counts.number)
-            self._logbook.keep(kept[-1], self._poisoning)
-
-    def _keep_unexplained(self) -> None:
-        """A step that is bad and of which nobody can say why is bad all the same."""
-        if not self._bad:
-            recording = self._recordings[-1] if self._recordings else None
-            self._save(recording, Reached(recording.value if recording else None), lambda blank: blank)
-
-    def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
-        counts = self.counts
-        part = recording.micro_batch if recording is not None else 1
-        blank = self._logbook.blank(counts.number, recording.loss if recording is not None else None, part, reached)
-        return replace(blank, update=counts.update, backward=counts.backward - counts.micro_batch + part)
-
-    def _save_asked(self, recording: Recording) -> None:
-        snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
-        if snapshot is not None:
-            self._logbook.keep_asked(snapshot)
-
-    def _stop(self) -> None:
-        self._mark(stepped=Stepped.STOPPED)
-        verdict = self._logbook.verdict()
-        path = self._logbook.paths[-1] if self._logbook.paths else None
-        message = f"{verdict.sentence}\nsnapshot: {path or 'not written'}"
-        raise NonFiniteError(message, verdict=verdict, snapshot=str(path) if path else None)
+        self._keeper.save(recording, reached, functools.partial(self._examiner.update, optimizer, self._first))
 
     def _read_gauge(self, program: Program) -> None:
-        self._line.add_reading(self._gauge.read(program, self._tape.tensor))
+        self._course.line.add_reading(self._gauge.read(program, self._tape.tensor))
 
     def _open(self) -> None:
         """Another step begins."""
         self._recordings.clear()
-        self._closed = self._bad = False
+        self._course.closed = self._course.bad = False
         self.counts.open()
         self._failsafe("remains", self._remains.begin, self.counts.number)
         self._logbook.begin_step()
 
     def _close(self, stepped: Stepped) -> None:
         """The step is over."""
-        if self._bad and self.counts.micro_batch > 1:
-            self._mark(micro_batches=self.counts.micro_batch)
+        if self._course.bad and self.counts.micro_batch > 1:
+            self._keeper.mark(micro_batches=self.counts.micro_batch)
         if stepped is Stepped.TAKEN:
-            self._search.found()
-        entry = self._line.entry(self.counts, self._logbook.rank, stepped, self._bad)
-        self._line, self._closed = Line(), True
-        self._ending.left.forget()
+            self._course.search.found()
+        entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad)
+        self._course.line, self._course.closed = Line(), True
+        self._course.left.forget()
         self._logbook.held(self._tape.account.peak)
-        self._logbook.enter(entry, self._poisoning)
+        self._logbook.enter(entry, self._course.poisoning)

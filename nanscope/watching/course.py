@@ -1,0 +1,41 @@
+"""The course of one set of weights: its running step, and what outlives that.
+
+It is with the thread that last differentiated for these weights, and goes along where another one does it next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from nanscope.watching.counts import Counts
+from nanscope.watching.left import Leavings
+from nanscope.watching.line import Line
+from nanscope.watching.oddities import Sizes
+from nanscope.watching.poisoning import Poisoning
+from nanscope.watching.recordings import Recordings
+from nanscope.watching.scale import Search
+
+
+@dataclass(slots=True)
+class Course:
+    """What is known of it. left: of the gradients, since the backward pass before.
+
+    closed: no step runs. bad: the running one is known to be. foreign: weights were already spoilt by gradients that were not made here.
+    raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
+    """
+
+    counts: Counts
+    recordings: Recordings
+    poisoning: Poisoning
+    line: Line = field(default_factory=Line)
+    left: Leavings = field(default_factory=Leavings)
+    closed: bool = True
+    bad: bool = False
+    foreign: bool = False
+    raised: bool = False
+    steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    search: Search = field(default_factory=Search)
+    sizes: Sizes = field(default_factory=Sizes)

@@ -1,0 +1,97 @@
+"""What goes wrong in the running step is counted, described, and kept; what becomes of it is added when it is seen."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nanscope.capture.failsafe import Failsafe
+from nanscope.snapshot.step import Reached, Snapshot, Stepped
+from nanscope.verdict.incident import NonFiniteError
+from nanscope.watching.course import Course
+from nanscope.watching.examine import Examiner, Hit
+from nanscope.watching.logbook import Logbook
+from nanscope.watching.recording import Recording
+
+
+class Keeper:
+    """Keeps what the examiner finds in the logbook. course: of which the step is. late: something was computed before it was watched.
+
+    told: adds what is known of bad weights from before.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        examiner: Examiner,
+        logbook: Logbook,
+        failsafe: Failsafe,
+        late: bool,
+        told: Callable[[Snapshot], Snapshot],
+    ) -> None:
+        self.course, self._told = course, told
+        self._examiner, self._logbook, self._failsafe, self._late = examiner, logbook, failsafe, late
+
+    def keep(self, hit: Hit | None) -> None:
+        """Keep what was found, if anything was."""
+        if hit is not None:
+            self.save(hit.recording, hit.reached, functools.partial(self._examiner.snapshot, hit))
+
+    def save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
+        """Count a bad step, and have it described and kept if there is room for it."""
+        course, counts = self.course, self.course.counts
+        another, course.bad = not course.bad, True
+        if self._logbook.count(counts.number, recording, another, course.poisoning):
+            kept = [self._blank(recording, reached)]
+            self._failsafe("explain", lambda: kept.append(describe(kept[0])))
+            self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))
+            if self._late and counts.backward == counts.micro_batch and kept[-1].found.origin.line is None:
+                thread = threading.current_thread().name
+                self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", counts.number)
+            self._logbook.keep(kept[-1], course.poisoning)
+
+    def unexplained(self) -> None:
+        """A step that is bad and of which nobody can say why is bad all the same."""
+        if not self.course.bad:
+            recording = self.course.recordings[-1] if self.course.recordings else None
+            self.save(recording, Reached(recording.value if recording else None), lambda blank: blank)
+
+    def asked(self, recording: Recording) -> None:
+        """Keep a step that nothing is wrong with."""
+        snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
+        if snapshot is not None:
+            self._logbook.keep_asked(snapshot)
+
+    def mark(self, **changes: Any) -> None:
+        """Add to what this step's incidents reached."""
+        plain = {name: str(value) if isinstance(value, Stepped) else value for name, value in changes.items()}
+        self._logbook.mark(self.course.counts.number, self.course.counts.update, **plain)
+
+    def mark_gradients(self, total: int, bad: int) -> None:
+        """So many gradients reached an optimizer, and were not finite."""
+        if self.course.bad and self._logbook.snapshots:
+            reached = self._logbook.snapshots[-1].reached
+            self.mark(gradients=max(total, reached.gradients or 0), bad_gradients=max(bad, reached.bad_gradients or 0))
+
+    def note_gone(self) -> None:
+        """What made the gradients bad may be a backward pass that was let go of."""
+        if self.course.recordings.gone:
+            text = "the first backward passes of a step whose gradients went bad, which were not held any more when that was seen"
+            self._logbook.gap("not-held", f"{text} (a larger budget= holds more)", self.course.counts.number)
+
+    def stop(self) -> None:
+        """End training, as it was asked for. Raises NonFiniteError."""
+        self.mark(stepped=Stepped.STOPPED)
+        verdict = self._logbook.verdict()
+        path = self._logbook.paths[-1] if self._logbook.paths else None
+        message = f"{verdict.sentence}\nsnapshot: {path or 'not written'}"
+        raise NonFiniteError(message, verdict=verdict, snapshot=str(path) if path else None)
+
+    def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
+        counts = self.course.counts
+        part = recording.micro_batch if recording is not None else 1
+        blank = self._logbook.blank(counts.number, recording.loss if recording is not None else None, part, reached)
+        return replace(blank, update=counts.update, backward=counts.backward - counts.micro_batch + part)
