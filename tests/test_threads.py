@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -339,3 +340,239 @@ def test_a_generator_may_hold_the_block_open_across_threads(tmp_path: Path) -> N
         alone(lambda: train(2, bad=1))
         around.__exit__(None, None, None)
     assert (scope.steps, scope.verdict.incidents[0].origin.op) == (2, "log")
+
+
+Where = Callable[[Work], None]
+
+
+@contextlib.contextmanager
+def places(kind: str) -> Iterator[tuple[Where, Where]]:
+    """Where the backward passes of a loop are made, and where its optimizer steps."""
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        calls = iter(range(1000))
+
+        def pooled(work: Work) -> None:
+            first.submit(work).result()
+
+        def here(work: Work) -> None:
+            work()
+
+        def anywhere(work: Work) -> None:
+            pools = [first, first, second]
+            pools[next(calls) % 3].submit(work).result()
+
+        yield {
+            "step in a pool": (here, pooled),
+            "backward in a pool": (pooled, here),
+            "anywhere": (anywhere, anywhere),
+            "a thread for each": (alone, alone),
+        }[kind]
+
+
+def apart(where: tuple[Where, Where], bad: int = -1, micro_batches: int = 1, guarded: bool = False) -> list[Tensor]:
+    """Five steps whose optimizer may step in another thread than the one that differentiates; returns the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def backward(step: int, micro_batch: int) -> None:
+        if micro_batch == 1:
+            optimizer.zero_grad()
+        error = model(torch.randn(8, 4)).square().mean()
+        (torch.log(error * 0) if (step, micro_batch) == (bad, micro_batches) else error).backward()
+
+    def update() -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if not guarded or bool(norm.isfinite()):
+            optimizer.step()
+
+    for step in range(1, 6):
+        for micro_batch in range(1, micro_batches + 1):
+            where[0](lambda step=step, micro_batch=micro_batch: backward(step, micro_batch))  # type: ignore[misc]
+        where[1](update)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+KINDS = ["step in a pool", "backward in a pool", "anywhere", "a thread for each"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_of_the_gradients_that_its_optimizer_steps_on(kind: str, micro_batches: int, tmp_path: Path) -> None:
+    """Whichever threads differentiate and step: one line a step, with its norm, and an incident that the optimizer wrote into the weights."""
+    with places(kind) as where:
+        bare = apart(where, 3, micro_batches)
+    with nanscope.watch(out=tmp_path) as scope, places(kind) as where:
+        watched = apart(where, 3, micro_batches)
+    for one, two in zip(bare, watched, strict=True):
+        assert torch.equal(one.view(torch.int32), two.view(torch.int32))
+    entries = scope.history.entries
+    assert [(entry.step, entry.nonfinite, entry.stepped) for entry in entries] == [(step, step >= 3, None) for step in range(1, 6)]
+    assert {entry.micro_batches for entry in entries} == {None if micro_batches == 1 else 2}
+    if kind.endswith("in a pool"):  # a thread is met when it first trains, and what it measured before is not seen
+        assert (entries[1].grad_norm_clipped or 0.0) < 0.011 < (entries[1].grad_norm or 0.0)
+    first, *rest = scope.verdict.incidents
+    assert (first.step, first.micro_batch, first.origin.op, first.reached["stepped"]) == (3, micro_batches, "log", "taken")
+    assert scope.snapshots[0].reached.bad_weights == 4
+    assert {incident.consequence_of for incident in rest} <= {3}
+    assert (scope.steps, scope.verdict.gaps) == (5, ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_the_trainer_drops_is_told_whichever_thread_goes_on(kind: str, tmp_path: Path) -> None:
+    """Its gradients are zeroed by the next backward pass, that may be made in another thread."""
+    with nanscope.watch(out=tmp_path) as scope, places(kind) as where:
+        weights = apart(where, 3, guarded=True)
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights)
+    assert [(entry.step, entry.nonfinite, entry.stepped) for entry in scope.history.entries] == [
+        (step, step == 3, "skipped by the trainer" if step == 3 else None) for step in range(1, 6)
+    ]
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.origin.op, incident.reached["stepped"]) == (3, "log", "skipped by the trainer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_skipped_in_whatever_thread_it_is_taken(kind: str, tmp_path: Path) -> None:
+    """The weights stay as they were, and the steps are counted as they are."""
+    with nanscope.watch(out=tmp_path, on_nonfinite="skip") as scope, places(kind) as where:
+        weights = apart(where, 3)
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights)
+    assert (scope.steps, scope.skipped, [entry.step for entry in scope.history.entries if entry.nonfinite]) == (5, 1, [3])
+
+
+def test_weights_that_are_kept_elsewhere_are_stepped_in_another_thread(tmp_path: Path) -> None:
+    """An optimizer that is offloaded has copies of the weights and of their gradients: its step is that of the model."""
+    model = nn.Linear(4, 1)
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.01)
+
+    def update() -> None:
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.clone()
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(1) as pool:
+        for step in range(1, 6):
+            error = model(torch.randn(8, 4)).square().mean()
+            model.zero_grad()
+            (torch.log(error * 0) if step == 4 else error).backward()
+            pool.submit(update).result()
+    assert [(entry.step, entry.nonfinite, entry.stepped) for entry in scope.history.entries] == [
+        (step, step >= 4, None) for step in range(1, 6)
+    ]
+    assert [incident.step for incident in scope.verdict.incidents if incident.consequence_of is None] == [4]
+
+
+def test_an_actor_and_a_critic_that_step_in_threads_of_their_own_make_one_step(tmp_path: Path) -> None:
+    """One backward pass for both, and each optimizer in a thread: the first closes the step, and the second begins none."""
+    actor, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (actor, critic)]
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for _ in range(3):
+            x = torch.randn(8, 4)
+            (actor(x) + critic(x)).square().mean().backward()
+            for pool, optimizer in zip((first, second), optimizers, strict=True):
+                pool.submit(optimizer.step).result()
+    assert [entry.step for entry in scope.history.entries] == [1, 2, 3]
+
+
+def test_micro_batches_that_are_differentiated_at_once_are_of_one_step(tmp_path: Path) -> None:
+    """Two threads are in their backward passes for the same weights at the same time; one of them, or a third, takes the step."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def meet(grad: Tensor) -> None:
+        both.wait(60)
+
+    def backward(bad: bool) -> None:
+        error = model(torch.randn(8, 4)).square().mean()
+        (torch.log(error * 0) if bad else error).backward()
+
+    both = threading.Barrier(2)
+    model.weight.register_hook(meet)
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            for one in [first.submit(backward, step == 3), second.submit(backward, False)]:
+                one.result()
+            first.submit(optimizer.step).result() if step == 2 else optimizer.step()
+    assert [(entry.step, entry.nonfinite, entry.micro_batches) for entry in scope.history.entries] == [
+        (step, step >= 3, 2) for step in range(1, 5)
+    ]
+    assert [incident.step for incident in scope.verdict.incidents if incident.consequence_of is None] == [3]
+
+
+@pytest.mark.parametrize("pools", [(0, 1), (1, 0), (1, 2)])
+def test_a_loss_may_be_differentiated_in_another_thread_than_it_was_computed_in(pools: tuple[int, int], tmp_path: Path) -> None:
+    """What was seen there is not lost: the incident has its line, and the step is one."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def forward(step: int) -> Tensor:
+        error = model(torch.randn(8, 4)).square().mean()
+        return torch.log(error * 0) if step == 3 else error
+
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        where: list[Callable[..., Any]] = [
+            lambda work, *args: work(*args),
+            *(lambda *a, p=p: p.submit(*a).result() for p in (first, second)),
+        ]
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            loss = where[pools[0]](forward, step)
+            where[pools[1]](loss.backward)
+            optimizer.step()
+    assert [(entry.step, entry.nonfinite, entry.micro_batches) for entry in scope.history.entries] == [
+        (step, step >= 3, None) for step in range(1, 6)
+    ]
+    assert line(scope) == "return torch.log(error * 0) if step == 3 else error"
+    assert {incident.consequence_of for incident in scope.verdict.incidents[1:]} <= {3}
+    assert not scope.verdict.gaps
+
+
+def test_an_optimizer_that_asks_for_its_loss_steps_in_any_thread(tmp_path: Path) -> None:
+    """It differentiates where it steps, and the gradients that it begins with may be of another thread."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    x = torch.randn(8, 4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            closure()
+            pool.submit(optimizer.step, closure).result()
+    assert [(entry.step, entry.stepped) for entry in scope.history.entries] == [(1, None), (2, None), (3, None)]
+
+
+def test_threads_that_train_models_of_their_own_share_no_step(tmp_path: Path) -> None:
+    """Each is amid a step of its own when the other begins or takes one."""
+
+    def train_in_turn(bad: int) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(4):
+            error = model(torch.randn(8, 4)).square().mean()
+            for act in (optimizer.zero_grad, (torch.log(error * 0) if step == bad else error).backward, optimizer.step):
+                both.wait(60)
+                act()  # type: ignore[no-untyped-call]
+
+    both = threading.Barrier(2)
+    with nanscope.watch(out=tmp_path) as scope, ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(train_in_turn, -1), pool.submit(train_in_turn, 2)]:
+            one.result()
+    entries = scope.history.entries
+    assert sorted(entry.step for entry in entries) == list(range(1, 9))
+    assert [sum(entry.nonfinite for entry in entries if entry.thread == thread) for thread in {entry.thread for entry in entries}] in (
+        [0, 2],
+        [2, 0],
+    )
+    assert {entry.micro_batches for entry in entries} == {None}

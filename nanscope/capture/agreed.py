@@ -54,6 +54,12 @@ class Agreed:
         known = self._sent.get(memory_of(tensor)) if is_plain(tensor) else None
         return known is not None and known() is not None
 
+    def join(self, other: Agreed) -> None:
+        """Take what was seen in another thread."""
+        for mine, theirs in (self.norms, other.norms), (self._written, other._written), (self._by_all, other._by_all):
+            mine.extend(theirs)  # type: ignore[arg-type]
+        other.forget()
+
     def forget(self) -> None:
         """Another backward pass is over."""
         for known in (self.norms, self._written, self._by_all):

@@ -90,18 +90,20 @@ class Gates:
         with self._threads.aside():
             roots, seeds = _roots(args, kwargs)
             if roots:
-                self._tell(strand, eyes.observer.before_backward, roots, seeds, _is_kept(args, kwargs))
+                self._failsafe("pass-on", self._threads.go_on, strand, roots)
+                self._tell(strand.by, (strand.by.eyes or eyes).observer.before_backward, roots, seeds, _is_kept(args, kwargs))
 
     def _told(self, strand: Strand, raised: BaseException | None = None) -> None:
         if strand.eyes is not None:
             strand.eyes.modules.busy = False
             with self._threads.aside():
-                self._tell(strand, strand.eyes.observer.after_backward, raised)
+                self._tell(strand.by, (strand.by.eyes or strand.eyes).observer.after_backward, raised)
 
     def _end(self, strand: Strand) -> None:
         if strand.eyes is not None:
             strand.eyes.modules.busy = False
             strand.eyes.mode.wake("backward")
+        strand.by = strand
 
     def _tell(self, strand: Strand, act: Callable[..., None], *args: Any) -> None:
         """Tell an observer, unless the block was left meanwhile by another thread."""
@@ -110,7 +112,7 @@ class Gates:
                 act(*args)
 
     def _end_step(self, strand: Strand) -> None:
-        strand.stepping = None
+        strand.stepping, strand.of = None, strand
         if strand.eyes is not None:
             self._failsafe("resume", strand.eyes.mode.wake, "step")
 
@@ -124,23 +126,26 @@ class Gates:
             self._threads.missed("other-thread", f"an optimizer step in thread {strand.thread.name}, which was not watched")
             return
         self._end_step(strand)
-        if all(value is None for value in (*args[1:], *kwargs.values())):
+        closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        if not closure:
             self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step: then the tape stays awake
         strand.stepping = optimizer
         try:
             with self._threads.aside():
-                self._failsafe("before-step", self._tell, strand, eyes.observer.before_step, optimizer)
+                self._failsafe("pass-on", self._threads.find_maker, strand, optimizer, closure)
+                self._failsafe("before-step", self._tell, strand.of, (strand.of.eyes or eyes).observer.before_step, optimizer)
         except BaseException:
             self._end_step(strand)
             raise
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strand = self._threads.here.strand
-        if strand.stepping is None or strand.eyes is None or is_ours():
+        eyes = strand.of.eyes
+        if strand.stepping is None or eyes is None or is_ours():
             return
         try:
             with self._threads.aside():
-                self._failsafe("after-step", self._tell, strand, strand.eyes.observer.after_step, optimizer)
+                self._failsafe("after-step", self._tell, strand.of, eyes.observer.after_step, optimizer)
         finally:
             self._end_step(strand)
 

@@ -394,6 +394,16 @@ class Tape:
         value = self.values.get(leaf)
         return value is not None and self.agreed.holds(value.storage, by_all=True)
 
+    def take_norms(self, other: Tape) -> None:
+        """Take what was measured of gradients in another thread."""
+        if other.norms:
+            self._norm_place = other._norm_place
+        self.measured, other.measured = other.measured | self.measured, {}
+        self.measured_at, other.measured_at = other.measured_at | self.measured_at, {}
+        self.norms.extend(other.norms)
+        other.norms.clear()
+        self.agreed.join(other.agreed)
+
     def norm_site(self) -> Site | None:
         """Return where the last of `norms` was taken."""
         code, lasti = self._norm_place

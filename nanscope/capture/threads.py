@@ -1,4 +1,4 @@
-"""The threads that train: each has a tape, and a step, of its own.
+"""The threads that train: each has a tape of its own. A step belongs to weights, and is with the thread that last differentiated for them.
 
 A dispatch mode stands on the stack of one thread. On that of the thread which enters the block it is put then; any other gets one when it
 first calls a module that has weights, differentiates, or steps an optimizer. Where autograd runs a backward pass on a thread of its own
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.errors import Deliberate
 from nanscope.torch_inside import is_transformed, running_backward
 
-PATIENCE = 5.0  # seconds that a thread which is looking at something is waited for when the block is left
+PATIENCE = 5.0  # seconds that a thread which is looking at something is waited for
+LEFT_OFF = 8  # threads that have ended amid a step of which it is remembered where they were
 
 
 class Observer(Protocol):
@@ -32,6 +33,18 @@ class Observer(Protocol):
 
     @property
     def number(self) -> int: ...
+    @property
+    def runs(self) -> bool: ...
+    @property
+    def is_nobodys(self) -> bool: ...
+    @property
+    def left_off(self) -> bool: ...
+    def made(self, weights: Set[int]) -> bool: ...
+    def goes_on_from(self, other: Self) -> bool: ...
+    def take_over(self, other: Self) -> None: ...
+    def begin_beside(self, other: Self) -> None: ...
+    def join(self, other: Self) -> None: ...
+    def measured_in(self, other: Self) -> None: ...
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> None: ...
     def after_backward(self, raised: BaseException | None = None) -> None: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -59,16 +72,18 @@ class Instruments:
 class Strand:
     """One thread, as the gates see it.
 
-    inside: its backward pass runs. stepping: the optimizer between its two hooks; a step that raises never reaches
-    the second. eyes: what it is watched with, None while it is not. lock: held while its observer is told something.
+    inside: its backward pass runs. stepping: the optimizer between its two hooks; a step that raises never reaches the second.
+    by, of: the thread that has recorded what it differentiates, and that which has made what it steps on. eyes: what it is watched with,
+    None while it is not. lock: held while its observer is told something.
     """
 
-    __slots__ = ("eyes", "inside", "lock", "stepping", "thread")
+    __slots__ = ("by", "eyes", "inside", "lock", "of", "stepping", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.inside = False
         self.stepping: torch.optim.Optimizer | None = None
+        self.by = self.of = self
         self.eyes: Instruments | None = None
         self.lock = threading.RLock()
 
@@ -76,6 +91,16 @@ class Strand:
     def is_mine(self) -> bool:
         """Is it the thread that asks?"""
         return self.thread is threading.current_thread()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Hold its lock, unless that takes too long: whoever it waits for may be waiting for us."""
+        held = self.lock.acquire(timeout=-1 if self.is_mine else PATIENCE)
+        try:
+            yield held
+        finally:
+            if held:
+                self.lock.release()
 
 
 class Here(Own):
@@ -99,6 +124,7 @@ class Threads:
         self._watched: list[Strand] = []
         self._budget = 0  # bytes, for all
         self._lock = threading.Lock()
+        self._passing = threading.Lock()  # held while a step goes from one thread to another
 
     def enter(self, eyes: Instruments, undo: contextlib.ExitStack) -> None:
         """Watch the thread that enters the block. undo: lets all threads go."""
@@ -120,6 +146,54 @@ class Threads:
             eyes = self._make()
         self._add(eyes)
         eyes.mode.slip_under()
+
+    def go_on(self, strand: Strand, roots: Sequence[Tensor]) -> None:
+        """A backward pass is about to begin: if another thread has begun a step for these weights, it belongs to that.
+
+        roots: what is differentiated; another thread may have recorded it.
+        """
+        for other in self._others(strand) if not _knows(strand, roots) else ():
+            if _knows(other, roots):
+                strand.by = strand = other
+                break
+        eyes = strand.eyes
+        for other in self._others(strand):
+            if eyes is not None and other.eyes is not None and eyes.observer.goes_on_from(other.eyes.observer):
+                self._pass_on(strand, other, eyes.observer.begin_beside if other.inside else eyes.observer.take_over)
+
+    def find_maker(self, strand: Strand, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Find out whose step it is that an optimizer takes: of the thread that has made its gradients, whichever calls it.
+
+        closure: it will differentiate itself. Gradients that nobody has made are copies of such that no other optimizer steps on.
+        """
+        weights = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        seen = {strand: strand.eyes.observer} if strand.eyes is not None else {}
+        seen |= {other: other.eyes.observer for other in self._others(strand) if other.eyes is not None}
+        made = [one for one, observer in seen.items() if observer.made(weights)] if weights else []
+        if not made and weights and not (strand in seen and seen[strand].runs):
+            made = [one for one, observer in seen.items() if observer.is_nobodys]
+            made = made if len(made) == 1 else []
+        owner = min(made, key=lambda one: not seen[one].runs, default=strand)
+        for other in made:
+            if other is not owner:
+                self._pass_on(owner, other, seen[owner].join)
+        if owner is not strand:
+            self._pass_on(owner, strand, seen[owner].measured_in)
+            if closure:
+                self._pass_on(strand, owner, seen[strand].take_over)
+                return
+        strand.of = owner
+
+    def _others(self, strand: Strand) -> list[Strand]:
+        return [other for other in self._watched if other is not strand] if len(self._watched) > 1 else []
+
+    def _pass_on(self, strand: Strand, other: Strand, act: Callable[[Observer], None]) -> None:
+        """Let the observer of one thread take something from that of another."""
+        with self._passing, strand.held() as one, other.held() as two:
+            if other.eyes is not None and one and two:
+                act(other.eyes.observer)
+            else:
+                self.missed("other-thread", f"what thread {strand.thread.name} had to do with a step of thread {other.thread.name}")
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -145,7 +219,7 @@ class Threads:
 
     def forked(self) -> None:
         """In a forked process: only the thread that forked is there, and the step that runs is the parent's."""
-        self._lock = threading.Lock()
+        self._lock, self._passing = threading.Lock(), threading.Lock()
         self._watched = [strand for strand in self._watched if strand.is_mine]
         for strand in self._watched:
             strand.lock = threading.RLock()
@@ -197,9 +271,11 @@ class Threads:
         return not strand.inside and strand.stepping is None
 
     def _sweep(self) -> None:
-        """Let go of threads that have ended."""
+        """Let go of threads that have ended, and that no other one will go on from."""
         with self._lock:
             over = [strand for strand in self._watched if not strand.thread.is_alive()]
+            amid = [strand for strand in over if strand.eyes is not None and strand.eyes.observer.left_off]
+            over = [strand for strand in over if strand not in amid[-LEFT_OFF:]]
             self._watched = [strand for strand in self._watched if strand not in over]
             self._share()
         for strand in over:
@@ -207,3 +283,8 @@ class Threads:
                 with contextlib.suppress(Deliberate):  # it was asked for in a thread that is no more
                     self._failsafe("finish", strand.eyes.observer.finish)
                 self._failsafe("forget", strand.eyes.forget)
+
+
+def _knows(strand: Strand, values: Iterable[Tensor]) -> bool:
+    """Has a thread recorded one of these?"""
+    return strand.eyes is not None and any(strand.eyes.mode.tape.find(value) is not None for value in values)

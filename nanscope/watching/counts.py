@@ -131,10 +131,10 @@ class Counts:
         """Has the loop's own count moved since the last backward pass began?"""
         return self._own(self._tally.said) not in (None, self.number)
 
-    def open(self) -> None:
-        """A step begins."""
-        self.number, self.update = self._tally.begin(self._own(self._tally.told))
-        self.micro_batch = 0
+    def open(self, beside: Counts | None = None) -> None:
+        """A step begins. beside: it is the one that another thread is in."""
+        self.number, self.update = self._tally.begin(self._own(self._tally.told)) if beside is None else (beside.number, beside.update)
+        self.micro_batch = 0 if beside is None else beside.micro_batch
 
     def begin(self) -> None:
         """A backward pass of it begins; a loop may count micro-batches, too."""

@@ -39,3 +39,24 @@ class Course:
     steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     search: Search = field(default_factory=Search)
     sizes: Sizes = field(default_factory=Sizes)
+
+    @property
+    def runs(self) -> bool:
+        """Are there gradients that no optimizer has stepped on?"""
+        return not self.closed and self.recordings.made > 0
+
+    def end(self) -> None:
+        """No step runs, and nothing of one is held."""
+        self.recordings.clear()
+        self.left.forget()
+        self.closed, self.bad, self.raised, self.line = True, False, False, Line()
+
+    def join(self, other: Course) -> None:
+        """What another thread has differentiated for these weights belongs to this step, and they are one from now on."""
+        if other.runs:
+            self.recordings.join(other.recordings)
+            self.line.join(other.line)
+            self.bad = self.bad or other.bad
+            self.counts.micro_batch = max(self.counts.micro_batch, self.recordings.made)
+        other.end()
+        other.poisoning = self.poisoning

@@ -18,9 +18,8 @@ from nanscope.watching.recording import Recording
 
 
 class Keeper:
-    """Keeps what the examiner finds in the logbook. course: of which the step is. late: something was computed before it was watched.
-
-    told: adds what is known of bad weights from before.
+    """Keeps what the examiner finds in the logbook. course: of which the step is. late: its thread had computed something before it was
+    watched. told: adds what is known of bad weights from before.
     """
 
     def __init__(
@@ -32,8 +31,8 @@ class Keeper:
         late: bool,
         told: Callable[[Snapshot], Snapshot],
     ) -> None:
-        self.course, self._told = course, told
-        self._examiner, self._logbook, self._failsafe, self._late = examiner, logbook, failsafe, late
+        self.course, self.late, self._told = course, late, told
+        self._examiner, self._logbook, self._failsafe = examiner, logbook, failsafe
 
     def keep(self, hit: Hit | None) -> None:
         """Keep what was found, if anything was."""
@@ -48,7 +47,7 @@ class Keeper:
             kept = [self._blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
             self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))
-            if self._late and counts.backward == counts.micro_batch and kept[-1].found.origin.line is None:
+            if self.late and kept[-1].found.origin.line is None:
                 thread = threading.current_thread().name
                 self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", counts.number)
             self._logbook.keep(kept[-1], course.poisoning)

@@ -40,6 +40,13 @@ class Line:
         """The gauge was read."""
         self.reading = reading if self.reading is None else self.reading.joined(reading)
 
+    def join(self, other: Line) -> None:
+        """Another thread had a part in the step."""
+        if other.loss is not None:
+            self.add_loss(other.loss)
+        if other.reading is not None:
+            self.add_reading(other.reading)
+
     @property
     def overflowed(self) -> bool:
         """Was an exponent beyond what e may be raised to?"""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Sequence, Set
 from typing import overload
+
+from torch import Tensor, nn
 
 from nanscope.capture.account import Balance
 from nanscope.watching.recording import Recording
@@ -20,8 +23,14 @@ class Recordings(Sequence[Recording]):
 
     def __init__(self, account: Balance, look: Callable[[], None]) -> None:
         self.made = 0
-        self._account, self._look = account, look
         self._held: list[Recording] = []
+        self._models: tuple[weakref.ref[nn.Module], ...] = ()  # replaced, never changed: other threads ask
+        self._bare: tuple[weakref.ref[Tensor], ...] = ()
+        self.serve(account, look)
+
+    def serve(self, account: Balance, look: Callable[[], None]) -> None:
+        """Belong to another thread from now on."""
+        self._account, self._look = account, look
         account.spare = self._spare
 
     def __len__(self) -> int:
@@ -38,6 +47,27 @@ class Recordings(Sequence[Recording]):
     def gone(self) -> int:
         """How many are not held any more."""
         return self.made - len(self._held)
+
+    def reach(self, recording: Recording) -> None:
+        """A backward pass begins: to which weights will it come?"""
+        for module in {call.module for call in recording.calls}:
+            if not self.reached(module):
+                self._models = (*self._models, weakref.ref(module))
+        if not recording.calls:
+            leaves = (tensor for tensor in recording.tensors.values() if tensor.requires_grad and tensor.is_leaf)
+            self._bare = (*self._bare, *map(weakref.ref, leaves))
+
+    def reached(self, module: nn.Module) -> bool:
+        """Has one of them come to a model?"""
+        return any(known() is module for known in self._models)
+
+    def led_to(self, weights: Set[int]) -> bool:
+        """Have they made the gradient of one of these weights? weights: by id."""
+        if not self.made:
+            return False
+        models = [model for known in self._models if (model := known()) is not None]
+        bare = [id(weight) for known in self._bare if (weight := known()) is not None]
+        return any(id(one) in weights for model in models for one in model.parameters()) or not weights.isdisjoint(bare)
 
     def append(self, recording: Recording) -> None:
         """Keep one that has ended; half of the budget is left to the loss that is to come."""
@@ -58,7 +88,14 @@ class Recordings(Sequence[Recording]):
     def clear(self) -> None:
         """Begin another step."""
         self.let_go()
-        self.made = 0
+        self.made, self._models, self._bare = 0, (), ()
+
+    def join(self, other: Recordings) -> None:
+        """Take those of another thread, which has made them for the same step."""
+        self._held += other._held
+        self.made += other.made
+        self._models, self._bare = (*self._models, *other._models), (*self._bare, *other._bare)
+        other._held.clear()
 
     def _spare(self) -> bool:
         """Let go of the oldest one, unless nobody has asked it so far."""

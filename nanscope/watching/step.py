@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Set
 from dataclasses import replace
 from typing import Literal
 
@@ -99,6 +100,52 @@ class Step:
         """The number of the running step, of the next one between two."""
         return self.counts.next if self._course.closed else self.counts.number
 
+    # Threads that share a step.
+
+    def made(self, weights: Set[int]) -> bool:
+        """Have backward passes of the last step here made the gradient of one of these weights? weights: by id."""
+        return self._recordings.led_to(weights)
+
+    @property
+    def runs(self) -> bool:
+        """Are there gradients that no optimizer has stepped on?"""
+        return self._course.runs
+
+    @property
+    def is_nobodys(self) -> bool:
+        """Are there some, of weights that no optimizer that was seen updates?"""
+        return self.runs and self._optimizers.of(self._course.left.parameters) is None
+
+    @property
+    def left_off(self) -> bool:
+        """Is there something that another thread would go on with?"""
+        return self.runs or not self._course.poisoning.is_fine
+
+    def goes_on_from(self, other: Step) -> bool:
+        """Is what was called here, and is about to be differentiated, what the step of another thread has come to?"""
+        return not self.runs and any(other._recordings.reached(call.module) for call in self._modules.calls)
+
+    def take_over(self, other: Step) -> None:
+        """Go on with the step of another thread."""
+        self._course, other._course = other._course, self._course
+        for step in (self, other):
+            step._keeper.course = step._course
+            step._recordings.serve(step._tape.account, step._look_at_waiting)
+        self.measured_in(other)
+
+    def begin_beside(self, other: Step) -> None:
+        """Take part in the step of another thread, which is differentiating right now."""
+        if self._course.closed and not other._course.closed:
+            self._open(other.counts)
+
+    def join(self, other: Step) -> None:
+        """What another thread has differentiated is stepped on together with what was here."""
+        self._course.join(other._course)
+
+    def measured_in(self, other: Step) -> None:
+        """Another thread has measured the gradients of this one's step."""
+        self._tape.take_norms(other._tape)
+
     # The gates.
 
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> None:
@@ -135,6 +182,7 @@ class Step:
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
         self._current = recording
+        self._recordings.reach(recording)
         if program is not None:
             self._read_gauge(program)
             if not self._optimizers.any:  # one would look at the gradients of what it updates
@@ -270,10 +318,7 @@ class Step:
         if self._current is not None:
             self._current.let_go()
         self._current = None
-        self._recordings.clear()
-        self._course.left.forget()
-        course = self._course
-        course.closed, course.bad, course.raised = True, False, False
+        self._course.end()
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
@@ -513,11 +558,11 @@ class Step:
     def _read_gauge(self, program: Program) -> None:
         self._course.line.add_reading(self._gauge.read(program, self._tape.tensor))
 
-    def _open(self) -> None:
-        """Another step begins."""
+    def _open(self, beside: Counts | None = None) -> None:
+        """Another step begins. beside: the numbers of one that another thread is in."""
         self._recordings.clear()
         self._course.closed = self._course.bad = False
-        self.counts.open()
+        self.counts.open(beside)
         self._failsafe("remains", self._remains.begin, self.counts.number)
         self._logbook.begin_step()
 
@@ -528,7 +573,7 @@ class Step:
         if stepped is Stepped.TAKEN:
             self._course.search.found()
         entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad)
-        self._course.line, self._course.closed = Line(), True
+        self._course.line, self._course.closed, self._keeper.late = Line(), True, False
         self._course.left.forget()
         self._logbook.held(self._tape.account.peak)
         self._logbook.enter(entry, self._course.poisoning)
