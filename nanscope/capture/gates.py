@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -24,7 +25,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.source import variables
 from nanscope.capture.threads import Strand, Threads
 from nanscope.capture.unseen import OURS, is_ours, is_traced
-from nanscope.torch_inside import count_function_modes, is_transformed
+from nanscope.torch_inside import count_function_modes, is_transformed, running_backward
 
 
 class Gates:
@@ -118,7 +119,10 @@ class Gates:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strand = self._threads.here.strand
-        if strand.inside or self._threads.resting or is_ours():
+        if self._threads.resting or is_ours():
+            return
+        if strand.inside or running_backward() != -1:
+            self._before_step_inside(optimizer)
             return
         self._threads.begin()
         eyes = strand.eyes
@@ -137,6 +141,15 @@ class Gates:
         except BaseException:
             self._end_step(strand)
             raise
+
+    def _before_step_inside(self, optimizer: torch.optim.Optimizer) -> None:
+        strand, here = self._threads.inside(optimizer), threading.current_thread().name
+        eyes = None if strand is None else strand.by.eyes
+        if strand is None or eyes is None:
+            self._threads.missed("other-thread", f"an optimizer step in thread {here}, which was not watched")
+            return
+        with self._threads.aside():
+            self._failsafe("before-step", self._tell, strand.by, eyes.observer.before_step_inside, optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strand = self._threads.here.strand

@@ -39,6 +39,7 @@ class Observer(Protocol):
     def is_nobodys(self) -> bool: ...
     @property
     def left_off(self) -> bool: ...
+    def reaches(self, weights: Set[int]) -> bool: ...
     def made(self, weights: Set[int]) -> bool: ...
     def goes_on_from(self, other: Self) -> bool: ...
     def take_over(self, other: Self) -> None: ...
@@ -47,6 +48,7 @@ class Observer(Protocol):
     def measured_in(self, other: Self) -> None: ...
     def before_backward(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> None: ...
     def after_backward(self, raised: BaseException | None = None) -> None: ...
+    def before_step_inside(self, optimizer: torch.optim.Optimizer) -> None: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def passed_over(self) -> None: ...
@@ -166,7 +168,7 @@ class Threads:
 
         closure: it will differentiate itself. Gradients that nobody has made are copies of such that no other optimizer steps on.
         """
-        weights = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        weights = _graded(optimizer)
         seen = {strand: strand.eyes.observer} if strand.eyes is not None else {}
         seen |= {other: other.eyes.observer for other in self._others(strand) if other.eyes is not None}
         made = [one for one, observer in seen.items() if observer.made(weights)] if weights else []
@@ -183,6 +185,14 @@ class Threads:
                 self._pass_on(strand, owner, seen[strand].take_over)
                 return
         strand.of = owner
+
+    def inside(self, optimizer: torch.optim.Optimizer) -> Strand | None:
+        """Return the thread in whose backward pass an optimizer steps: on a GPU autograd calls its hooks in threads of its own."""
+        strand = self.here.strand
+        amid = [one for one in ([strand] if strand.inside else self._watched) if one.inside]
+        seen = {one: one.by.eyes.observer for one in amid if one.by.eyes is not None}
+        weights = _graded(optimizer) if len(seen) > 1 else frozenset()
+        return next((one for one, observer in seen.items() if len(seen) == 1 or observer.reaches(weights)), None)
 
     def _others(self, strand: Strand) -> list[Strand]:
         return [other for other in self._watched if other is not strand] if len(self._watched) > 1 else []
@@ -288,3 +298,8 @@ class Threads:
 def _knows(strand: Strand, values: Iterable[Tensor]) -> bool:
     """Has a thread recorded one of these?"""
     return strand.eyes is not None and any(strand.eyes.mode.tape.find(value) is not None for value in values)
+
+
+def _graded(optimizer: torch.optim.Optimizer) -> Set[int]:
+    """The weights that an optimizer steps on gradients of, by id."""
+    return {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}

@@ -23,15 +23,16 @@ class Recordings(Sequence[Recording]):
 
     def __init__(self, account: Balance, look: Callable[[], None]) -> None:
         self.made = 0
+        self._account, self._look = account, look
         self._held: list[Recording] = []
         self._models: tuple[weakref.ref[nn.Module], ...] = ()  # replaced, never changed: other threads ask
         self._bare: tuple[weakref.ref[Tensor], ...] = ()
-        self.serve(account, look)
-
-    def serve(self, account: Balance, look: Callable[[], None]) -> None:
-        """Belong to another thread from now on."""
-        self._account, self._look = account, look
         account.spare = self._spare
+
+    def trade_places(self, other: Recordings) -> None:
+        """These are with the thread from now on that the others were with, and the other way round."""
+        self._account, self._look, other._account, other._look = other._account, other._look, self._account, self._look
+        self._account.spare, other._account.spare = self._spare, other._spare
 
     def __len__(self) -> int:
         return len(self._held)
@@ -61,10 +62,8 @@ class Recordings(Sequence[Recording]):
         """Has one of them come to a model?"""
         return any(known() is module for known in self._models)
 
-    def led_to(self, weights: Set[int]) -> bool:
-        """Have they made the gradient of one of these weights? weights: by id."""
-        if not self.made:
-            return False
+    def reach_to(self, weights: Set[int]) -> bool:
+        """Do they come to one of these weights? weights: by id."""
         models = [model for known in self._models if (model := known()) is not None]
         bare = [id(weight) for known in self._bare if (weight := known()) is not None]
         return any(id(one) in weights for model in models for one in model.parameters()) or not weights.isdisjoint(bare)

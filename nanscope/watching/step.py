@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Set
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,6 +29,7 @@ from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
+from nanscope.watching.inside import REFUSED, Inside
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
@@ -37,6 +38,7 @@ from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
+from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.scale import LossScale, scale_of
 from nanscope.watching.skipping import Skipping
@@ -44,7 +46,7 @@ from nanscope.watching.skipping import Skipping
 OnNonFinite = Literal["record", "skip", "stop"]
 
 
-class Step:
+class Step(Relay):
     """The optimizer step that is running; the next one begins in the same object.
 
     asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads, each of which has a step
@@ -64,20 +66,19 @@ class Step:
         optimizers: Optimizers,
         late: bool,
     ) -> None:
-        self._tape, self._modules, self._failsafe = tape, modules, failsafe
-        self._examiner, self._logbook = examiner, logbook
+        self._failsafe, self._examiner, self._logbook = failsafe, examiner, logbook
         self._on_nonfinite, self._asked = on_nonfinite, asked
         recordings = Recordings(tape.account, self._look_at_waiting)
-        self._course = Course(Counts(examiner.targets, tally), recordings, logbook.another_poisoning())
-        self._keeper = Keeper(self._course, examiner, logbook, failsafe, late, self._with_its_past)
+        course = Course(Counts(examiner.targets, tally), recordings, logbook.another_poisoning())
+        super().__init__(tape, modules, optimizers, Keeper(course, examiner, logbook, failsafe, late, self._with_its_past))
         self._current: Recording | None = None
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._first = False  # the optimizer that steps has no state yet
         self._stepping = False  # the optimizer has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
+        self._inside = Inside()
         # what outlives a step
         self._gauge = Gauge()
-        self._optimizers = optimizers
         self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
@@ -87,64 +88,9 @@ class Step:
         self._absorbed = Absorbed(examiner, logbook)
 
     @property
-    def counts(self) -> Counts:
-        """The numbers of the running step."""
-        return self._course.counts
-
-    @property
-    def _recordings(self) -> Recordings:
-        return self._course.recordings
-
-    @property
     def number(self) -> int:
         """The number of the running step, of the next one between two."""
         return self.counts.next if self._course.closed else self.counts.number
-
-    # Threads that share a step.
-
-    def made(self, weights: Set[int]) -> bool:
-        """Have backward passes of the last step here made the gradient of one of these weights? weights: by id."""
-        return self._recordings.led_to(weights)
-
-    @property
-    def runs(self) -> bool:
-        """Are there gradients that no optimizer has stepped on?"""
-        return self._course.runs
-
-    @property
-    def is_nobodys(self) -> bool:
-        """Are there some, of weights that no optimizer that was seen updates?"""
-        return self.runs and self._optimizers.of(self._course.left.parameters) is None
-
-    @property
-    def left_off(self) -> bool:
-        """Is there something that another thread would go on with?"""
-        return self.runs or not self._course.poisoning.is_fine
-
-    def goes_on_from(self, other: Step) -> bool:
-        """Is what was called here, and is about to be differentiated, what the step of another thread has come to?"""
-        return not self.runs and any(other._recordings.reached(call.module) for call in self._modules.calls)
-
-    def take_over(self, other: Step) -> None:
-        """Go on with the step of another thread."""
-        self._course, other._course = other._course, self._course
-        for step in (self, other):
-            step._keeper.course = step._course
-            step._recordings.serve(step._tape.account, step._look_at_waiting)
-        self.measured_in(other)
-
-    def begin_beside(self, other: Step) -> None:
-        """Take part in the step of another thread, which is differentiating right now."""
-        if self._course.closed and not other._course.closed:
-            self._open(other.counts)
-
-    def join(self, other: Step) -> None:
-        """What another thread has differentiated is stepped on together with what was here."""
-        self._course.join(other._course)
-
-    def measured_in(self, other: Step) -> None:
-        """Another thread has measured the gradients of this one's step."""
-        self._tape.take_norms(other._tape)
 
     # The gates.
 
@@ -199,6 +145,7 @@ class Step:
         recording, self._current = self._current, None
         waiting = self._tape.forget(over=self._over)
         if recording is None:
+            self._inside = Inside()
             return
         if self._over is not None:
             self._modules.wait(recording.calls, waiting, set(recording.places.values()))
@@ -215,6 +162,7 @@ class Step:
         self._failsafe("gradients-left", self._course.left.take, recording)
         if raised is not None:
             self._look_at_raised(recording, raised)
+            self._failsafe("step-inside", self._step_inside, False)
             return
         fine = recording.waits or all(bool(flag) for flag in recording.flags)
         # a loss that is bad says enough; gradients that a sharded model keeps elsewhere are waited for
@@ -235,6 +183,14 @@ class Step:
         if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._keeper.asked, recording)
         recording.looked = not waits
+        self._failsafe("step-inside", self._step_inside, self._on_nonfinite == "stop")
+
+    def before_step_inside(self, optimizer: torch.optim.Optimizer) -> None:
+        """One is about to step while a backward pass goes on, in a hook: its gradients may be gone when that has ended."""
+        self._first = not optimizer.state
+        self._optimizers.add(optimizer, self._modules.seen)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._inside.add(optimizer, readable(grads, "gradients", self._logbook.gap))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
@@ -276,7 +232,12 @@ class Step:
         if self._skipping is not None:
             self._skipping.after_step()
         self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
-        weights = readable([p for group in optimizer.param_groups for p in group["params"]], "weights", self._logbook.gap)
+        self._look_at_weights([optimizer], Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN)
+
+    def _look_at_weights(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Stepped) -> None:
+        """They have stepped: close the step."""
+        optimizer = optimizers[-1]
+        weights = readable(_weights(optimizers), "weights", self._logbook.gap)
         buffers = [] if self._logbook.bad_steps else self._remains.buffers()
         bad = count_bad([*weights, *buffers])
         if bad and buffers and (spoilt := count_bad(buffers)):
@@ -285,16 +246,42 @@ class Step:
                 self._failsafe("remains", self._keep_remains, self._remains.bad_buffer())
         self._weights_are(bad)
         if bad and not (self._course.bad or self._course.foreign):
-            self._weights_are_bad(optimizer, len(weights), bad)
-        stepped = Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN
+            self._weights_are_bad(optimizers, len(weights), bad)
         if self._course.bad and (bad or not self._course.closed):  # of two optimizers the second has no say in what the first has written
             self._keeper.mark(stepped=stepped, weights=len(weights), bad_weights=bad, optimizer=self._optimizers.name(optimizer))
         if not self._course.closed:
             self._course.line.optimizer = self._optimizers.name(optimizer)
             self._close(stepped)
-        if set(self._course.steppers) == {optimizer}:  # no other one will ask what the gradients are made of
+        if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
             self._recordings.let_go()
-        self._course.steppers.add(optimizer)
+        self._course.steppers.update(optimizers)
+
+    def _step_inside(self, stops: bool) -> None:
+        """A backward pass has ended in which optimizers may have stepped: what they did is a step. stops: training, if that was bad."""
+        if not self._inside.optimizers:
+            return
+        inside, self._inside = self._inside, Inside()
+        total, grads, bad = inside.seen()
+        self._course.line.norm = total
+        self._look_at_waiting(harmless=not bad)
+        if not bad and not self._course.bad:
+            self._failsafe("spike", self._look_for_spikes, total)
+        elif bad:
+            if not self._course.bad:
+                self._failsafe("gradient-hit", lambda: self._keeper.keep(self._examiner.gradients(self._recordings, (), ())))
+                self._keeper.note_gone()
+            self._keeper.unexplained()
+            self._failsafe("mark", self._keeper.mark_gradients, grads, bad)
+            if self._skipping is not None:
+                self._logbook.refuse_to_skip(self.counts.number, REFUSED)
+        self._look_at_weights(inside.optimizers, Stepped.TAKEN)
+        if self._course.bad and stops:
+            self._keeper.stop()
+
+    def begin_beside(self, other: Step) -> None:
+        """Take part in the step of another thread, which is differentiating right now."""
+        if self._course.closed and not other._course.closed:
+            self._open(other.counts)
 
     def finish(self, raised: str = "") -> None:
         """The block is left: look at what no optimizer looked at. raised: class of what ended it."""
@@ -354,7 +341,7 @@ class Step:
             return
         if self._on_nonfinite == "stop":
             self._keeper.stop()
-        if not steps and self._recordings.made == 1 and not self._course.left.parameters:
+        if not (steps or self._course.closed or self._course.left.parameters) and self._recordings.made == 1:
             self._keeper.mark(stepped=Stepped.BY_TRAINER)
             self._close(Stepped.BY_TRAINER)
 
@@ -448,7 +435,7 @@ class Step:
     def _waiting(self) -> list[Recording]:
         return [r for r in self._recordings if not r.examined and not r.looked]
 
-    def _look_at_waiting(self, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
+    def _look_at_waiting(self, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False, harmless: bool = False) -> None:
         waiting = self._waiting()
         if not waiting:
             return
@@ -460,18 +447,24 @@ class Step:
             self._course.line.add_loss(loss)
             recording.looked = True
             if not fine:
-                self._examine(recording, optimizer, dropped)
+                self._examine(recording, optimizer, dropped, harmless)
             elif not clean:
                 self._keeper.keep(self._examiner.swallowed(recording))
 
-    def _examine(self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False) -> None:
-        """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone."""
+    def _examine(
+        self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False, fine: bool = False
+    ) -> None:
+        """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone.
+
+        fine: they were seen, and were finite.
+        """
         recording.examined = True
         recording.open_forward()
         hit = self._examiner.loss(recording)
         if optimizer is None and self._is_of_scale(recording, hit):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
-        if hit is None and (dropped or not self._examiner.at_hand(recording)) and self._ending.norm_may_be_bad():
+        gone = not fine and (dropped or not self._examiner.at_hand(recording))
+        if hit is None and gone and self._ending.norm_may_be_bad():
             hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
         if hit is None:
             self._absorbed.note(recording, self.counts.number)
@@ -548,8 +541,9 @@ class Step:
         if self._course.bad or not bad:  # else the next step tells it: they were written to after the update
             self._weights_are(bad)
 
-    def _weights_are_bad(self, optimizer: torch.optim.Optimizer, total: int, bad: int) -> None:
+    def _weights_are_bad(self, optimizers: Sequence[torch.optim.Optimizer], total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
+        optimizer = next(one for one in optimizers if count_bad(readable(_weights([one]), "weights", self._logbook.gap)))
         recording = self._recordings[-1] if self._recordings else None
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         reached = Reached(recording.value if recording else None, len(grads), count_bad(grads), total, bad, "taken")
@@ -577,3 +571,7 @@ class Step:
         self._course.left.forget()
         self._logbook.held(self._tape.account.peak)
         self._logbook.enter(entry, self._course.poisoning)
+
+
+def _weights(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
