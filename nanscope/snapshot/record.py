@@ -27,6 +27,8 @@ from nanscope.snapshot.runs import histories, is_bad_step
 SCHEMA = 1
 LARGEST = 16 << 20  # bytes; what is longer was not written by us
 
+DROPPED = 64  # steps that are named of those that a trainer has dropped
+
 RUNNING, KILLED = "running", "killed"
 WORST = (Status.NONFINITE, Status.SUSPECT, Status.UNWATCHED, Status.PARTLY, Status.HEALTHY)
 
@@ -60,7 +62,8 @@ class RunRecord:
     steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
     nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
-    reaped: whoever started the process ends it without a word, once nobody needs it any more.
+    reaped: whoever started the process ends it without a word, once nobody needs it any more. dropped: steps, as counted here, that the
+    trainer dropped; the first `DROPPED` of them.
     """
 
     run: str = ""
@@ -89,6 +92,7 @@ class RunRecord:
     worker: str = ""
     member: bool = False
     reaped: bool = False
+    dropped: tuple[int, ...] = ()
 
     @property
     def file_name(self) -> str:

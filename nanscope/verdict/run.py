@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from nanscope.snapshot.alignment import called_by, dropped_alone
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, with_gap
 from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Outline, outline
 from nanscope.snapshot.observation import Came
-from nanscope.snapshot.record import RUNNING, Aftermath, RunRecord, records, unwatched
+from nanscope.snapshot.processes import Who
+from nanscope.snapshot.record import DROPPED, RUNNING, Aftermath, RunRecord, records, unwatched
 from nanscope.snapshot.runs import bad_step_files, histories
-from nanscope.text import count
+from nanscope.text import count, listed
 from nanscope.verdict.diagnose import explained, verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.verdict.standing import Ranks, Standing, groups_of, say_ranks, told_of
@@ -34,7 +37,9 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     Raises NanscopeError for a record that is damaged, SnapshotError for such a snapshot.
     """
     told = records(run_dir)
-    teams = _teams(run_dir, told)
+    number = _numbering(told)
+    told = [_renumbered(record, number) for record in told]
+    teams = _teams(run_dir, told, number)
     to_explain = [team.to_explain() for team in teams]
     files = [path for _, path in sorted((found for those, _ in to_explain for found in those), key=_order)]
     left = sum(more for _, more in to_explain)
@@ -43,6 +48,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     notes += [Note("still_running", text, step) for text, step, alive in open_ if alive]
     if left:
         notes.append(Note("not_explained", f"{left} further bad steps have a cause of their own: `nanscope report FILE` explains one"))
+    notes += [note for team in teams if team.several for note in team.numbered_apart()]
     gaps = [Gap("unfinished", text, step) for text, step, alive in open_ if not alive]
     ranks = {team.worker: team.ranks() for team in teams if team.several}
     for team in teams:
@@ -108,14 +114,47 @@ class _Team:
         told = say_ranks(ranks, self.world) if self.several or not self.worker else ""
         return " ".join(filter(None, [self.worker, told]))
 
+    def numbered_apart(self) -> Iterator[Note]:
+        """Yield which ranks count otherwise than the others, since their trainer dropped steps there alone."""
+        own = {record.rank: record for record in self.told if record.steps}
+        updates = {rank: (one.dropped[-1] if len(one.dropped) >= DROPPED else one.steps) - len(one.dropped) for rank, one in own.items()}
+        alone = dropped_alone({rank: one.dropped for rank, one in own.items()}, updates)
+        for steps in sorted(set(alone.values())):
+            ranks = [rank for rank, its in alone.items() if its == steps]
+            which = f"step{'' if len(steps) == 1 else 's'} {listed([str(step) for step in steps])} alone"
+            whose = f"from there on {'its' if len(ranks) == 1 else 'their'} numbers are {len(steps)} ahead of those of the others"
+            text = f"{self.called(ranks)} dropped {which}: {whose}; the ranks are told by those of rank {min(own)}"
+            yield Note("numbered_apart", text, steps[0])
+
     def unfinished(self) -> Iterator[tuple[str, int | None, bool | None]]:
         """Yield what is known of those that have not ended: in words, their last step, and whether they still run."""
         return _unfinished(self.told, self.outlines, self.called)
 
 
-def _teams(run_dir: Path, told: Sequence[RunRecord]) -> list[_Team]:
+def _numbering(told: Iterable[RunRecord]) -> Callable[[Who, int], int]:
+    """Return what a step is called by the first of the ranks that train together, given who calls it what."""
+    own = {record.who: record.dropped for record in told if record.steps}
+    first = {worker: dropped for (_, worker), dropped in sorted(own.items(), reverse=True)}
+
+    def number(who: Who, step: int) -> int:
+        return step if own.get(who) in (None, first.get(who[1])) else called_by(step, own[who], first[who[1]])
+
+    return number
+
+
+def _renumbered(record: RunRecord, number: Callable[[Who, int], int]) -> RunRecord:
+    named = partial(number, record.who)
+    after = [replace(one, of=named(one.of), first=named(one.first), last=named(one.last)) for one in record.aftermath]
+    return replace(record, first=record.first and _called(record.first, number), aftermath=tuple(after))
+
+
+def _called(one: BadStep, number: Callable[[Who, int], int]) -> BadStep:
+    return replace(one, step=number(one.who, one.step), of=None if one.of is None else number(one.who, one.of))
+
+
+def _teams(run_dir: Path, told: Sequence[RunRecord], number: Callable[[Who, int], int]) -> list[_Team]:
     written = histories(run_dir)
-    files = [(BadStep.read(path), path) for path in sorted(bad_step_files(run_dir))]
+    files = [(_called(BadStep.read(path), number), path) for path in sorted(bad_step_files(run_dir))]
     if any(record.member for record in told):  # who only started others has nothing to end
         told = [record for record in told if record.member or record.who in written]
     ended = {record.who for record in told if record.status != RUNNING}

@@ -94,11 +94,12 @@ class Tally:
 class Counts:
     """Counts the steps, micro-batches and backward passes of a thread. targets: what is watched; one may have a count of its own.
 
-    number, update: of the running step. micro_batch: backward passes in it so far. backward: in the run, of this thread.
+    number, update: of the running step. counted: nobody but us has numbered it. micro_batch: backward passes in it so far. backward: in the
+    run, of this thread.
     """
 
     def __init__(self, targets: Iterable[Any], tally: Tally | None = None) -> None:
-        self.number, self.update = 0, 1
+        self.number, self.update, self.counted = 0, 1, True
         self.micro_batch = self.backward = 0
         self._tally = Tally() if tally is None else tally
         self._counters: list[tuple[Callable[[], object], Counter]] = [
@@ -133,14 +134,18 @@ class Counts:
 
     def open(self, beside: Counts | None = None) -> None:
         """A step begins. beside: it is the one that another thread is in."""
-        self.number, self.update = self._tally.begin(self._own(self._tally.told)) if beside is None else (beside.number, beside.update)
-        self.micro_batch = 0 if beside is None else beside.micro_batch
+        if beside is not None:
+            self.number, self.update, self.counted, self.micro_batch = beside.number, beside.update, beside.counted, beside.micro_batch
+            return
+        own = self._own(self._tally.told)
+        self.number, self.update = self._tally.begin(own)
+        self.counted, self.micro_batch = own is None, 0
 
     def begin(self) -> None:
         """A backward pass of it begins; a loop may count micro-batches, too."""
         own = self._own(self._tally.said)
         if own is not None and own != self.number:
-            self.number, self.update = own, self._tally.again(own)
+            self.number, self.update, self.counted = own, self._tally.again(own), False
         self.micro_batch += 1
         self.backward += 1
 

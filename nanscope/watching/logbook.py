@@ -27,7 +27,7 @@ from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
 from nanscope.snapshot.processes import mark
-from nanscope.snapshot.record import Aftermath, Remark, RunRecord, now
+from nanscope.snapshot.record import DROPPED, Aftermath, Remark, RunRecord, now
 from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
 from nanscope.snapshot.step import Reached, Snapshot
@@ -96,6 +96,7 @@ class Logbook:
         self.steps = self.skipped = self.bad_steps = self.backwards = 0
         self._held_peak: int | None = None
         self._skips: list[int] = []
+        self._dropped: list[int] = []
         self._peers = Peers(self.folder, self.rank, 0)
         self._verdict: tuple[int, Verdict] | None = None
         self._finished = self._had_peers = False
@@ -394,6 +395,14 @@ class Logbook:
         self.skipped += 1
         self._skips.append(step)
 
+    @in_turn
+    def drop(self, step: int) -> None:
+        """A step that was counted here, and that the trainer dropped: the other ranks may have counted none."""
+        if len(self._dropped) < DROPPED:
+            self._dropped = sorted([*self._dropped, step])
+            if has_peers():
+                self._put()
+
     def refuse_to_skip(self, step: int, why: str) -> None:
         """A bad step was taken although it was to be skipped. why: in words."""
         if not any(note.slug == "skip_refused" for note in self.notes):
@@ -406,7 +415,7 @@ class Logbook:
         if not (reduced or self._skips) or not has_peers():
             return
         self.gather()
-        for step, entries in self._peers.lines({*reduced, *self._skips}, patience).items():
+        for step, entries in self._peers.lines({*reduced, *self._skips}, patience, self._dropped).items():
             fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
             if step in self._skips and fine:
                 text = f"step {step}: rank {self.rank} skipped its update, rank {', '.join(fine)} made it: {UNLIKE}"
@@ -442,6 +451,7 @@ class Logbook:
             notes=tuple(Remark(note.slug, note.text, note.step) for note in (*self.notes, *self._not_on_disk())),
             aftermath=tuple(self._aftermath),
             held_peak=self._held_peak,
+            dropped=tuple(self._dropped),
             first=BadStep.of_snapshot(min(self.snapshots, key=lambda one: one.observation.suspect)) if self.snapshots else None,
         )
         self._disk.write(self._record)

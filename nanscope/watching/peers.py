@@ -14,11 +14,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from nanscope.errors import NanscopeError
+from nanscope.snapshot.alignment import called_by
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry, last_entries, last_entry
 from nanscope.snapshot.observation import Kind
-from nanscope.snapshot.record import RUNNING, record_of
+from nanscope.snapshot.record import RUNNING, RunRecord, record_of
 from nanscope.snapshot.runs import bad_step_files, history_path
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.standing import say_ranks, told_of
@@ -40,22 +41,29 @@ class Peers:
         self._near = near(rank, world)
         self._asked: Counter[int] = Counter()
 
-    def lines(self, steps: Collection[int], patience: float) -> dict[int, list[Entry]]:
-        """Return what others wrote of these steps, once: of those of which all that are asked have written. patience: seconds to wait."""
+    def lines(self, steps: Collection[int], patience: float, dropped: Sequence[int] = ()) -> dict[int, list[Entry]]:
+        """Return what others wrote of these steps, once: of those of which all that are asked have written. patience: seconds to wait.
+
+        dropped: our own numbers of steps that the trainer dropped here.
+        """
         wanted = {step for step in steps if self._asked[step] < TRIES}
         self._asked.update(wanted)
         found: dict[int, list[Entry]] = {}
         for _ in _pauses(patience) if wanted and self._near else ():
-            lines = [self._lines_of(rank, min(wanted)) for rank in self._near]
+            lines = [self._lines_of(rank, wanted, dropped) for rank in self._near]
             found = {step: [own[step] for own in lines] for step in sorted(wanted) if all(step in own for own in lines)}
             if len(found) == len(wanted):
                 break
         self._asked.update(dict.fromkeys(found, TRIES))
         return found
 
-    def _lines_of(self, rank: int, since: int) -> dict[int, Entry]:
+    def _lines_of(self, rank: int, steps: Collection[int], dropped: Sequence[int]) -> dict[int, Entry]:
+        """Return the lines of steps by our numbers, whatever the other rank calls them."""
+        theirs = self._record_of(rank)
+        names = {step: step if theirs is None else called_by(step, dropped, theirs.dropped) for step in steps}
         last = last_entries(history_path(self._folder, rank, self._worker), LATELY)
-        return {entry.step: entry for entry in takewhile(lambda entry: entry.step >= since, last)}
+        known = {entry.step: entry for entry in takewhile(lambda entry: entry.step >= min(names.values()), last)}
+        return {step: known[name] for step, name in names.items() if name in known}
 
     def unheard(self, patience: float) -> str:
         """Return which ranks have not ended the run, in words, "" if all have; rank 0 asks for all. patience: seconds to wait for them."""
@@ -70,10 +78,13 @@ class Peers:
         return f"{names} has not reported: {line}" if len(missing) == 1 else f"{names} have not reported"
 
     def _has_ended(self, rank: int) -> bool:
+        record = self._record_of(rank)
+        return record is not None and record.status != RUNNING
+
+    def _record_of(self, rank: int) -> RunRecord | None:
         with contextlib.suppress(NanscopeError):
-            record = record_of(self._folder, rank, self._worker)
-            return record is not None and record.status != RUNNING
-        return False
+            return record_of(self._folder, rank, self._worker)
+        return None
 
 
 def near(rank: int, world: int) -> tuple[int, ...]:

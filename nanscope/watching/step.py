@@ -571,6 +571,8 @@ class Step(Relay):
         self._course.left.forget()
         self._logbook.held(self._tape.account.peak)
         self._logbook.enter(entry, self._course.poisoning)
+        if self.counts.counted and stepped in (Stepped.BY_TRAINER, Stepped.NONE):
+            self._logbook.drop(self.counts.number)
 
 
 def _weights(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -1,0 +1,45 @@
+"""Ranks whose trainers drop steps alone number what follows differently: it is lined up, and told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanscope.snapshot.alignment import called_by, dropped_alone
+from nanscope.snapshot.record import RunRecord
+from nanscope.verdict.run import verdict_of
+
+DROPPED = st.lists(st.integers(1, 12), unique=True, max_size=5).map(sorted)
+
+
+@given(st.integers(1, 20), DROPPED, DROPPED)
+def test_the_same_update_has_one_name_on_each_rank(update: int, own: list[int], other: list[int]) -> None:
+    """The n-th step that was not dropped here is the n-th that was not dropped there."""
+
+    def nth(dropped: list[int]) -> int:
+        return [step for step in range(1, 40) if step not in dropped][update - 1]
+
+    assert called_by(nth(own), own, other) == nth(other)
+    assert called_by(nth(own), own, own) == nth(own)
+
+
+def test_steps_that_all_drop_are_the_same_ones() -> None:
+    """Rank 1 drops step 3 alone, then both drop the two after the next: those line up, and only the first is told."""
+    mine, theirs = [3, 6, 7], [5, 6]
+    assert [called_by(step, mine, theirs) for step in range(1, 9)] == [1, 2, 3, 3, 4, 5, 6, 7]
+    assert dropped_alone({0: theirs, 1: mine}, {0: 4, 1: 4}) == {1: (3,)}
+    assert dropped_alone({0: theirs, 1: mine}, {0: 2, 1: 4}) == {}
+    assert dropped_alone({0: [4], 1: [4]}, {0: 9, 1: 9}) == {}
+
+
+@pytest.mark.parametrize("counts", [((), (3,)), ((3,), (3,))])
+def test_a_rank_that_drops_a_step_alone_is_told(counts: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
+    """In a healthy run, too; where all have dropped it their numbers are the same, and there is nothing to tell."""
+    for rank, dropped in enumerate(counts):
+        RunRecord(run="run", rank=rank, world=2, steps=8 + len(dropped), status="healthy", dropped=dropped).write(tmp_path)
+    notes = [(note.slug, note.text, note.step) for note in verdict_of(tmp_path).notes]
+    text = "rank 1 of 2 dropped step 3 alone: from there on its numbers are 1 ahead of those of the others; the ranks are told by those of rank 0"
+    assert notes == ([("numbered_apart", text, 3)] if counts[0] != counts[1] else [])
