@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanscope.program.program import Program
+from nanscope.report.terminal import render_text
 from nanscope.snapshot.alignment import called_by, dropped_alone
+from nanscope.snapshot.bad_step import BadStep
+from nanscope.snapshot.file import save
+from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.record import RunRecord
+from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.run import verdict_of
 
 DROPPED = st.lists(st.integers(1, 12), unique=True, max_size=5).map(sorted)
@@ -33,6 +39,25 @@ def test_steps_that_all_drop_are_the_same_ones() -> None:
     assert dropped_alone({0: theirs, 1: mine}, {0: 4, 1: 4}) == {1: (3,)}
     assert dropped_alone({0: theirs, 1: mine}, {0: 2, 1: 4}) == {}
     assert dropped_alone({0: [4], 1: [4]}, {0: 9, 1: 9}) == {}
+
+
+def blank(step: int, rank: int, seen: Observation) -> Snapshot:
+    reached = Reached(stepped="skipped by the trainer") if step == 3 else Reached(None, 1, 1, 1, 1, "taken")
+    return Snapshot(step, rank, Program((), (), -1), {}, None, {}, reached, observation=seen, found=seen)
+
+
+def test_a_step_of_two_ranks_that_number_it_differently_is_one(tmp_path: Path) -> None:
+    """Rank 1 has dropped step 3 alone; what rank 0 makes in its step 4 comes to rank 1 in what that calls step 5, and is told once."""
+    for rank, dropped in ((0, ()), (1, (3,))):
+        poison = blank(4 + rank, rank, Observation() if rank == 0 else Observation(Kind.ARRIVED))
+        own = [poison, blank(3, 1, Observation())] if rank else [poison]
+        for snapshot in own:
+            save(snapshot, tmp_path)
+        first = min((BadStep.of_snapshot(one) for one in own), key=lambda one: one.step)
+        RunRecord(run="run", rank=rank, world=2, steps=8 + rank, status="non-finite", dropped=dropped, first=first).write(tmp_path)
+    found = verdict_of(tmp_path)
+    assert [(incident.step, incident.rank) for incident in found.causes] == [(3, 1), (4, 0)]
+    assert "dropped step 3 alone" in render_text(found)
 
 
 @pytest.mark.parametrize("counts", [((), (3,)), ((3,), (3,))])

@@ -30,6 +30,9 @@ CHAIN = 12  # links shown
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN, "quiet": QUIET}
 
 
+OF_RANKS = ("numbered_apart", "skipped_alone")  # notes without which the table of ranks would mislead
+
+
 def render_text(verdict: Verdict) -> str:
     """Return the report as plain text."""
     return plain(_verdict(verdict))
@@ -59,7 +62,9 @@ def _verdict(verdict: Verdict) -> RenderableType:
         parts += [Text(""), incident_shown(incident)]
     followed = consequences_of(verdict)
     parts += [Text(""), *(Text(f"  {words}") for words in followed)] if followed else []
-    parts += [Text(""), _ranks(verdict.ranks)] if verdict.ranks is not None else []
+    if verdict.ranks is not None:
+        about = [note for note in verdict.notes if note.slug in OF_RANKS]
+        parts += [Text(""), _ranks(verdict.ranks), *(Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in about)]
     shown = len({(incident.step, incident.update) for incident in verdict.causes})
     more = verdict.bad_steps - shown - sum(found.count for found in verdict.aftermath)
     counts = f"{count(verdict.steps, 'step')}{f' of {verdict.processes} processes' if verdict.processes > 1 else ''} watched"
