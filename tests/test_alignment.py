@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from nanscope.snapshot.alignment import called_by, dropped_alone
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.file import save
 from nanscope.snapshot.observation import Kind, Observation
-from nanscope.snapshot.record import RunRecord
+from nanscope.snapshot.record import Aftermath, RunRecord
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.run import verdict_of
+from nanscope.verdict.standing import Standing
 
 DROPPED = st.lists(st.integers(1, 12), unique=True, max_size=5).map(sorted)
 
@@ -41,22 +43,21 @@ def test_steps_that_all_drop_are_the_same_ones() -> None:
     assert dropped_alone({0: [4], 1: [4]}, {0: 9, 1: 9}) == {}
 
 
-def blank(step: int, rank: int, seen: Observation) -> Snapshot:
-    reached = Reached(stepped="skipped by the trainer") if step == 3 else Reached(None, 1, 1, 1, 1, "taken")
-    return Snapshot(step, rank, Program((), (), -1), {}, None, {}, reached, observation=seen, found=seen)
-
-
 def test_a_step_of_two_ranks_that_number_it_differently_is_one(tmp_path: Path) -> None:
-    """Rank 1 has dropped step 3 alone; what rank 0 makes in its step 4 comes to rank 1 in what that calls step 5, and is told once."""
-    for rank, dropped in ((0, ()), (1, (3,))):
-        poison = blank(4 + rank, rank, Observation() if rank == 0 else Observation(Kind.ARRIVED))
-        own = [poison, blank(3, 1, Observation())] if rank else [poison]
-        for snapshot in own:
-            save(snapshot, tmp_path)
-        first = min((BadStep.of_snapshot(one) for one in own), key=lambda one: one.step)
-        RunRecord(run="run", rank=rank, world=2, steps=8 + rank, status="non-finite", dropped=dropped, first=first).write(tmp_path)
+    """Rank 1 has dropped step 3 alone; what rank 0 makes in its step 4 comes to rank 1 in the same step, which that calls step 5."""
+    for rank, dropped, seen in ((0, (), Observation()), (1, (3,), Observation(Kind.ARRIVED))):
+        reached = Reached(None, 1, 1, 1, 1, "taken")
+        poison = Snapshot(4 + rank, rank, Program((), (), -1), {}, None, {}, reached, observation=seen, found=seen)
+        save(poison, tmp_path)
+        record = RunRecord(run="run", rank=rank, world=2, steps=8 + rank, status="non-finite", dropped=dropped)
+        replace(record, first=BadStep.of_snapshot(poison), aftermath=(Aftermath(4 + rank, 5 + rank, 8 + rank, 4),)).write(tmp_path)
     found = verdict_of(tmp_path)
-    assert [(incident.step, incident.rank) for incident in found.causes] == [(3, 1), (4, 0)]
+    assert found.ranks is not None
+    assert [(group.standing, group.ranks, group.steps) for group in found.ranks.groups] == [
+        (Standing.FIRST, (0,), (4, 4)),
+        (Standing.SAME_STEP, (1,), (4, 4)),
+    ]
+    assert found.aftermath == (Aftermath(4, 5, 8, 4),)
     assert "dropped step 3 alone" in render_text(found)
 
 
