@@ -207,3 +207,34 @@ def test_of_several_hooks_none_is_accused(tmp_path: Path) -> None:
         out.pow(2).mean().backward()
     (incident,) = scope.verdict.incidents
     assert "a hook on a tensor changed it." in incident.sentence and incident.origin.line is None
+
+
+TAKEN_OUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "values": (lambda rows: rows.values(), "log"),
+    "rows": (lambda rows: rows.unbind()[1], "log"),
+    "padded": (lambda rows: rows.to_padded_tensor(0.0), "opaque"),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN_OUT)
+def test_what_is_made_of_a_jagged_tensor_element_by_element_is_seen(tmp_path: Path, how: str) -> None:
+    """The line that made it, where it is taken out as it was packed; where not, that nobody saw it, and no cause is made up."""
+    take_out, op = TAKEN_OUT[how]
+    model = nn.Linear(4, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        logs = ((model(jagged()) * 0.0).abs() - 0.0).log()
+        take_out(logs).pow(2).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.cause) == (op, "log_zero" if op == "log" else "unknown")
+    assert (incident.origin.expression or "").endswith(".log()") == (op == "log") and incident.origin.value == -INF
+
+
+def test_jagged_tensors_of_two_kinds_are_not_mixed_up(tmp_path: Path) -> None:
+    """A call with one that is not packed alike is not noted."""
+    model = nn.Linear(4, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        rows = model(jagged())
+        scaled = rows * torch.full((2, 1, 1), 0.0)
+        (scaled * rows.detach()).values().log().mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.shape) == ("log", (5, 4))

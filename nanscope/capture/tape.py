@@ -36,7 +36,7 @@ from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of, unwrapped
-from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
+from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
@@ -85,6 +85,7 @@ class Tape:
         self.doubts = Doubts(self.known, self.log, self.account, self.program)
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
+        self._keywords = False  # the call that could not be noted had keyword arguments
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._due = PATIENCE  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
@@ -117,6 +118,7 @@ class Tape:
                 target = self.value_of(args[0])
                 self._writes.before(target, args[0], operator.turns)
         except Unseen:
+            self._keywords = bool(kwargs)
             return operator, None, None
         return operator, noted, target
 
@@ -130,7 +132,7 @@ class Tape:
             self.known.unfind(tensors_of((args, result)))
             self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
-            if not self._after_jagged(args, result):
+            if not self._after_jagged(operator, args, result):
                 self._forget_results(result)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
@@ -189,9 +191,12 @@ class Tape:
             self._after_norm(results)
             self._measure(noted, results)
 
-    def _after_jagged(self, args: tuple[Any, ...], result: Any) -> bool:
-        """Note what `values()` and `unbind()` take out of a jagged tensor as a slice of what was packed; False for anything else."""
+    def _after_jagged(self, operator: Operator, args: tuple[Any, ...], result: Any) -> bool:
+        """Note what `values()` and `unbind()` take out of a jagged tensor as a slice of what was packed, and what is made of one element by
+        element as made of that; False for anything else."""
         packed = unwrapped(args[0]) if args and isinstance(args[0], Tensor) and args[0].is_nested else None
+        if packed is not None and isinstance(result, Tensor) and result.is_nested:
+            return self._after_pointwise(operator, args, result)
         value = self.find(packed) if packed is not None else None
         if packed is None or value is None:
             return False
@@ -202,8 +207,42 @@ class Tape:
         self.log.read.append(value.id)
         diff = self.log.flows(self.log.read)
         for start, item in zip(starts, results, strict=True):
-            self.log.append(SLICE, ((Ref(value.id), 0, start, (start or 0) + len(item)), ()), [item], diff, True)
+            call = ((Ref(value.id), 0, start, (start or 0) + len(item)), ())
+            if value.history != PLAIN or not diff:
+                self.log.append(SLICE, call, [item], diff, True)
+            else:  # made on the way: its history is that of the wrapper, of which this will be a view
+                self.known.rehistory(self.log.append(SLICE, call, [item], diff, False), id(args[0]))
         return True
+
+    def _after_pointwise(self, operator: Operator, args: tuple[Any, ...], result: Tensor) -> bool:
+        made, noted = unwrapped(result), list[Arg]()
+        if made is None or not is_plain(made) or self._keywords or operator.mutable or flow_of(operator.overload) is not Flow.POINTWISE:
+            return False
+        self.log.read.clear()
+        for arg in args:
+            inner = unwrapped(arg) if isinstance(arg, Tensor) else None
+            if inner is None:
+                if not (arg is None or isinstance(arg, (bool, int, float))):
+                    return False
+                noted.append(arg)
+            elif is_plain(inner) and (inner.shape == made.shape if arg.is_nested else not inner.dim()):
+                value = self.find(inner) or (self._packed(inner) if arg.is_nested else self._leaf(inner))
+                self.log.read.append(value.id)
+                noted.append(Ref(value.id))
+            else:
+                return False
+        diff = not operator.ends and self.log.flows(self.log.read)
+        for out in self.log.append(operator.overload, (tuple(noted), ()), [made], False, operator.view):
+            if out is not None:
+                self.known.by_id[out].diff = diff  # its history is the wrapper's
+        return True
+
+    def _packed(self, inner: Tensor) -> Value:
+        """What was packed, as a leaf: some call on jagged tensors has made it."""
+        value = self.known.leaf(inner)
+        value.diff = torch.is_grad_enabled()
+        value.leaf = Leaf(value.id, None, "opaque", value.diff, "NestedTensor")
+        return value
 
     def _after_norm(self, results: Iterable[Tensor]) -> None:
         self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -185,6 +185,15 @@ class Values:
                     self._mixed.add(base.alien)
                 return base.alien or base.history, base.version
         return (id(item) if diff else PLAIN), version_of(item)
+
+    def rehistory(self, values: Iterable[int | None], history: int) -> None:
+        """What was just numbered has another history than can be seen of it so far."""
+        for one in values:
+            value = self.by_id.get(one) if one is not None else None
+            if value is not None:
+                self.by_key.pop(value.key, None)
+                value.key = (*value.key[:4], history)
+                self.by_key[value.key] = value.id
 
     def relatives(self, storage: int) -> list[Value]:
         """Return the values that lie in a piece of memory."""

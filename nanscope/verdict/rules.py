@@ -26,7 +26,7 @@ from nanscope.program.ops import (
     STEEP,
 )
 from nanscope.roles import Role
-from nanscope.snapshot.observation import REDUCED, Kind, Observation, Phase
+from nanscope.snapshot.observation import FED, REDUCED, Kind, Observation, Phase
 
 
 class Rule(NamedTuple):
@@ -49,6 +49,8 @@ def cause_of(seen: Observation, rules: tuple[Rule, ...] | None = None) -> Cause:
 
 _OF_A_SEQUENCE = (Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.LOG_RATIO, Role.LOSS, None)  # what one exponent of a sequence may be
 
+_HIDDEN = FED | {"opaque", "cut"}  # out of what nobody could look into
+
 _WIDE_LIMIT = exponent_limit(torch.float32)  # nats; below it float32 holds what overflows in half precision
 
 
@@ -65,8 +67,8 @@ def _inf(seen: Observation) -> bool:
 
 
 def _overflows(seen: Observation) -> bool:
-    """Did it become infinite of finite numbers?"""
-    return _inf(seen) and all(math.isfinite(number) for _, number in seen.origin.operands)
+    """Did it become infinite of finite numbers? What came out of code that nobody looked into may have been so."""
+    return _inf(seen) and seen.origin.op not in _HIDDEN and all(math.isfinite(number) for _, number in seen.origin.operands)
 
 
 def _finite(seen: Observation) -> bool:
