@@ -329,3 +329,69 @@ def test_a_loss_that_a_model_computes_is_believed_as_well(tmp_path: Path) -> Non
                 loss.backward()
     incident = scope.verdict.incidents[0]
     assert incident.origin.op == "log" and incident.origin.expression == "torch.log(loss * 0)"
+
+
+def five_steps(out: Path, step: Callable[[nn.Module, torch.optim.Optimizer, int], None]) -> nanscope.Scope:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with nanscope.watch(out=out) as scope:
+        for number in range(1, 6):
+            step(model, optimizer, number)
+            optimizer.zero_grad()
+    return scope
+
+
+@pytest.mark.usefixtures("read")
+def test_zeros_in_the_place_of_a_bad_loss_make_nothing_of_it(tmp_path: Path) -> None:
+    """`zeros_like` reads its shape: that what it gives is differentiated says nothing of the loss that was left out."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss = model(torch.randn(6, 4)).pow(2).mean()
+        extra = torch.log(model(torch.randn(6, 4)).pow(2) * (number != 3)).mean()
+        if not torch.isfinite(extra):
+            extra = torch.zeros_like(extra)
+        (loss + 0.1 * extra).backward()
+        optimizer.step()
+
+    scope = five_steps(tmp_path, step)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.origin.op, incident.reached["stepped"], scope.steps) == (3, "log", "taken", 5)
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("after", [False, True])
+def test_a_perplexity_of_a_loss_whose_graph_stays_is_no_loss(tmp_path: Path, after: bool) -> None:
+    """It is made of what was differentiated, before or after the optimizer's step."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss = (model(torch.randn(8, 4)) - 50).pow(2).sum()
+        loss.backward(retain_graph=True)
+        if after:
+            optimizer.step()
+        assert not math.isfinite(torch.exp(loss).item())
+        if not after:
+            optimizer.step()
+
+    scope = five_steps(tmp_path, step)
+    assert scope.verdict.healthy and scope.steps == 5
+
+
+@pytest.mark.usefixtures("read")
+def test_a_view_of_a_weight_is_shared_by_losses_that_have_nothing_else_in_common(tmp_path: Path) -> None:
+    """It is made once, before the loop; a loss that a guard passes over is one all the same."""
+    weight = nn.Parameter(torch.randn(8, 4))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    with nanscope.watch(out=tmp_path) as scope:
+        turned = weight.t()
+        for number in range(1, 6):
+            loss = (torch.randn(6, 4) @ turned).pow(2).mean()
+            if number == 3:
+                loss = torch.log(loss * 0)
+            if not torch.isfinite(loss):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [(incident.step, incident.origin.op, incident.reached["stepped"]) for incident in scope.verdict.incidents] == [
+        (3, "log", BY_TRAINER)
+    ]

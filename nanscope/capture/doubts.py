@@ -7,7 +7,7 @@ host anyway, so to listen costs nothing: a number that is finite is forgotten at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -21,7 +21,7 @@ from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
-from nanscope.program.ops import CHECKS
+from nanscope.program.ops import CHECKS, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.torch_inside import base_of, number_of, sequence_number
 
@@ -46,11 +46,13 @@ def at_hand(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The last backward pass. number, values: how much autograd and the tape had counted. kept: the tape has what it did not go through."""
+    """The last backward pass. number, values: how much autograd and the tape had counted. kept: the tape has what it did not go through.
+    roots: what passes have differentiated whose graphs stay, and which therefore wait like what was not."""
 
     number: int = 0
     values: int = 0
     kept: bool = True
+    roots: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -82,13 +84,20 @@ class Doubt:
     @property
     def may_be_old(self) -> bool:
         """Was it made only of what may have been differentiated by it? What waits for a pass of its own is known since before it."""
-        made_of = self._made_of()
-        return bool(made_of) and all(
-            self._was_there(tensor) and number >= self.since.values and not _is_weight(base_of(tensor)) for number, tensor in made_of
+        made_of, again = self._made_of(), self.program is not None and not self.since.roots.isdisjoint(self._behind())
+        return (bool(made_of) or again) and all(
+            self._was_there(tensor) and number >= self.since.values and not is_weight(base_of(tensor)) for number, tensor in made_of
         )
 
     def _made_of(self) -> list[tuple[int, Tensor]]:
-        return [(leaf.id, self.tensors[leaf.id]) for leaf in (self.program.leaves if self.program is not None else ()) if leaf.diff]
+        if self.program is None:
+            return []
+        behind = self._behind()
+        return [(leaf.id, self.tensors[leaf.id]) for leaf in self.program.leaves if leaf.diff and leaf.id in behind]
+
+    def _behind(self) -> set[int]:
+        """What it was made of, back to what was differentiated."""
+        return set() if self.program is None else read_by(self.program, self.since.roots)
 
     def _was_there(self, tensor: Tensor) -> bool:
         node = node_of(tensor)
@@ -99,6 +108,19 @@ class Doubt:
         self.program, self.tensors = None, {}
         if self.holding is not None:
             self.holding.close()
+
+
+def read_by(program: Program, ends: Collection[int] = ()) -> set[int]:
+    """Return the values of which a program makes something: `zeros_like` makes nothing of what it is given. ends: gone back to only."""
+    found, waiting = {program.output}, [program.output]
+    while waiting:
+        value = waiting.pop()
+        call = None if value in ends else program.maker(value)
+        if call is not None and flow_of(call.op) is not Flow.CREATE:
+            read = [one for one in call.inputs() if one not in found]
+            found.update(read)
+            waiting += read
+    return found
 
 
 class Doubts:
@@ -135,9 +157,11 @@ class Doubts:
         else:
             self._open[where] = doubts
 
-    def settle(self, kept: bool) -> None:
-        """A backward pass is over: what was computed before it is in doubt no more. kept: what waits for one of its own is still known."""
-        self._since = Settled(sequence_number(), self._known.length, kept)
+    def settle(self, kept: bool, roots: Collection[int] = ()) -> None:
+        """A backward pass is over: what was computed before it is in doubt no more. kept: what waits for one of its own is still known.
+        roots: what it has differentiated, if its graph stays."""
+        known = (value for value in self._since.roots if value in self._known.by_id)
+        self._since = Settled(sequence_number(), self._known.length, kept, frozenset((*known, *roots)))
 
     def take(self) -> list[Doubt]:
         """Return all of them, in order, and begin anew."""
@@ -189,6 +213,6 @@ class Doubts:
         return list(found.values())
 
 
-def _is_weight(base: Tensor | None) -> bool:
-    """Is it a leaf of autograd? Its views may be differentiated again and again."""
+def is_weight(base: Tensor | None) -> bool:
+    """Is what a tensor is a view of a leaf of autograd? Its views may be differentiated again and again."""
     return base is not None and base.requires_grad and node_of(base) is None

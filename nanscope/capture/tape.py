@@ -460,12 +460,12 @@ class Tape:
         """
         return self._slicing.program(output, self.tags)
 
-    def forget(self, everything: bool = False, over: Collection[int] | None = None) -> set[Address]:
+    def forget(self, everything: bool = False, over: Collection[int] | None = None, roots: Collection[int] = ()) -> set[Address]:
         """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
         (rewards, advantages) is still explained in its later micro-batches, and so does what waits for a backward pass of its own.
 
-        over: the values that were differentiated, and cannot be again; None if they are not known, and nothing waits. Returns where the
-        leaves lie that what waits reads.
+        over: the values that were differentiated, and cannot be again; None if they are not known, and nothing waits. roots: those that
+        can be. Returns where the leaves lie that what waits reads.
         """
         self.callers.forget()
         read = self.log.forget(self.tags.values(), over)
@@ -477,7 +477,7 @@ class Tape:
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
-        self.doubts.settle(kept)
+        self.doubts.settle(kept, roots)
         self._opaque = {}
         self.agreed.forget()
         if len(self.entries) > self._lasting:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from nanscope.capture.doubts import Doubt
+from nanscope.capture.doubts import Doubt, is_weight, read_by
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.text import number
+from nanscope.torch_inside import base_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 
@@ -43,7 +44,7 @@ class PassedOver:
         doubts = self._tape.doubts.take()
         if not doubts:
             return []
-        used = {value for program in programs for value in _values(program)}
+        used = {value for program in programs for value in read_by(program)}
         left = [doubt for doubt in doubts if doubt.value.id not in used]
         fine = torch.stack([is_finite(doubt.extremes) for doubt in left]).tolist() if left else []
         bad = [doubt for doubt, flag in zip(left, fine, strict=True) if not flag]
@@ -55,7 +56,7 @@ class PassedOver:
             recording = self._judged(doubt, used, told, step)
             if recording is not None:
                 found.append((recording, begun < doubt.value.id))
-                told |= {doubt.value.id, *(_values(doubt.program) if doubt.program is not None else ())}
+                told |= {doubt.value.id, *(read_by(doubt.program) if doubt.program is not None else ())}
         self._told = {doubt.value.id for doubt in bad} or self._told
         for doubt in doubts:
             doubt.close()
@@ -93,17 +94,15 @@ class PassedOver:
 
     def _is_beside(self, doubt: Doubt, used: set[int]) -> bool:
         """Was something that it was computed from differentiated?"""
-        own = _values(doubt.program) if doubt.program is not None else ()
+        own = read_by(doubt.program) if doubt.program is not None else ()
         return any(value in used and self._is_made(value) for value in own)
 
     def _is_made(self, value: int) -> bool:
-        """Has it a gradient, and is no weight?"""
+        """Has it a gradient, and is no weight, nor a view of one?"""
         one = self._tape.values.get(value)
-        return one is not None and one.diff and (one.leaf is None or one.leaf.origin not in WEIGHTS)
-
-
-def _values(program: Program) -> set[int]:
-    return {leaf.id for leaf in program.leaves} | {out for call in program.calls for out in call.outs if out is not None}
+        if one is None or not one.diff or (one.tensor is not None and is_weight(base_of(one.tensor))):
+            return False
+        return one.leaf is None or one.leaf.origin not in WEIGHTS
 
 
 def _name(doubt: Doubt) -> str:

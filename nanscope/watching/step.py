@@ -112,7 +112,9 @@ class Step(Relay):
         self.counts.begin()
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
         given = readable([seed for seed in seeds if seed is not None], "gradients that backward was given", self._logbook.gap)
-        self._over = [] if kept else self._tape.known_as(roots)
+        self._over, self._again = (known := self._tape.known_as(roots)), []
+        if kept:
+            self._over, self._again = [], known or []
         recording = Recording(
             program,
             tensors,
@@ -143,7 +145,7 @@ class Step(Relay):
     def after_backward(self, raised: BaseException | None = None) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step. raised: how it ended, if so."""
         recording, self._current = self._current, None
-        waiting = self._tape.forget(over=self._over)
+        waiting = self._tape.forget(over=self._over, roots=self._again)
         if recording is None:
             self._inside = Inside()
             return
