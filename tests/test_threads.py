@@ -576,3 +576,24 @@ def test_threads_that_train_models_of_their_own_share_no_step(tmp_path: Path) ->
         [2, 0],
     )
     assert {entry.micro_batches for entry in entries} == {None}
+
+
+def test_weights_that_are_spoilt_from_outside_are_told_at_the_step_that_meets_them(tmp_path: Path) -> None:
+    """A thread for each step: one that has ended leaves no block, and what it knew of the weights the next one knows."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            if step == 3:
+                model.weight.data[0, 0] = float("nan")
+            alone(backward)
+            optimizer.step()
+    assert [(entry.step, entry.nonfinite) for entry in scope.history.entries] == [(step, step >= 3) for step in range(1, 6)]
+    first, *rest = scope.verdict.incidents
+    assert first.step == 3 and "it was finite in step 2" in first.sentence
+    assert {incident.consequence_of for incident in rest} == {3}

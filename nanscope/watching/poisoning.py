@@ -31,11 +31,6 @@ class Poisoning:
         self._own: int | None = None  # the last step with a cause of its own
         self._looked = self._confirmed = False  # at a step since then; and it was a consequence
 
-    @property
-    def is_fine(self) -> bool:
-        """Are the weights good, as far as is known?"""
-        return self._since is None and self._own is None
-
     def weights(self, step: int, bad: int) -> None:
         """After the update of a step, so many weights were non-finite."""
         if not bad:

@@ -62,6 +62,10 @@ class Recordings(Sequence[Recording]):
         """Has one of them come to a model?"""
         return any(known() is module for known in self._models)
 
+    def reached_some(self) -> bool:
+        """Is one of the models still there that they have come to?"""
+        return any(known() is not None for known in self._models)
+
     def reach_to(self, weights: Set[int]) -> bool:
         """Do they come to one of these weights? weights: by id."""
         models = [model for known in self._models if (model := known()) is not None]

@@ -11,13 +11,15 @@ from nanscope.watching.course import Course
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.recordings import Recordings
+from nanscope.watching.remains import Remains
 
 
 class Relay:
     """What is with one thread: the course of the weights that it trains. tape, modules: its own."""
 
-    def __init__(self, tape: Tape, modules: ModuleWatch, optimizers: Optimizers, keeper: Keeper) -> None:
-        self._tape, self._modules, self._optimizers, self._keeper = tape, modules, optimizers, keeper
+    def __init__(self, tape: Tape, modules: ModuleWatch, optimizers: Optimizers, remains: Remains, keeper: Keeper) -> None:
+        self._tape, self._modules, self._optimizers = tape, modules, optimizers
+        self._remains, self._keeper = remains, keeper
 
     @property
     def _course(self) -> Course:
@@ -50,10 +52,11 @@ class Relay:
         """Are there some, of weights that no optimizer that was seen updates?"""
         return self.runs and self._optimizers.of(self._course.left.parameters) is None
 
-    @property
-    def left_off(self) -> bool:
-        """Is there something that another thread would go on with?"""
-        return self.runs or not self._course.poisoning.is_fine
+    def rests(self) -> bool:
+        """The thread has ended: is there something that another one would go on with, of weights that are still there?"""
+        if not self.runs:
+            self._recordings.let_go()
+        return self.runs or self._recordings.reached_some()
 
     def goes_on_from(self, other: Relay) -> bool:
         """Is what was called here, and is about to be differentiated, what the step of another thread has come to?"""
@@ -63,6 +66,7 @@ class Relay:
         """Go on with the step of another thread."""
         self._keeper.course, other._keeper.course = other._course, self._course
         self._recordings.trade_places(other._recordings)
+        self._remains.learn(other._remains)
         self.measured_in(other)
 
     def join(self, other: Relay) -> None:

@@ -60,6 +60,13 @@ class Remains:
         part = local(weight)
         return self._tape.is_unwritten(weight) or (filled and part is not None and bool(torch.isnan(part).any()))
 
+    def learn(self, other: Remains) -> None:
+        """Know of the weights what was known of them in another thread. Who wrote to them there, its own tape knows."""
+        self._known |= other._known
+        self._owners = list({(id(owner()), name): (owner, name, path) for owner, name, path in (*self._owners, *other._owners)}.values())
+        self._first = {**self._first, **other._first}
+        self._fine = max(other._fine[0] or 0, self._fine[0] or 0) or None, self._fine[1]
+
     def fine(self, step: int) -> None:
         """After the update of a step all that is updated was finite."""
         self._fine, self._writers = (step, self._tape.log.count), {}

@@ -70,7 +70,9 @@ class Step(Relay):
         self._on_nonfinite, self._asked = on_nonfinite, asked
         recordings = Recordings(tape.account, self._look_at_waiting)
         course = Course(Counts(examiner.targets, tally), recordings, logbook.another_poisoning())
-        super().__init__(tape, modules, optimizers, Keeper(course, examiner, logbook, failsafe, late, self._with_its_past))
+        super().__init__(
+            tape, modules, optimizers, Remains(modules, tape), Keeper(course, examiner, logbook, failsafe, late, self._with_its_past)
+        )
         self._current: Recording | None = None
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._first = False  # the optimizer that steps has no state yet
@@ -82,7 +84,6 @@ class Step(Relay):
         self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
         self._passed = PassedOver(tape, modules, logbook)
-        self._remains = Remains(modules, tape)
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._absorbed = Absorbed(examiner, logbook)
@@ -285,8 +286,8 @@ class Step(Relay):
         if self._course.closed and not other._course.closed:
             self._open(other.counts)
 
-    def finish(self, raised: str = "") -> None:
-        """The block is left: look at what no optimizer looked at. raised: class of what ended it."""
+    def finish(self, raised: str = "", thread: bool = False) -> None:
+        """The block is left: look at what no optimizer looked at. raised: class of what ended it. thread: only the thread has ended."""
         if not raised:
             self._go_on()
         self._course.raised = False
@@ -299,7 +300,7 @@ class Step(Relay):
                     self._examine(recording)
             if not self._course.bad and not any(recording.scaled for recording in self._recordings):
                 self._look_at_gradients()
-        if not (self._logbook.bad_steps or self._course.foreign):
+        if not (thread or self._logbook.bad_steps or self._course.foreign):
             self._failsafe("remains", self._look_at_remains)
 
     def forget(self) -> None:
