@@ -24,7 +24,7 @@ from nanscope.snapshot.runs import MAX_BYTES
 if TYPE_CHECKING:
     from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
-    from nanscope.watching.scope import Scope
+    from nanscope.watching.leading import Leading
     from nanscope.watching.step import OnNonFinite
 
 try:
@@ -123,28 +123,25 @@ def run(
             on_nonfinite=cast("OnNonFinite", on_nonfinite),
             save_steps=save_step or (),
             max_bytes=max_bytes,
-            at_death=lambda scope, why: _last_words(scope, why, json_file),
+            at_death=lambda leading: _last_words(leading, json_file),
         )
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         traceback.print_exception(outcome.error)
     elif outcome.error is not None:
         say(str(outcome.error))
-    if not outcome.tells:  # somebody else does
+    if outcome.leading is None:  # somebody else tells
         raise typer.Exit(outcome.exit_code or (FOUND if outcome.stopped else HEALTHY))
-    verdict = outcome.verdict
-    finish(verdict, outcome.scope.out, outcome.scope.shown, json_file)
+    verdict, scope = outcome.leading.verdict, outcome.leading.scope
+    finish(verdict, scope.out, scope.shown, json_file)
     if outcome.exit_code and not (on_nonfinite == "stop" and verdict.status is Status.NONFINITE):  # a process that stops fails its launcher
         raise typer.Exit(outcome.exit_code)
     _leave_with(verdict)
 
 
-def _last_words(scope: Scope, why: str, json_file: Path | None) -> None:
-    """Tell what was found when a signal is about to end the process."""
-    from nanscope.watching.launch import verdict_on
-
+def _last_words(leading: Leading, json_file: Path | None) -> None:
+    """Tell what was found when the process is about to be ended."""
     with legible():
-        scope.abandon(why)
-        finish(verdict_on(scope), scope.out, scope.shown, json_file)
+        finish(leading.verdict, leading.scope.out, leading.scope.shown, json_file)
 
 
 @app.command()

@@ -193,6 +193,16 @@ def test_a_watch_of_its_own_takes_over_within_the_run(tmp_path: Path) -> None:
     assert [record.steps for record in records(found.run) if record.member] == [3, 3]
 
 
+def test_a_watch_of_the_leading_script_takes_over_within_the_run(tmp_path: Path) -> None:
+    """What goes bad in its block is said once and told once; before it and after it the script is watched as it was."""
+    (tmp_path / "own.py").write_text(OWN.replace("import nanscope\n", "import nanscope\nfrom one import train\ntrain(steps=1)\n"))
+    found = told(tmp_path, "own.py")
+    assert found.status == 3 and found.out == f"{found.run}\n" and not (tmp_path / "mine").exists(), found.err
+    assert found.err.count("nanscope [bad-step]: step 2 on main: ") == found.err.count("● step 2 · ") == 1
+    assert {record.worker: record.steps for record in records(found.run)} == {"": 1, "main": 3, "main-2": 3}
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink()] == [found.run.name]
+
+
 UNSEEN = """
 import subprocess, sys
 train = "import sys; sys.path.insert(0, '.'); from one import train; train(True)"

@@ -175,7 +175,7 @@ class Logbook:
     def _owns(self, name: str) -> bool:
         return self._record.owns(name)
 
-    def gather(self) -> None:
+    def _gather(self) -> None:
         """Fetch what other processes have written, where that takes fetching."""
         if self._mirror is not None:
             try:
@@ -362,12 +362,18 @@ class Logbook:
         if self._join is None or not self._record.member:
             self._put()
         self._disk.end(PATIENCE)
-        if self._mirror is not None and not self._mirror.flush():
-            self.gather()
+        if self._mirror is not None and not self._mirror.flush() and self._record.world > 1:
+            self._gather()
         took = time.monotonic() - self._opened
         self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))
         if self._unheard:
             self._teller.unheard(self._unheard)
+
+    def conclude(self) -> None:
+        """The run is over, also in the processes that took part: fetch what they wrote, and say how it ended in view of that."""
+        self._gather()
+        self._record = replace(self._record, status=self._last_status())
+        self._put()
 
     @in_turn
     def verdict(self) -> Verdict:
@@ -412,9 +418,9 @@ class Logbook:
     def _ask_peers(self, patience: float) -> None:
         """Look up what the other ranks say of the steps at which only theirs tells what ours means. patience: seconds to wait for them."""
         reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}
-        if not (reduced or self._skips) or not has_peers():
+        if not self._peers.asks({*reduced, *self._skips}) or not has_peers():
             return
-        self.gather()
+        self._gather()
         for step, entries in self._peers.lines({*reduced, *self._skips}, patience, self._dropped).items():
             fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
             if step in self._skips and fine:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import cast
 
 from nanscope.watching.ambience import AMBIENCE
+from nanscope.watching.execs import leaves
 from nanscope.watching.invitation import Invitation
 from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
@@ -26,8 +27,9 @@ def begin() -> bool:
     invitation = Invitation.of(os.environ)
     if invitation is None or AMBIENCE.invitation is not None:
         return AMBIENCE.invitation is not None
-    AMBIENCE.begin(invitation, partial(_enter, invitation))
+    AMBIENCE.begin(invitation, partial(enter, invitation))
     atexit.register(AMBIENCE.rest)
+    leaves()
     return True
 
 
@@ -42,12 +44,13 @@ def scope_of(invitation: Invitation) -> Scope:
     )
 
 
-def _enter(invitation: Invitation) -> Callable[[], None]:
+def enter(invitation: Invitation) -> Callable[[str], None]:
+    """Begin to take part in a run, and return what ends it."""
     scope = scope_of(invitation)
     scope.__enter__()
     return partial(_leave, scope)
 
 
-def _leave(scope: Scope) -> None:
-    raised = getattr(sys, "last_value", None)  # what ended the interpreter
-    scope.leave("" if raised is None else type(raised).__name__)
+def _leave(scope: Scope, raised: str) -> None:
+    last = getattr(sys, "last_value", None)  # what ended the interpreter
+    scope.leave(raised or ("" if last is None else type(last).__name__))

@@ -41,6 +41,10 @@ class Peers:
         self._near = near(rank, world)
         self._asked: Counter[int] = Counter()
 
+    def asks(self, steps: Collection[int]) -> bool:
+        """Are the others still to be asked for one of these steps?"""
+        return any(self._asked[step] < TRIES for step in steps)
+
     def lines(self, steps: Collection[int], patience: float, dropped: Sequence[int] = ()) -> dict[int, list[Entry]]:
         """Return what others wrote of these steps, once: of those of which all that are asked have written. patience: seconds to wait.
 

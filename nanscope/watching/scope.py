@@ -62,6 +62,12 @@ def _forked() -> None:
         scope.forked()
 
 
+def abandon(why: str) -> None:
+    """Close the books of all that watches in this process, which is about to be killed."""
+    for scope in list(_OPEN):
+        scope.abandon(why)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
@@ -182,7 +188,7 @@ class Scope:
         if invitation is None or self._place is not None:
             self._logbook.open(self._place or settle_somewhere(self._logbook.runs, self._name), about)
         if invitation is not None:
-            join = partial(invitation.join, lead=self.leads) if self._place is None or self.leads else None
+            join = partial(invitation.join, lead=self.leads or AMBIENCE.leads) if self._place is None or self.leads else None
             about = replace(about, reaped=is_reaped())
             self._logbook.take_part(join, invitation.join, about if self._place is None else None)
 
@@ -249,11 +255,14 @@ class Scope:
         """Say that training did something here that nobody looked at: what and why, in words that follow "not seen: "."""
         self._failsafe("finish", self._logbook.gap, slug, text)
 
-    def abandon(self, why: str) -> Verdict:
-        """Return the verdict of a run that is about to be killed, from whatever thread; what comes later is not looked at."""
+    def abandon(self, why: str) -> None:
+        """Close the book of a run that is about to be killed, from whatever thread; what comes later is not looked at."""
         self._threads.resting = True
         self._failsafe("finish", self._logbook.close, why)
-        return self._logbook.verdict()
+
+    def conclude(self) -> None:
+        """Fetch what other processes wrote, where `out` is an address, and say in the record how the run ended in view of it."""
+        self._failsafe("finish", self._logbook.conclude)
 
     @property
     def verdict(self) -> Verdict:
@@ -265,10 +274,6 @@ class Scope:
     def out(self) -> Path:
         """The directory of this run, once it has begun; the folder of runs before."""
         return self._logbook.folder
-
-    def gather(self) -> None:
-        """Fetch what other processes of the run have written, where `out` is an address."""
-        self._failsafe("finish", self._logbook.gather)
 
     def shown(self, path: Path) -> str:
         """Return a path of this run as a person would write it: relative where `out` was, whatever the current directory is now."""

@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 from nanscope.errors import NanscopeError
 from nanscope.watching.place import name_of
@@ -139,15 +140,22 @@ def _as_main(argv: Sequence[str], module: bool) -> Iterator[None]:
 
 
 def _run_command(argv: Sequence[str]) -> None:
-    """Run a command, hand signals on to it, and leave with its status as a shell tells it."""
+    try:
+        run_command(argv)
+    except OSError as error:
+        raise NanscopeError(f"{argv[0]} cannot be run ({error.strerror or error})", slug="no-script") from None
+
+
+def run_command(argv: Sequence[Any], program: Any = None, env: Mapping[Any, Any] | None = None) -> NoReturn:
+    """Run a command, hand signals on to it, and leave with its status as a shell tells it.
+
+    program: its file, which this process was to become; it has what that would have had. Raises OSError if that cannot be run.
+    """
     with ExitStack() as undo:
         child: list[subprocess.Popen[bytes]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             undo.callback(signal.signal, number, signal.signal(number, _hand_on(child)))
-        try:
-            child.append(subprocess.Popen(argv))
-        except OSError as error:
-            raise NanscopeError(f"{argv[0]} cannot be run ({error.strerror or error})", slug="no-script") from None
+        child.append(subprocess.Popen(argv, executable=program, env=env, close_fds=False, restore_signals=program is None))
         status = child[0].wait()
     raise SystemExit(128 - status if status < 0 else status)
 

@@ -1,0 +1,89 @@
+"""A run that this process has begun: it has a place for all that take part, and tells one verdict of what they wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from nanscope.errors import NanscopeError
+from nanscope.snapshot.record import others, unwatched
+from nanscope.snapshot.runs import Folder
+from nanscope.verdict.incident import Verdict
+from nanscope.verdict.run import verdict_of
+from nanscope.watching.invitation import Invitation
+from nanscope.watching.member import enter
+from nanscope.watching.place import settle
+from nanscope.watching.scope import Scope
+from nanscope.watching.step import OnNonFinite
+
+NOBODY = (
+    "what the processes did that the script started: none of them reported anything. A Python that cannot import nanscope, "
+    "or that runs with -I or -E, is not watched"
+)
+
+
+class Leading:
+    """Begins a run. scope: what watches this process in it, until something else does. invitation: for those that take part.
+
+    name: what the run is called. Raises NanscopeError if nothing can be written to `out`.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str], name: str, on_nonfinite: OnNonFinite, save_steps: Sequence[int], max_bytes: int
+    ) -> None:
+        try:
+            place = settle(Folder.of(out), name, lead=True)
+        except OSError as error:
+            raise NanscopeError(f"{out} cannot be written ({error.strerror or error}): choose another --out", slug="not-writable") from None
+        self.invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes)
+        self.scope = Scope(
+            out=out,
+            on_nonfinite=on_nonfinite,
+            save_steps=save_steps,
+            max_bytes=max_bytes,
+            name=name,
+            place=place,
+            invitation=self.invitation,
+        )
+        self._began, self._work = os.getpid(), _work_of_children()
+        self._entered = False
+
+    def enter(self) -> Callable[[str], None]:
+        """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""
+        if self._entered:
+            return enter(self.invitation)
+        self._entered = True
+        self.scope.__enter__()
+        return self.scope.leave
+
+    @property
+    def tells(self) -> bool:
+        """Is this the process that has begun the run, and not one that was forked from it?"""
+        return self._began == os.getpid()
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """On the whole run, once nothing is watched here any more."""
+        self.scope.conclude()
+        out = self.scope.out
+        nothing = not (self.scope.steps or self.scope.backwards or others(out))
+        if nothing and (_work_of_children() != self._work or _living_children()):
+            self.scope.missed("child-processes", NOBODY)
+        if self.scope.leads and (others(out) or unwatched(out)):
+            return verdict_of(out, shown=self.scope.shown)
+        return self.scope.verdict
+
+
+def _work_of_children() -> float:
+    """What processes that have ended took, in page faults: every one takes some."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+
+
+def _living_children() -> bool:
+    return any(path.read_text().strip() for path in Path("/proc/self/task").glob("*/children"))
