@@ -58,9 +58,9 @@ def notes(tree: ast.AST) -> Iterator[str]:
 
 
 def gaps(tree: ast.AST) -> Iterator[str]:
-    """`gap("slug", …)`, unless the same is also a warning."""
+    """`gap("slug", …)`, `missed("slug", …)`, unless the same is also a warning."""
     for node in ast.walk(tree):
-        slug = text_in(node.args[0]) if isinstance(node, ast.Call) and name_of(node) in {"gap", "Gap"} and node.args else ""
+        slug = text_in(node.args[0]) if isinstance(node, ast.Call) and name_of(node) in {"gap", "Gap", "missed"} and node.args else ""
         if slug and slug not in headings("Warnings"):
             yield slug
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from nanscope.watching.invitation import Invitation
+from nanscope.watching.strays import mark
 
 
 class Ambience:
@@ -16,6 +17,7 @@ class Ambience:
 
     def __init__(self) -> None:
         self.invitation: Invitation | None = None
+        self._mark: object = None
         self._leader = 0  # the number of a process
         self._begin: Callable[[], Callable[[str], None]] | None = None
         self._end: Callable[[str], None] | None = None
@@ -26,6 +28,7 @@ class Ambience:
         leads: it is this process that has begun the run.
         """
         self.invitation, self._begin, self._leader = invitation, begin, os.getpid() if leads else 0
+        self._mark = mark()
         self.resume()
 
     @property
@@ -47,6 +50,8 @@ class Ambience:
 
     def over(self) -> None:
         """The run is over, and the process takes part in none."""
+        if self.leads:  # of a forked process the one that began the run thinks as before, until it ends
+            self._mark = None
         self.invitation, self._begin, self._leader = None, None, 0
 
 

@@ -74,7 +74,7 @@ def run(
 
     AMBIENCE.begin(leading.invitation, leading.enter, leads=True)
     try:
-        with leading.invitation.given_out(), nullcontext() if what.command else last_words(die), stays(go):
+        with leading.at_work(), nullcontext() if what.command else last_words(die), stays(go):
             return _ended(start, leading)
     finally:
         AMBIENCE.over()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nanscope.watching.member import enter
 from nanscope.watching.place import settle
 from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
+from nanscope.watching.strays import Strays
 
 NOBODY = (
     "what the processes did that the script started: none of them reported anything. A Python that cannot import nanscope, "
@@ -48,7 +50,7 @@ class Leading:
             invitation=self.invitation,
         )
         self._began, self._work = os.getpid(), _work_of_children()
-        self._entered = False
+        self._entered = self._strayed = False
 
     def enter(self) -> Callable[[str], None]:
         """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""
@@ -57,6 +59,16 @@ class Leading:
         self._entered = True
         self.scope.__enter__()
         return self.scope.leave
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While it lasts, what others do for the run is looked after."""
+        with self.invitation.given_out(), Strays(self._stray).looked_for():
+            yield
+
+    def _stray(self, text: str) -> None:
+        self._strayed = True
+        self.scope.missed("child-processes", text)
 
     @property
     def tells(self) -> bool:
@@ -68,7 +80,7 @@ class Leading:
         """On the whole run, once nothing is watched here any more."""
         self.scope.conclude()
         out = self.scope.out
-        nothing = not (self.scope.steps or self.scope.backwards or others(out))
+        nothing = not (self.scope.steps or self.scope.backwards or self._strayed or others(out))
         if nothing and (_work_of_children() != self._work or _living_children()):
             self.scope.missed("child-processes", NOBODY)
         if self.scope.leads and (others(out) or unwatched(out)):
