@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
     from nanscope.replay.under import replay_under
-    from nanscope.snapshot.file import load
-    from nanscope.snapshot.history import history
+    from nanscope.snapshot.anywhere import history, load
     from nanscope.snapshot.step import Snapshot
     from nanscope.verdict.incident import NonFiniteError, Verdict
     from nanscope.watching.scope import Scope, watch
@@ -43,8 +42,8 @@ _WHERE = {
     "Verdict": "nanscope.verdict.incident",
     "NonFiniteError": "nanscope.verdict.incident",
     "Snapshot": "nanscope.snapshot.step",
-    "load": "nanscope.snapshot.file",
-    "history": "nanscope.snapshot.history",
+    "load": "nanscope.snapshot.anywhere",
+    "history": "nanscope.snapshot.anywhere",
     "Replay": "nanscope.replay.tries",
     "advantages": "nanscope.objective",
     "LossInputs": "nanscope.objective.settings",

@@ -213,17 +213,15 @@ def outline(path: Path) -> Outline:
     return Outline(steps, bad, first_bad, last_entry(path), bool(rest))
 
 
-def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
-    """Return the history of a run as a pandas frame: one row per step and rank, indexed by step, a column for each field of `Entry`.
+def history(run_dir: str | os.PathLike[str], called: str = "") -> pandas.DataFrame:
+    """Return the history of a run, or of the latest in a folder of runs, as a frame. called: by a person, where that is something else.
 
-    run_dir: of one run, or a folder of runs: of those the latest.
-    Raises NanscopeError with the slug "no-run" if there is no history in the folder.
+    Raises NanscopeError with the slug "no-run" if there is none in the folder.
     """
     files = histories(latest(Path(run_dir)) or Path(run_dir)).values()
     if not files:
-        raise NanscopeError(
-            f"there is no history.rank*.jsonl in {str(run_dir)!r}: a run directory is what a watched run wrote", slug="no-run"
-        )
+        where = called or str(run_dir)
+        raise NanscopeError(f"there is no history.rank*.jsonl in {where!r}: a run directory is what a watched run wrote", slug="no-run")
     return frame(sorted((entry for file in files for entry in read(file)), key=lambda entry: (entry.step, entry.rank)))
 
 
