@@ -93,6 +93,7 @@ def run(
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="The same on all nodes of a job, if its launcher has none.")] = "",
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
 ) -> None:
     """Run a training script and watch it, with all the processes that it starts.
@@ -123,6 +124,7 @@ def run(
             on_nonfinite=cast("OnNonFinite", on_nonfinite),
             save_steps=save_step or (),
             max_bytes=max_bytes,
+            run_id=run_id,
             at_death=lambda leading: _last_words(leading, json_file),
         )
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
@@ -131,8 +133,8 @@ def run(
         say(str(outcome.error))
     if outcome.leading is None:  # somebody else tells
         raise typer.Exit(outcome.exit_code or (FOUND if outcome.stopped else HEALTHY))
-    verdict, scope = outcome.leading.verdict, outcome.leading.scope
-    finish(verdict, scope.out, scope.shown, json_file)
+    verdict = outcome.leading.verdict
+    _tell(outcome.leading, json_file)
     if outcome.exit_code and not (on_nonfinite == "stop" and verdict.status is Status.NONFINITE):  # a process that stops fails its launcher
         raise typer.Exit(outcome.exit_code)
     _leave_with(verdict)
@@ -141,7 +143,17 @@ def run(
 def _last_words(leading: Leading, json_file: Path | None) -> None:
     """Tell what was found when the process is about to be ended."""
     with legible():
-        finish(leading.verdict, leading.scope.out, leading.scope.shown, json_file)
+        _tell(leading, json_file)
+
+
+def _tell(leading: Leading, json_file: Path | None) -> None:
+    """Show the verdict of a run and leave its pages; of several nodes one does, and the others have a line."""
+    verdict, where = leading.verdict, leading.scope.shown(leading.scope.out)
+    if leading.reports:
+        finish(verdict, leading.scope.out, leading.scope.shown, json_file)
+    else:
+        say(f"nanscope: {leading.invitation.node}: {verdict.sentence.rstrip('.')}; next: nanscope report {where}")
+        write_json(json_file, verdict.to_json())
 
 
 @app.command()

@@ -63,7 +63,7 @@ class RunRecord:
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
     nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
     reaped: whoever started the process ends it without a word, once nobody needs it any more. dropped: steps, as counted here, that the
-    trainer dropped; the first `DROPPED` of them.
+    trainer dropped; the first `DROPPED` of them. node: of several on each of which the run was begun, the one that the process belongs to.
     """
 
     run: str = ""
@@ -93,16 +93,17 @@ class RunRecord:
     member: bool = False
     reaped: bool = False
     dropped: tuple[int, ...] = ()
+    node: str = ""
 
     @property
     def file_name(self) -> str:
         """run.json, or run.rank3.json."""
-        return f"run.{writes_as(self.rank, self.worker)}.json" if self.rank or self.member else "run.json"
+        return f"run.{writes_as(self.rank, self.worker)}.json" if self.rank or self.worker or self.member else "run.json"
 
     def owns(self, name: str) -> bool:
         """Is this what a file of this process is called? Who began the run writes the page, too."""
         if name in (self.file_name, "report.html", "report.png"):
-            return name == self.file_name or self.file_name == "run.json"
+            return name == self.file_name or (not self.member and (not self.rank or bool(self.worker)))
         who = re.escape(writes_as(self.rank, self.worker))
         bad_step = rf"(step|batch)-\d+\.{who}(\.update\d+)?(\.part\d+)?\.safetensors"
         return re.fullmatch(rf"{bad_step}|history\.{who}\.jsonl", name) is not None
@@ -186,6 +187,17 @@ def _read(path: Path) -> RunRecord:
         what = "not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else str(error)[:200]
         message = f"{path} is damaged ({what}); the snapshots beside it can be reported one by one"
         raise NanscopeError(message, slug="run-damaged") from None
+
+
+def nodes(run_dir: Path) -> dict[str, bool]:
+    """Return the nodes on which a run was begun, and whether it has ended there; one whose record is not whole has not."""
+    found = {}
+    for path in run_dir.glob("run.rank0.*.json"):
+        with suppress(NanscopeError):
+            record = _read(path)
+            if record.node and not record.member:
+                found[record.node] = record.status != RUNNING and bool(record.ended)
+    return found
 
 
 def others(run_dir: Path) -> bool:

@@ -70,6 +70,17 @@ class Remote:
                 kept[name + "/" * (about.get("type") == "directory")] = Kept(int(about.get("size") or 0), _state(about))
         return kept
 
+    def has(self, name: str) -> bool:
+        """Is there a file of this name?"""
+        with _told(self.address(name)):
+            return bool(self._store.exists(f"{self._root}/{name}"))
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file."""
+        with _told(self.address(name)):
+            found: bytes = self._store.cat_file(f"{self._root}/{name}")
+            return found
+
     def put(self, name: str, source: Path | bytes) -> None:
         """Write a file, whole, in place of what has its name."""
         with _told(self.address(name)):

@@ -22,7 +22,8 @@ from pathlib import Path
 from nanscope.plain import checked
 from nanscope.snapshot.processes import machine
 from nanscope.snapshot.runs import MAX_BYTES, Folder
-from nanscope.watching.place import OURS, Place, enrol, is_ranked, name_of
+from nanscope.watching.job import OURS
+from nanscope.watching.place import Place, enrol, is_ranked, name_of
 
 MEMBER = "NANSCOPE_MEMBER"
 ROLE = "NANSCOPE_ROLE"  # what a process is called in files and words, given by hand: actor, critic, reference
@@ -40,7 +41,7 @@ class Invitation:
     """A run that other processes take part in.
 
     path: its directory, given: its folder of runs as a person wrote it. run: its id. machine: of who began it. on_nonfinite, save_steps,
-    max_bytes: as in `watch`.
+    max_bytes: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Invitation:
     save_steps: tuple[int, ...] = ()
     max_bytes: int = MAX_BYTES
     machine: str = field(default_factory=machine)
+    node: str = ""
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> Invitation | None:
@@ -72,6 +74,10 @@ class Invitation:
         role = _plain(os.environ.get(ROLE) or _torchrun_role() or _actor())
         name = multiprocessing.current_process().name
         called = "main" if lead else _plain(name if name != ALONE else name_of(sys.argv, ()))
+        if self.node:  # ranks are those of all nodes, and have no need to say on which they are
+            called, role = (
+                (self.node, self.node) if lead else (f"{called}-{self.node}", role and (role if is_ranked() else f"{role}-{self.node}"))
+            )
         names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
         path, folder = Path(self.path), Folder(self.given, Path(self.path).parent)
         elsewhere = self.machine != machine()
@@ -86,7 +92,7 @@ class Invitation:
                 f"share no disk need an address that all of them reach, as in --out s3://bucket/runs"
             )
         place = enrol(path, self.run, list(names), folder)
-        return replace(place, shared=bool(place.worker) or not lead)
+        return replace(place, shared=bool(place.worker) or not lead, led=not lead and not elsewhere, node=self.node)
 
     @contextmanager
     def given_out(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.dying import last_words
 from nanscope.watching.execs import leaves, stays
 from nanscope.watching.invitation import Invitation
+from nanscope.watching.job import Job
 from nanscope.watching.leading import Leading
 from nanscope.watching.place import name_of
 from nanscope.watching.scope import abandon
@@ -51,20 +52,23 @@ def run(
     on_nonfinite: OnNonFinite,
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
+    run_id: str = "",
     at_death: Callable[[Leading], None] = lambda leading: None,
 ) -> Ended:
     """Run `target`, a script's path, a command or, with module=True, a module's name, and watch it.
 
-    at_death: called when the process is about to be ended by a signal, or by a program that takes its place.
+    run_id: the same on all nodes of a job, where nothing else tells. at_death: called when the process is about to be ended by a signal,
+    or by a program that takes its place.
     Raises NanscopeError if there is no such script, command or module, or if nothing can be written to `out`.
     """
     what = Target.of(target, args, module)
     start = what.ready()
     if AMBIENCE.invitation is not None:  # within another `nanscope run`, which tells
         return _ended(start, None)
-    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes)
+    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, Job.of(os.environ, what.argv, run_id))
 
     def die(why: str) -> None:
+        leading.hurried = True
         abandon(why)
         at_death(leading)
 

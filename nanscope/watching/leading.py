@@ -14,8 +14,10 @@ from nanscope.snapshot.runs import Folder
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import verdict_of
 from nanscope.watching.invitation import Invitation
+from nanscope.watching.job import Job
 from nanscope.watching.member import enter
-from nanscope.watching.place import settle
+from nanscope.watching.nodes import PATIENCE, Nodes
+from nanscope.watching.place import rank_and_world, settle
 from nanscope.watching.scope import Scope
 from nanscope.watching.step import OnNonFinite
 from nanscope.watching.strays import Strays
@@ -27,19 +29,29 @@ NOBODY = (
 
 
 class Leading:
-    """Begins a run. scope: what watches this process in it, until something else does. invitation: for those that take part.
+    """Begins a run. scope: what watches this process in it, until something else does. invitation: for those that take part. hurried: the
+    process is about to be ended, and waits for nobody.
 
-    name: what the run is called. Raises NanscopeError if nothing can be written to `out`.
+    name: what the run is called. job: of several nodes, on each of which it is begun.
+    Raises NanscopeError if nothing can be written to `out`.
     """
 
     def __init__(
-        self, out: str | os.PathLike[str], name: str, on_nonfinite: OnNonFinite, save_steps: Sequence[int], max_bytes: int
+        self,
+        out: str | os.PathLike[str],
+        name: str,
+        on_nonfinite: OnNonFinite,
+        save_steps: Sequence[int],
+        max_bytes: int,
+        job: Job | None = None,
     ) -> None:
+        job = None if rank_and_world()[1] > 1 else job  # ranks find each other
         try:
-            place = settle(Folder.of(out), name, lead=True)
+            place = settle(Folder.of(out), name, lead=True, job=job)
         except OSError as error:
             raise NanscopeError(f"{out} cannot be written ({error.strerror or error}): choose another --out", slug="not-writable") from None
-        self.invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes)
+        self.invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes, node=place.node)
+        self._nodes = None if job is None else Nodes(place.path, place.node, job)
         self.scope = Scope(
             out=out,
             on_nonfinite=on_nonfinite,
@@ -50,7 +62,7 @@ class Leading:
             invitation=self.invitation,
         )
         self._began, self._work = os.getpid(), _work_of_children()
-        self._entered = self._strayed = False
+        self._entered = self._strayed = self.hurried = False
 
     def enter(self) -> Callable[[str], None]:
         """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""
@@ -75,9 +87,18 @@ class Leading:
         """Is this the process that has begun the run, and not one that was forked from it?"""
         return self._began == os.getpid()
 
+    @property
+    def reports(self) -> bool:
+        """Is this the process that shows the verdict? Of several nodes one does, and all end with its status."""
+        return self._nodes is None or self._nodes.is_first()
+
     @cached_property
     def verdict(self) -> Verdict:
-        """On the whole run, once nothing is watched here any more."""
+        """On the whole run, once nothing is watched here any more: where it was begun on several nodes, on any of them."""
+        if self._nodes is not None:
+            missing = self._nodes.missing(self.scope.gather, 0.0 if self.hurried else PATIENCE)
+            if missing:
+                self.scope.missed("node-unheard", missing)
         self.scope.conclude()
         out = self.scope.out
         nothing = not (self.scope.steps or self.scope.backwards or self._strayed or others(out))

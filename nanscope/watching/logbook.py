@@ -77,7 +77,7 @@ class Logbook:
         self._poisonings: WeakSet[Poisoning] = WeakSet()
         self._join: Callable[[], Place] | None = None
         self._join_forked = self._begin_beside
-        self._leave = leave or self.close
+        self._leave, self._leads = leave or self.close, False
         self._begin()
 
     def _begin(self) -> None:
@@ -115,7 +115,7 @@ class Logbook:
         join: finds a place in it for this process, join_forked: for one that is forked from it. about: None for who began the run and has
         said so.
         """
-        self._join, self._join_forked = join, join_forked
+        self._join, self._join_forked, self._leads = join, join_forked, about is None
         if about is not None:
             self._record = replace(about, started=now(), process=mark(), nanscope=__version__, member=True)
 
@@ -125,21 +125,22 @@ class Logbook:
             self._pid = os.getpid()
             self.history.let_go()
             self._begin()
-            self._join = self._join_forked
+            self._join, self._leads = self._join_forked, False
             self._record = replace(self._record, member=self._join != self._begin_beside, started=now(), process=mark())
 
     def _settle(self, place: Place) -> None:
         self.folder, self.rank, self.worker = place.path, place.rank, place.worker
         self.runs = place.folder or self.runs
         world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
-        self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world)
+        self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world, node=place.node)
         self._peers = Peers(place.path, place.rank, world, place.worker)
         aside = Aside(near=is_near(place.path))
         self.history = History(history_path(place.path, *self._record.who), place.run, aside)
         self._disk = Disk(place.path, self._max_bytes, Share(place.path, place.rank, world), aside)
         self._teller = Teller(self.shown(place.path), self._record.called if place.shared else "")
         if self._mirror is None and self.runs.remote and place.path.is_relative_to(self.runs.path):
-            self._mirror = Mirror(place.path, Remote(self.shown(place.path)), self._owns, lambda error: self._disk.unsent(error))
+            remote = Remote(self.shown(place.path))
+            self._mirror = Mirror(place.path, remote, self._owns, lambda error: self._disk.unsent(error), led=place.led)
 
     def _in_this_process(self) -> None:
         """Take the place in a run that is still to be taken."""
@@ -175,7 +176,7 @@ class Logbook:
     def _owns(self, name: str) -> bool:
         return self._record.owns(name)
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         """Fetch what other processes have written, where that takes fetching."""
         if self._mirror is not None:
             try:
@@ -362,8 +363,10 @@ class Logbook:
         if self._join is None or not self._record.member:
             self._put()
         self._disk.end(PATIENCE)
-        if self._mirror is not None and not self._mirror.flush() and self._record.world > 1:
-            self._gather()
+        if self._mirror is not None:
+            self._mirror.adopts |= self._leads
+            if not self._mirror.flush() and self._record.world > 1:
+                self.gather()
         took = time.monotonic() - self._opened
         self._unheard = "" if raised else self._peers.unheard(min(PATIENCE, PART * took))
         if self._unheard:
@@ -371,7 +374,7 @@ class Logbook:
 
     def conclude(self) -> None:
         """The run is over, also in the processes that took part: fetch what they wrote, and say how it ended in view of that."""
-        self._gather()
+        self.gather()
         self._record = replace(self._record, status=self._last_status())
         self._put()
 
@@ -420,7 +423,7 @@ class Logbook:
         reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}
         if not self._peers.asks({*reduced, *self._skips}) or not has_peers():
             return
-        self._gather()
+        self.gather()
         for step, entries in self._peers.lines({*reduced, *self._skips}, patience, self._dropped).items():
             fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
             if step in self._skips and fine:
@@ -470,7 +473,7 @@ class Logbook:
 
     def _last_status(self) -> str:
         """What the record says in the end: nothing where others have trained, and this process has only started them."""
-        led = self._join is not None and any(self.folder.glob("run.rank*.json"))
+        led = self._join is not None and any(path.name != self._record.file_name for path in self.folder.glob("run.rank*.json"))
         return "" if led else str(self._status())
 
     def _not_on_disk(self) -> list[Note]:

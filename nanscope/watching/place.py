@@ -5,6 +5,10 @@
 The ranks of a job find each other through a claim: a small file in the folder, made by whoever comes first, under a name that all of
 them work out from what their launcher gave them. No collective, and no clock but that of the disk. A claim that an earlier job left
 under the same name is told by the rank that it already has, by its launcher, which is gone, and by its age.
+
+    s3://bucket/runs/job-5f0c2b1e-train/
+
+A store cannot let one of two be the first. There the directory itself has the name that all of them work out.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +34,12 @@ import torch
 from nanscope.plain import checked
 from nanscope.snapshot.files import PREFIX, SUFFIX, sweep
 from nanscope.snapshot.processes import age, lives, mark, writes_as
+from nanscope.snapshot.record import RunRecord, now
 from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import LATEST, Folder, point
+from nanscope.watching.job import OURS, Job
 
 log = logging.getLogger("nanscope")
-
-OURS = "NANSCOPE_RUN"  # processes that share it are one run; `nanscope run` sets it for what its script starts
 
 # What the ranks of one job have in common, and no two jobs at a time.
 SHARED = (
@@ -53,6 +57,7 @@ SHARED = (
 TELLING = frozenset(SHARED) - {"WORLD_SIZE"}
 
 CLAIMS = ".claims"
+BEGAN = ".began"  # in a run at an address
 LATE = 600.0  # seconds by which a rank may begin after the one that made the claim
 APART = 60.0  # seconds by which launchers of one job, on several machines, may begin one after another
 OLD = 7 * 86400.0  # seconds after which a claim is thrown away
@@ -66,7 +71,8 @@ NAMELESS = {"", "-", "-c", "-m", "ipykernel_launcher", "colab_kernel_launcher"} 
 class Place:
     """The directory of a run. run: its id. rank: of this process in it. shared: further processes write there, too. worker: what the
     process is called where that is not a rank alone. folder: of runs, as a person gave it, where this process was not given it itself.
-    named: rank and worker are this process's; where not, it gets its own when it needs one.
+    named: rank and worker are this process's; where not, it gets its own when it needs one. led: the process that began the run is on this
+    machine, and is another one. node: of several on each of which the run was begun.
     """
 
     path: Path
@@ -76,6 +82,13 @@ class Place:
     worker: str = ""
     folder: Folder | None = None
     named: bool = True
+    led: bool = False
+    node: str = ""
+
+    @property
+    def record_name(self) -> str:
+        """What the record of this process is called."""
+        return RunRecord(rank=self.rank, worker=self.worker).file_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +100,35 @@ class Claim:
     launcher: str = ""
 
 
-def settle(runs: Folder, name: str, *, lead: bool = False) -> Place:
-    """Return the directory of this process's run in a folder of runs, made for it or by another rank of its job.
+def settle(runs: Folder, name: str, *, lead: bool = False, job: Job | None = None) -> Place:
+    """Return the directory of this process's run in a folder of runs, made for it or by another process of its job.
 
-    Where the folder is an address, processes of one machine find each other, and those of several by an invitation only.
     lead: of a run in which the processes that this one starts take part; its own name in it, if it needs one, is that of `enrol`.
-    Raises OSError if nothing can be written there.
+    job: of several nodes, on each of which one process leads. Raises OSError if nothing can be written there.
     """
     runs.make()
-    place = _settle(runs.path, name, lead)
-    if runs.remote and (lead or place.rank == 0):
-        Remote(runs.given).put(LATEST, f"{place.path.name}\n".encode())  # that nothing can be written there is known at once
-    return place
-
-
-def _settle(folder: Path, name: str, lead: bool) -> Place:
     rank, world = rank_and_world()
     if rank == 0:  # a thousand ranks that list a thousand files each are a million
-        for earlier in (*sorted(path for path in folder.iterdir() if path.is_dir())[-SWEPT:], folder):
+        for earlier in (*sorted(path for path in runs.path.iterdir() if path.is_dir())[-SWEPT:], runs.path):
             sweep(earlier)
-    key = shared_key(os.environ, world)
-    if key is not None:
-        return replace(_join(folder, name, rank, key), shared=world > 1)
-    place = replace(_new(folder, name, rank, take=not lead), named=not lead)
-    with contextlib.suppress(OSError):
-        point(folder, place.path)
+
+    def places(path: Path, run: str) -> Iterator[Place]:
+        if job is None:
+            yield Place(path, run, rank, shared=world > 1)
+        else:
+            yield from (Place(path, run, 0, shared=True, worker=node, named=False, node=node) for node in job.names())
+
+    key = job.key if job is not None else shared_key(os.environ, world)
+    if key is None:
+        place = replace(_new(runs.path, name, rank, take=not lead), named=not lead)
+        with contextlib.suppress(OSError):
+            point(runs.path, place.path)
+    elif runs.remote:
+        place = _meet(runs, f"{(job and job.called) or f'job-{key[:8]}'}-{name}", key, places)
+    else:
+        place = _join(runs.path, name, key, places)
+    if runs.remote and (lead or place.rank == 0):
+        Remote(runs.given).put(LATEST, f"{place.path.name}\n".encode())  # that nothing can be written there is known at once
     return place
 
 
@@ -198,16 +215,76 @@ def _new(folder: Path, name: str, rank: int, *, take: bool = True) -> Place:
 
 
 def _take(place: Place) -> bool:
-    """Take a rank of a run, False if another process has it."""
+    """Take a rank of a run, or a node, False if another process has it."""
     try:
+        if not place.named:  # it may write no line ever
+            record = RunRecord(run=place.run, worker=place.worker, node=place.node, process=mark(), started=now())
+            with (place.path / place.record_name).open("x", encoding="utf-8") as file:
+                json.dump(record.to_json(), file)
+            return True
         with (place.path / f"history.{writes_as(place.rank, place.worker)}.jsonl").open("x"):
             return True
     except FileExistsError:
         return False
 
 
-def _join(folder: Path, name: str, rank: int, key: str) -> Place:
-    """Come to the run that another rank has claimed, or claim one.
+def _sit(places: Iterable[Place], read: Callable[[str], bytes | None]) -> Place | None:
+    """Take the first of these places that is free, None if this process, or one like it in an earlier run, has had its own.
+
+    read: a record of the run, None if there is none of this name.
+    """
+    for place in places:
+        found = read(place.record_name)
+        if found is None and _take(place):
+            return place
+        if not _is_of_another(found or read(place.record_name)):
+            return None
+    return None
+
+
+def _is_of_another(found: bytes | None) -> bool:
+    """Was a record written by another node that is on this machine, too, and still runs?"""
+    try:
+        record = RunRecord.from_json(json.loads(found or b""))
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return bool(record.node) and record.process != mark() and record.alive is True
+
+
+def _meet(runs: Folder, name: str, key: str, places: Callable[[Path, str], Iterable[Place]]) -> Place:
+    """Come to the run of a job at an address.
+
+    Numbered, like claims, for a job that opens one scope after another, or whose name an earlier job had.
+    """
+    for number in itertools.count(1):
+        called = f"{name}-{number}" if number > 1 else name
+        there, path = Remote(runs.given) / called, runs.path / called
+        if _is_of_this_job(Claim(), time.time() - _began(there)):
+            path.mkdir(exist_ok=True)
+
+            def read(file: str, there: Remote = there, path: Path = path) -> bytes | None:
+                here = path / file
+                return here.read_bytes() if here.exists() else there.read(file) if there.has(file) else None
+
+            place = _sit(places(path, f"{called}-{key[:8]}"), read)
+            if place is not None:
+                return place
+    raise AssertionError
+
+
+def _began(there: Remote) -> float:
+    """When the first process of a run at an address came there, in seconds since 1970: now, if that is this one."""
+    try:
+        return float(there.read(BEGAN))
+    except ValueError:
+        return 0.0
+    except FileNotFoundError:
+        there.put(BEGAN, repr(time.time()).encode())
+        return time.time()
+
+
+def _join(folder: Path, name: str, key: str, places: Callable[[Path, str], Iterable[Place]]) -> Place:
+    """Come to the run that another process has claimed, or claim one.
 
     Claims of a key are numbered. A process takes the first that is of its job and has not its rank yet: a rank that opens one scope after
     another goes from claim to claim, and one that is late finds the same ones.
@@ -215,23 +292,34 @@ def _join(folder: Path, name: str, rank: int, key: str) -> Place:
     claims = folder / CLAIMS
     claims.mkdir(exist_ok=True)
     while True:
-        now = _now(claims)
+        clock = _now(claims)
         known = {int(path.suffix[1:]): path for path in claims.glob(f"{key}.*") if path.suffix[1:].isdecimal()}
         for _, path in sorted(known.items()):
             claim, made = _read(path)
-            if claim.directory and _is_of_this_job(claim, now - made):
-                place = Place(folder / claim.directory, claim.run, rank)
-                if place.path.is_dir() and _take(place):
+            if claim.directory and _is_of_this_job(claim, clock - made):
+                path = folder / claim.directory
+                place = _sit(places(path, claim.run), lambda name, path=path: _content(path / name)) if path.is_dir() else None  # type: ignore[misc]
+                if place is not None:
                     return place
         number = 1 + max(known, default=0)
-        place = _new(folder, name, rank)
+        new = _new(folder, name, 0, take=False)
+        place = next(iter(places(new.path, new.run)))
+        _take(place)
         if _claim(claims / f"{key}.{number}", Claim(place.path.name, place.run, mark(os.getppid()))):
             with contextlib.suppress(OSError):
                 point(folder, place.path)
-                _throw_away(claims, now)
+                _throw_away(claims, clock)
             return place
-        (place.path / f"history.rank{rank}.jsonl").unlink()  # another rank was faster
+        for taken in place.path.iterdir():  # another process was faster
+            taken.unlink()
         place.path.rmdir()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _is_of_this_job(claim: Claim, waited: float) -> bool:

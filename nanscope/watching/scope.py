@@ -260,6 +260,10 @@ class Scope:
         self._threads.resting = True
         self._failsafe("finish", self._logbook.close, why)
 
+    def gather(self) -> None:
+        """Fetch what other processes of the run have written, where `out` is an address."""
+        self._failsafe("finish", self._logbook.gather)
+
     def conclude(self) -> None:
         """Fetch what other processes wrote, where `out` is an address, and say in the record how the run ended in view of it."""
         self._failsafe("finish", self._logbook.conclude)
