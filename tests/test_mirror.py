@@ -83,6 +83,48 @@ def test_files_of_others_and_half_written_ones_are_not_sent(tmp_path: Path, remo
     assert set(remote.names()) == {"run.json"}
 
 
+def test_what_another_process_of_the_machine_writes_is_its_own(tmp_path: Path, remote: Remote) -> None:
+    """Ranks share the directory: what is newer here is not fetched over, and who ends first removes nothing of the other's."""
+    first, second = (Mirror(tmp_path, remote, lambda name, rank=rank: rank in name, FAILURES.append) for rank in ("rank0", "rank1"))
+    for name in (HISTORY, "history.rank1.jsonl"):
+        (tmp_path / name).write_bytes(b"{}\n")
+    assert eventually(lambda: content(remote, HISTORY) == content(remote, "history.rank1.jsonl") == b"{}\n")
+    remote.put("run.rank2.json", b"elsewhere")
+    with (tmp_path / "history.rank1.jsonl").open("ab") as file:
+        first.fetch()
+        file.write(b"{}\n")
+    second.fetch()
+    first.flush()
+    first._leave()
+    assert (tmp_path / "history.rank1.jsonl").read_bytes() == b"{}\n{}\n" and not (tmp_path / HISTORY).exists()
+    second.flush()
+    second._leave()
+    assert not tmp_path.exists() and content(remote, "history.rank1.jsonl") == b"{}\n{}\n" and content(remote, HISTORY) == b"{}\n"
+    assert content(remote, "run.rank2.json") == b"elsewhere" and FAILURES == []
+
+
+def test_what_a_killed_process_came_not_to_send_is_sent_by_who_began_the_run(tmp_path: Path, remote: Remote) -> None:
+    """Those that it began leave their files to it; what they have sent is not sent again."""
+    led = Mirror(tmp_path, remote, lambda name: "rank1" in name, FAILURES.append, led=True)
+    (tmp_path / "step-000001.rank1.safetensors").write_bytes(b"tensors")
+    led.flush()
+    led._leave()
+    (tmp_path / "step-000002.rank1.safetensors").write_bytes(b"after")
+    (tmp_path / "run.rank1.json").write_bytes(b"{}")
+    (tmp_path / ".places").mkdir()
+    leading = Mirror(tmp_path, remote, lambda name: name == "run.json", FAILURES.append)
+    leading.adopts = True
+    before = remote.names()["step-000001.rank1.safetensors"]
+    assert (
+        leading.flush() == []
+        and content(remote, "step-000002.rank1.safetensors") == b"after"
+        and content(remote, "run.rank1.json") == b"{}"
+    )
+    assert remote.names()["step-000001.rank1.safetensors"] == before
+    leading._leave()
+    assert [path.name for path in tmp_path.iterdir()] == [".places"] and FAILURES == []
+
+
 def test_a_history_is_sent_in_whole_lines_and_seldom_while_it_grows(
     tmp_path: Path, remote: Remote, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:

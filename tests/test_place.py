@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from nanscope.snapshot.processes import mark
+from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import Folder, latest, runs_in
 from nanscope.watching import place
 from nanscope.watching.place import CLAIMS, SHARED, name_of, settle, shared_key
@@ -56,7 +59,7 @@ def in_processes(works: list[Callable[[], Any]]) -> list[Any]:
     return answers
 
 
-def rank(folder: Path, number: int, scopes: int = 1, **more: str) -> Callable[[], list[str]]:
+def rank(folder: Path | str, number: int, scopes: int = 1, **more: str) -> Callable[[], list[str]]:
     """A rank of a job that opens some scopes, one after another, and returns the names of their directories."""
 
     def begin() -> list[str]:
@@ -108,6 +111,57 @@ def test_a_job_whose_launcher_is_gone_is_not_joined(tmp_path: Path) -> None:
     time.sleep(0.05)
     (late,), (early,) = in_process(lambda: [in_process(rank(tmp_path, 1)), in_process(rank(tmp_path, 0))])
     assert late == early != first
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[str, dict[str, str]]]:
+    """Where a rank writes at an address, as seen from a machine of its own."""
+    url = f"file://{tmp_path}/store"
+
+    def on(number: int) -> tuple[str, dict[str, str]]:
+        folder = tmp_path / f"machine{number}"
+        folder.mkdir(exist_ok=True)
+        return url, {"TMPDIR": str(folder)}
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return on
+
+
+def at_address(on: Callable[[int], tuple[str, dict[str, str]]], numbers: Iterable[int], scopes: int = 1, **more: str) -> list[list[str]]:
+    """Ranks of a job, each on a machine of its own, which send their records when they have them."""
+
+    def begin(number: int) -> list[str]:
+        url, own = on(number)
+        os.environ.update({**JOB, **own, "RANK": str(number), **more})
+        tempfile.tempdir = None
+        found = []
+        for _ in range(scopes):
+            found.append(settle(Folder.of(url), "train"))
+            (Remote(url) / found[-1].path.name).put(found[-1].record_name, b"{}")
+        return [one.path.name for one in found]
+
+    return in_processes([partial(begin, number) for number in numbers])
+
+
+def test_ranks_on_several_machines_meet_at_an_address(stores: Callable[[int], tuple[str, dict[str, str]]]) -> None:
+    """Where no claim can be made: in the order of their scopes, and the next job of the same name beside them."""
+    found = at_address(stores, range(3), scopes=2)
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == 2 and found[0][0].endswith("-train")
+    again = at_address(stores, range(2))
+    assert again[0] == again[1] and again[0][0] not in found[0]
+    assert at_address(stores, [0], MASTER_PORT="1")[0][0] not in {*found[0], *again[0]}
+
+
+def test_at_an_address_a_job_whose_launcher_is_gone_is_not_joined(stores: Callable[[int], tuple[str, dict[str, str]]]) -> None:
+    """By the machine on which it was; elsewhere the time tells."""
+    ((first,),) = in_process(lambda: at_address(stores, [0]))
+    time.sleep(0.05)
+    ((late,), (early,)) = in_process(lambda: [*at_address(stores, [1]), *at_address(stores, [0])])
+    assert late == early != first
+    began = Path(stores(0)[0].removeprefix("file://")) / early / ".began"
+    claim = {"launcher": "elsewhere-1-1", "at": time.time() - 4000.0}
+    began.write_text(json.dumps(claim))
+    assert at_address(stores, [2])[0][0] not in (first, early)
 
 
 def test_a_restart_is_a_run_of_its_own(tmp_path: Path) -> None:

@@ -93,11 +93,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What stands in a claim. directory, run: of the run. launcher: mark of the process that started the one that claimed it."""
+    """What stands in a claim. directory, run: of the run. launcher: mark of the process that started the one that claimed it.
+
+    at: when, in seconds since 1970, where no disk tells.
+    """
 
     directory: str = ""
     run: str = ""
     launcher: str = ""
+    at: float = 0.0
 
 
 def settle(runs: Folder, name: str, *, lead: bool = False, job: Job | None = None) -> Place:
@@ -259,7 +263,7 @@ def _meet(runs: Folder, name: str, key: str, places: Callable[[Path, str], Itera
     for number in itertools.count(1):
         called = f"{name}-{number}" if number > 1 else name
         there, path = Remote(runs.given) / called, runs.path / called
-        if _is_of_this_job(Claim(), time.time() - _began(there)):
+        if _is_of_this_job(*_begun(there)):
             path.mkdir(exist_ok=True)
 
             def read(file: str, there: Remote = there, path: Path = path) -> bytes | None:
@@ -268,19 +272,22 @@ def _meet(runs: Folder, name: str, key: str, places: Callable[[Path, str], Itera
 
             place = _sit(places(path, f"{called}-{key[:8]}"), read)
             if place is not None:
+                if place.node:  # at once: another node may be on this machine
+                    there.put(place.record_name, path / place.record_name)
                 return place
     raise AssertionError
 
 
-def _began(there: Remote) -> float:
-    """When the first process of a run at an address came there, in seconds since 1970: now, if that is this one."""
+def _begun(there: Remote) -> tuple[Claim, float]:
+    """Return what the first process of a run at an address says of itself, and for how many seconds it has; it may be this one."""
     try:
-        return float(there.read(BEGAN))
-    except ValueError:
-        return 0.0
+        claim = Claim(**checked(Claim, json.loads(there.read(BEGAN))))
+    except (ValueError, TypeError, RecursionError):
+        claim = Claim()
     except FileNotFoundError:
-        there.put(BEGAN, repr(time.time()).encode())
-        return time.time()
+        claim = Claim(launcher=mark(os.getppid()), at=time.time())
+        there.put(BEGAN, json.dumps(asdict(claim)).encode())
+    return claim, time.time() - claim.at
 
 
 def _join(folder: Path, name: str, key: str, places: Callable[[Path, str], Iterable[Place]]) -> Place:
