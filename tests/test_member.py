@@ -175,6 +175,14 @@ def test_accelerate_is_one_run(tmp_path: Path) -> None:
     assert "3 steps of 2 processes watched" in found.err
 
 
+def test_the_launcher_of_deepspeed_is_one_run(tmp_path: Path) -> None:
+    """It starts a launcher, which starts the ranks."""
+    pytest.importorskip("deepspeed")
+    found = told(tmp_path, "--", "deepspeed", "--num_gpus", "2", "ranks.py", "bad", DS_ACCELERATOR="cpu")
+    assert (found.status, found.verdict["status"], found.verdict["gaps"]) == (3, "non-finite", []), found.err
+    assert [group["ranks"] for group in found.verdict["ranks"]["groups"]] == [[1], [0]]
+
+
 OWN = """
 import nanscope
 from one import train

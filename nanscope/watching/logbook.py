@@ -377,6 +377,7 @@ class Logbook:
         self.gather()
         self._record = replace(self._record, status=self._last_status())
         self._put()
+        self._disk.end(PATIENCE)
 
     @in_turn
     def verdict(self) -> Verdict:
