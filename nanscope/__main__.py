@@ -89,11 +89,11 @@ def run(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
     save_step: Annotated[
-        list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is, to audit or replay it.")
+        list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is.")
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="The same on all nodes of a job, if its launcher has none.")] = "",
+    run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="Of the job, the same on all its nodes.")] = "",
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
 ) -> None:
     """Run a training script and watch it, with all the processes that it starts.
@@ -105,7 +105,7 @@ def run(
 
     Example: nanscope run -- torchrun --nproc-per-node 8 train.py
 
-    Example: nanscope run --ray --out s3://bucket/runs -- python -m verl.trainer.main_ppo
+    Example: nanscope run --ray --out s3://bucket/runs -- python ppo.py
     """
     if on_nonfinite not in ("record", "skip", "stop"):
         raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
