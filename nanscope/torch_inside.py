@@ -126,6 +126,12 @@ overload_name: Callable[[Any], str] = _attribute("torch.ops.aten.add.Tensor", "_
 has_kernel: Callable[[str], bool] = needed("torch._C._dispatch_has_kernel")
 has_kernel_for: Callable[[str, str], bool] = needed("torch._C._dispatch_has_kernel_for_dispatch_key")
 COUNTER: Any = needed("torch._C.DispatchKey").ADInplaceOrView  # the kernels that count writes, and the key for switching them off
+GRADIENTS: Any = needed("torch._C.DispatchKey").AutogradFunctionality  # the kernels that record a gradient's way
+CAST_KERNELS = ("AutocastCPU", "AutocastCUDA")  # where autocast's choice of an operator's dtype is registered
+CASTS: tuple[Any, ...] = tuple(getattr(needed("torch._C.DispatchKey"), name) for name in CAST_KERNELS)
+GRADIENT_KERNELS = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther")  # where an operator's own derivative is registered
+is_excluded: Callable[[Any], bool] = needed("torch._C._dispatch_tls_is_dispatch_key_excluded")
+as_before_modes: Callable[[], AbstractContextManager[Any]] = needed("torch._C._RestorePythonTLSSnapshot")  # no call is to be made in it
 set_excluded: Callable[[Any, bool], AbstractContextManager[Any]] = needed("torch._C._SetExcludeDispatchKeyGuard")
 OPERATORS: tuple[type, ...] = tuple(map(needed, ("torch._ops.OpOverload", "torch._ops.OpOverloadPacket", "torch._ops._OpNamespace")))
 

@@ -201,3 +201,56 @@ def test_an_operator_of_an_extension_counts_as_without_us() -> None:
 
 def _double(x: Tensor) -> None:
     x.mul_(2.0)
+
+
+@pytest.fixture(scope="module")
+def extension() -> Iterator[Any]:
+    """An extension that says nothing of a derivative, and nothing of autocast."""
+    library = torch.library.Library("nanscope_inside", "DEF")
+    library.define("waves(Tensor x) -> Tensor")
+    library.define("product(Tensor x, Tensor y) -> Tensor")
+    library.impl("waves", lambda x: x.sin().cos(), "CPU")
+    library.impl("product", lambda x, y: x @ y, "CPU")
+    yield torch.ops.nanscope_inside
+    library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("modes", [(), (Passes,)], ids=["alone", "with somebody's mode"])
+def test_the_gradient_of_an_extension_is_that_of_its_calls(extension: Any, tmp_path: Path, modes: tuple[Callable[[], Any], ...]) -> None:
+    """A kernel made of calls that have derivatives, and no word about its own: it has a gradient, and keeps it."""
+    results = []
+    for around in (nullcontext(), nanscope.watch(out=tmp_path)):
+        x = torch.ones(3, requires_grad=True)
+        with around, ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            (extension.waves(x) + x).sum().backward()
+        results.append(x.grad.tolist())  # type: ignore[union-attr]
+    assert results[0] == results[1]
+    assert (results[0] == [1.0] * 3) is bool(modes)
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autocast_casts_what_it_casts_without_us(extension: Any, tmp_path: Path, grad: Callable[[], AbstractContextManager[Any]]) -> None:
+    """What a call is made of is cast where the call itself is not, and stays where the call is."""
+    one, other = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(0.1, 3, 16).reshape(4, 4)
+    weight = torch.linspace(-2, 1, 32).reshape(2, 4, 4)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "an extension": lambda: extension.product(one, other),
+        "bilinear": lambda: nn.functional.bilinear(one, other, weight),
+        "tensordot": lambda: torch.tensordot(one, other, 1),
+        "inner": lambda: torch.inner(one, other),
+        "cov": lambda: torch.cov(one),
+        "cdist": lambda: torch.cdist(one, other, compute_mode="use_mm_for_euclid_dist"),
+        "matmul": lambda: one @ other,
+        "sum": lambda: (one * other).sum(),
+    }
+    results: list[dict[str, Tensor]] = []
+    for around in (nullcontext(), nanscope.watch(out=tmp_path)):
+        with around, grad(), torch.autocast("cpu", torch.bfloat16):
+            results.append({name: call() for name, call in calls.items()})
+    for name in calls:
+        bare, watched = results[0][name], results[1][name]
+        assert bare.dtype is watched.dtype and torch.equal(bare, watched), name
+    assert results[0]["an extension"].dtype is torch.bfloat16 and results[0]["cdist"].dtype is torch.float32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from nanscope.capture.counting import counts_inside
+from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.ops import FLOW, HISTORY_ENDS
@@ -85,7 +85,8 @@ class Operator:
     turns: bool  # in place, but what it changes is how a tensor lies or whether it has a gradient, not its elements
     replayable: bool
     ends: bool  # no gradient flows through it
-    counts_inside: bool  # what it writes is counted by the calls that it is made of
+    inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
+    casts_inside: bool  # and these may be cast
 
     @staticmethod
     def of(func: Any) -> Operator:
@@ -102,7 +103,8 @@ class Operator:
             pure is not None and _is_view(schema_of(pure)),
             name in FLOW,
             name in HISTORY_ENDS,
-            counts_inside(func),
+            left_inside(func),
+            casts_inside(func),
         )
 
 

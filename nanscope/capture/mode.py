@@ -8,14 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from nanscope.capture.counting import is_counted_here
+from nanscope.capture.counting import is_casting, is_counted_here, let_in
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import is_faked, unseen
 from nanscope.errors import Deliberate
 from nanscope.torch_inside import (
     COMPILED_CODE_SEES_MODES,
-    COUNTER,
     TorchDispatchMode,
     around_compiled_code,
     count_function_modes,
@@ -24,7 +23,6 @@ from nanscope.torch_inside import (
     pop_mode,
     push_mode,
     running_backward,
-    set_excluded,
     top_mode,
 )
 
@@ -119,8 +117,8 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # or a backward pass that we did not see begin, or tensors without content
         if not (self.sleeping or self.tape.broken or running_backward() != -1 or (crowded and is_faked())):
             noting = self._door(crowded, self.tape.before, operator, args, kwargs)
-        if operator.counts_inside and self._door(crowded, is_counted_here):
-            with set_excluded(COUNTER, False):
+        if (operator.inside or (operator.casts_inside and is_casting())) and self._door(crowded, is_counted_here):
+            with let_in(operator.inside):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)  # what this raises is the trainer's own

@@ -177,6 +177,7 @@ UNWRITTEN_FACTORIES = _family("empty new_empty")  # memory that somebody has sti
 DATA_FACTORIES = UNWRITTEN_FACTORIES | _family("empty_like empty_strided normal_ rand randint randn randperm uniform_")  # a leaf is data
 GRADIENT_NORMS = _family("_foreach_norm linalg_vector_norm norm")  # what a clip divides by
 SILENT = _family("_assert_async _local_scalar_dense is_nonzero is_same_size record_stream resize_ set_")  # no value comes of them
+MADE_OF_PRODUCTS = _family("_trilinear")  # by calls that autocast casts, and it casts nothing before
 OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they write to, without their underscore
 HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
 
