@@ -316,7 +316,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     attempts = {path.name.removeprefix("was-here."): path.parent for path in tmp_path.glob("runs/2*/was-here.*")}
     assert attempts["0.1"] == attempts["1.1"] and len(runs_in(tmp_path / "runs")) == 2
-    assert attempts.get("0.0", attempts["1.0"]) != attempts["0.1"]
+    assert (attempts.get("0.0") or attempts["1.0"]) != attempts["0.1"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
