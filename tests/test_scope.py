@@ -22,6 +22,7 @@ from nanscope.capture.tape import Tape
 from nanscope.watching import line, narrow, recording
 from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner
+from nanscope.watching.keeping import Keeper
 from nanscope.watching.left import Leavings
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
@@ -329,7 +330,7 @@ PLANTS = [
     (Step, "before_step"),
     (Step, "after_step"),
     (Step, "_examine"),
-    (Step, "_save"),
+    (Keeper, "save"),
     (Step, "_close"),
     (Leavings, "take"),
     (Counts, "begin"),
@@ -381,7 +382,7 @@ def test_our_own_failure_never_stops_training(
     torch.manual_seed(0)
     with nanscope.watch(out=tmp_path, on_nonfinite="record"):
         assert len(grpo_steps(policy(), 3, stale_at(0, 3))) == 3
-    if name not in ("_examine", "_save", "keep", "loss", "snapshot", "narrow", "parameters"):
+    if name not in ("_examine", "save", "keep", "loss", "snapshot", "narrow", "parameters"):
         assert "planted" in caplog.text and "nanscope [" in caplog.text
 
 

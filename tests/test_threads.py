@@ -110,8 +110,8 @@ def test_two_threads_that_train_at_once_come_out_bit_identical(tmp_path: Path) -
     """Healthy or bad: the weights are those of the bare run, each incident has its line, and no two steps have the same name."""
 
     def both() -> list[list[Tensor]]:
-        with ThreadPoolExecutor(2) as pool:
-            return [one.result() for one in [pool.submit(train, 20, -1, 1), pool.submit(train, 20, 18, 2)]]
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            return [one.result() for one in [first.submit(train, 20, -1, 1), second.submit(train, 20, 18, 2)]]
 
     bare = both()
     with nanscope.watch(out=tmp_path) as scope:

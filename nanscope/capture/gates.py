@@ -91,8 +91,9 @@ class Gates:
         with self._threads.aside():
             roots, seeds = _roots(args, kwargs)
             if roots:
-                self._failsafe("pass-on", self._threads.go_on, strand, roots)
-                self._tell(strand.by, (strand.by.eyes or eyes).observer.before_backward, roots, seeds, _is_kept(args, kwargs))
+                with self._threads.alone(strand):
+                    self._failsafe("pass-on", self._threads.go_on, strand, roots)
+                    self._tell(strand.by, (strand.by.eyes or eyes).observer.before_backward, roots, seeds, _is_kept(args, kwargs))
 
     def _told(self, strand: Strand, raised: BaseException | None = None) -> None:
         if strand.eyes is not None:

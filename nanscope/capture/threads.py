@@ -125,7 +125,7 @@ class Threads:
         self._watched: list[Strand] = []
         self._budget = 0  # bytes, for all
         self._lock = threading.Lock()
-        self._passing = threading.Lock()  # held while a step goes from one thread to another
+        self._passing = threading.RLock()  # held while a step goes from one thread to another, or may begin in two of them
 
     def enter(self, eyes: Instruments, undo: contextlib.ExitStack) -> None:
         """Watch the thread that enters the block. undo: lets all threads go."""
@@ -161,6 +161,16 @@ class Threads:
         for other in self._others(strand):
             if eyes is not None and other.eyes is not None and eyes.observer.goes_on_from(other.eyes.observer):
                 self._pass_on(strand, other, eyes.observer.begin_beside if other.inside else eyes.observer.take_over)
+
+    @contextlib.contextmanager
+    def alone(self, strand: Strand) -> Iterator[None]:
+        """Let no other thread begin or take over a step meanwhile; where one does that for long, it may be waiting for us."""
+        held = bool(self._others(strand)) and self._passing.acquire(timeout=PATIENCE)
+        try:
+            yield
+        finally:
+            if held:
+                self._passing.release()
 
     def find_maker(self, strand: Strand, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Find out whose step it is that an optimizer takes: of the thread that has made its gradients, whichever calls it.
@@ -198,7 +208,7 @@ class Threads:
 
     def _pass_on(self, strand: Strand, other: Strand, act: Callable[[Observer], None]) -> None:
         """Let the observer of one thread take something from that of another."""
-        with self._passing, strand.held() as one, other.held() as two:
+        with self.alone(strand), strand.held() as one, other.held() as two:
             if other.eyes is not None and one and two:
                 act(other.eyes.observer)
             else:
@@ -228,7 +238,7 @@ class Threads:
 
     def forked(self) -> None:
         """In a forked process: only the thread that forked is there, and the step that runs is the parent's."""
-        self._lock, self._passing = threading.Lock(), threading.Lock()
+        self._lock, self._passing = threading.Lock(), threading.RLock()
         self._watched = [strand for strand in self._watched if strand.is_mine]
         for strand in self._watched:
             strand.lock = threading.RLock()
