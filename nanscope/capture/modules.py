@@ -179,6 +179,10 @@ class ModuleWatch:
     def forget(self) -> None:
         """Let go of the calls that are remembered."""
         self.reset()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold nothing of the calls that are over."""
         for call in self.finish()[0]:
             call.let_go()
         self._let_go_of_frozen(())

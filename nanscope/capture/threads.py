@@ -53,6 +53,7 @@ class Observer(Protocol):
     def passed_over(self) -> None: ...
     def finish(self, raised: str = "", thread: bool = False) -> None: ...
     def forget(self) -> None: ...
+    def let_go(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class Instruments:
         """Let go of all that is held."""
         self.observer.forget()
         self.modules.forget()
+        self.mode.tape.forget(everything=True)
+
+    def let_go(self) -> None:
+        """Let go of all that is held of tensors, amid whatever runs."""
+        self.observer.let_go()
+        self.modules.let_go()
         self.mode.tape.forget(everything=True)
 
 
@@ -253,6 +260,13 @@ class Threads:
                 self._failsafe("forget", strand.eyes.forget)
             elif strand.eyes is not None:
                 strand.eyes.mode.tape = Tape(0)
+
+    def let_go(self) -> None:
+        """Hold no tensor any more: somebody is about to ask whether he alone does."""
+        for strand in list(self._watched):
+            if strand.eyes is not None and self._is_idle(strand):
+                with strand.lock:
+                    strand.eyes.let_go()
 
     def _add(self, eyes: Instruments) -> None:
         strand = self.here.strand

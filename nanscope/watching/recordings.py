@@ -88,6 +88,11 @@ class Recordings(Sequence[Recording]):
             recording.let_go()
         self._held.clear()
 
+    def let_go_of_weights(self) -> None:
+        """Refer to no weight any more, not even weakly: they are about to be others."""
+        self.let_go()
+        self._bare = ()
+
     def clear(self) -> None:
         """Begin another step."""
         self.let_go()

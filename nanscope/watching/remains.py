@@ -67,6 +67,10 @@ class Remains:
         self._first = {**self._first, **other._first}
         self._fine = max(other._fine[0] or 0, self._fine[0] or 0) or None, self._fine[1]
 
+    def let_go(self) -> None:
+        """Refer to no weight any more: since when each was finite is not known from here on."""
+        self._first = {}
+
     def fine(self, step: int) -> None:
         """After the update of a step all that is updated was finite."""
         self._fine, self._writers = (step, self._tape.log.count), {}

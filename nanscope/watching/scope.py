@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from nanscope.capture import modules
+from nanscope.capture import modules, swaps
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
 from nanscope.capture.mode import TapeMode
@@ -158,6 +158,7 @@ class Scope:
                 self._modules.seen.add(module)
         modules.install(self._threads.here, self._threads.begin, self._failsafe, undo)
         self._gates.install(undo)
+        swaps.install(self._threads, self._failsafe, undo)
         self._threads.enter(self._own, undo)
 
     def _instruments(self, late: bool = False) -> Instruments:

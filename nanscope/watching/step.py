@@ -75,6 +75,7 @@ class Step(Relay):
         )
         self._current: Recording | None = None
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
+        self._again: list[int] = []  # those that it may differentiate again
         self._first = False  # the optimizer that steps has no state yet
         self._stepping = False  # the optimizer has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
@@ -309,6 +310,17 @@ class Step(Relay):
             self._current.let_go()
         self._current = None
         self._course.end()
+
+    def let_go(self) -> None:
+        """Refer to no tensor any more, not even weakly."""
+        if self.runs and self._recordings:
+            self._logbook.gap("swapped", "what was recorded of a step before its weights were swapped for others", self.number)
+        if self._current is not None:
+            self._current.let_go()
+        self._current = None
+        self._recordings.let_go_of_weights()
+        self._remains.let_go()
+        self._bare.clear()
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
