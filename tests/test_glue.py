@@ -82,6 +82,11 @@ class Outer(nn.Module):
         return out
 
 
+def lies_otherwise(m: Models) -> Tensor:
+    hidden = torch.log(m.first(IDS) * 0).view(2, 3, 4)
+    return m.third(hidden[:, :-1])
+
+
 def inside_a_module(m: Models) -> Tensor:
     out: Tensor = Outer(m)(IDS)
     return out
@@ -105,6 +110,7 @@ LINES: dict[str, tuple[Callable[[Models], Tensor], str]] = {
     "without gradient": (without_gradient, "log"),
     "of a frozen module": (of_a_frozen_one, "log"),
     "by keyword, with a weight of its own": (by_keyword, "log"),
+    "a part of it, which does not lie as its copy": (lies_otherwise, "log"),
     "inside a module": (inside_a_module, "log"),
     "the loss reads it, too": (both, "log"),
     "in its backward": (backward, "sqrt"),

@@ -11,12 +11,13 @@ So what led to the arguments of a model is taken from the tape with the loss: a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nanscope.capture.modules import KEPT_BYTES, Address, ModuleCall, place_of, tensors_in, version_of
 from nanscope.capture.tape import Tape
+from nanscope.program.calls import Call, Ref
 from nanscope.program.local import local
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.program import Program
@@ -34,6 +35,13 @@ class Glue:
     def is_whole(self) -> bool:
         """Is all that the program reads still there?"""
         return all(local(tensor) is not None for tensor in self.tensors.values())
+
+    def leading_to(self, argument: int) -> Program:
+        """Return the program with its result under another id: as a copy, which may lie otherwise than what was copied."""
+        if argument == self.program.output:
+            return self.program
+        copy = Call("aten.clone.default", (Ref(self.program.output),), (), (argument,))
+        return replace(self.program, calls=(*self.program.calls, copy), output=argument)
 
 
 def glue_before(tape: Tape, calls: Iterable[ModuleCall]) -> tuple[Glue, ...]:

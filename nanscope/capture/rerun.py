@@ -98,7 +98,9 @@ class Reruns:
                     origin = address(again.copies.original(own[leaf.id]))
                     known, glue = current.get(origin), None if again.stale else self.glue_of(origin)
                     if glue is not None and leaf.origin != "parameter" and leaf.id not in outputs:
-                        mapping[leaf.id], between[leaf.id] = glue.program.output, glue
+                        between[leaf.id] = glue
+                        if own[leaf.id].stride() == again.copies.original(own[leaf.id]).stride():
+                            mapping[leaf.id] = glue.program.output
                         continue
                     if known is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         mapping[leaf.id] = known
@@ -110,8 +112,8 @@ class Reruns:
                 own_leaves = (leaf for leaf in part.leaves if leaf.id not in between)
                 leaves_of = tuple(self._as_made(leaf, again.copies.original(own[leaf.id])) for leaf in own_leaves)
                 parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
-            for glue in between.values():
-                parts.insert(0, glue.program)
+            for leaf_id, glue in between.items():
+                parts.insert(0, glue.leading_to(mapping[leaf_id]))
                 leaves.update(glue.tensors)
                 _go_on(glue, wanted, current)
             offset += tape.length

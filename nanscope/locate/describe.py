@@ -41,7 +41,7 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
         value=at(tensor, flat),
         operands=() if call is None else tuple(_operand(trace, source) for source in sources(call, trace.values, value, flat)),
         variable=trace.names.name(value),
-        role=_role(trace, value, leaf, via),
+        role=_role(trace, value, leaf, via, call is None),
         site=_first_reader(trace, value) if call is None else program.site_of(call),
         leaf=leaf,
         masked=masked,
@@ -85,14 +85,14 @@ def _source(leaf: Leaf | None) -> str:
     return leaf.origin
 
 
-def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None) -> Role | None:
+def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bool) -> Role | None:
     if trace.program.computes is Computes.UPDATE:
         return Role.OPTIMIZER
     if trace.program.computes is Computes.GRADIENT:
         return Role.GRAD
     if leaf is not None and leaf.origin == "parameter":
         return Role.WEIGHTS
-    if leaf is not None and any(call.module for call in trace.program.readers(value)[:1]):
+    if came and any(call.module for call in trace.program.readers(value)[:1]):
         return Role.HIDDEN  # read inside the model
     return trace.names.role(value, via=via)
 

@@ -102,6 +102,11 @@ def _over_nothing(seen: Observation) -> bool:
     return (seen.origin.number(1) == 0 and seen.facts.mask_denominator) or (_nan(seen) and seen.facts.selects_nothing)
 
 
+def _never_written(seen: Observation) -> bool:
+    """Was a weight, as far as is seen, never anything but what had been in its memory before?"""
+    return seen.poisoned_at is None and seen.past.fine_at is None and (seen.past.unwritten or seen.facts.unwritten)
+
+
 def _is_masked(seen: Observation) -> bool:
     """Does a mask take the element out? A token of which minimum picks the other side counts all the same."""
     return seen.origin.masked is True and not (seen.origin.masked_by or "").endswith(CLIPPED)
@@ -110,8 +115,7 @@ def _is_masked(seen: Observation) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(Phase.WEIGHTS, None, _finite, Cause.HW_BITFLIP),
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
-    Rule(Phase.WEIGHTS, None, lambda o: o.poisoned_at is not None, Cause.POISONED_WEIGHTS),
-    Rule(Phase.WEIGHTS, None, lambda o: o.past.fine_at is None and (o.past.unwritten or o.facts.unwritten), Cause.UNINITIALIZED),
+    Rule(Phase.WEIGHTS, None, _never_written, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
     Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
