@@ -209,6 +209,11 @@ def number_of(node: Any) -> int:
         return 1 + max((number for number in given if number < NEVER), default=-1)
 
 
+def is_at_hand(saved: Any) -> bool:
+    """Does an autograd node hold a tensor itself, and no hook would have to fetch it or to compute it? Before torch 2.10 none tells."""
+    return getattr(saved, "unpack_hook", saved) is None
+
+
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
     """Return what a scaler multiplies losses by, where it lies, None if it has not begun."""
     scale: Tensor | None = getattr(scaler, "_scale", None)
@@ -228,6 +233,11 @@ def reduction_hooks(replicas: object) -> list[str] | None:
     """Return the names of what somebody has put in the place of DDP's all-reduce, None where torch does not tell."""
     hooks: list[tuple[object, object]] | None = getattr(replicas, "_comm_hooks", None)
     return None if hooks is None else [getattr(hook, "__name__", "") for hook, _ in hooks]
+
+
+def is_flat(weight: Tensor) -> bool:
+    """Is it the one weight that the first FSDP makes of many? Between two uses it is only this rank's part."""
+    return hasattr(weight, "_is_flat_param")
 
 
 # -- modules --------------------------------------------------------------------------------------------------------------------------

@@ -38,12 +38,20 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", shape or (torch.distributed.get_world_size(),), mesh_dim_names=names)
 
 
+class Burst(nn.Module):
+    """A part without weights, deep in a model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.exp(x.abs() * 0 + 100.0)
+
+
 class Policy(nn.Module):
     def __init__(self, reduces: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 8)
         self.hidden = nn.Linear(8, 8)
         self.drop = nn.Dropout(0.1)
+        self.burst = Burst()
         self.head = nn.Linear(8, WORDS)
         self.overflows = False
         self.reduces = reduces  # a collective in a model of plain weights, as one of hand-made parallel layers has it
@@ -57,7 +65,7 @@ class Policy(nn.Module):
         if self.reduces:
             DTensor.from_local(x.detach(), MESHES[-1], [Partial()], run_check=False).full_tensor()
         if self.overflows:
-            x = x + torch.exp(x.abs() * 0 + 100.0)
+            x = self.burst(x)
         return x
 
     def end(self, x: Tensor) -> Tensor:
@@ -71,7 +79,7 @@ class Stage(Policy):
     def __init__(self, net: Policy, last: bool) -> None:
         nn.Module.__init__(self)
         self.last, self.overflows, self.reduces = last, False, False
-        for name in ("head",) if last else ("embed", "hidden", "drop"):
+        for name in ("head",) if last else ("embed", "hidden", "drop", "burst"):
             setattr(self, name, getattr(net, name))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from nanscope.capture.alone import Alone, NotIsolated, alone
+from nanscope.capture.alone import Alone, NotIsolated, alone, has_peers
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,12 @@ def test_one_process_has_nobody_to_wait_for(mesh: DeviceMesh) -> None:
     """A group of one may be asked."""
     with alone():
         distributed.all_reduce(torch.ones(1))
+
+
+def test_one_process_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has a group of one."""
+    assert not has_peers()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for size, expected in ((1, False), (2, True)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
+        assert has_peers() is expected

@@ -22,7 +22,7 @@ First = tuple[int, str, str] | None  # of a rank's first incident: the rank that
 
 MASK = (0, "empty_mask_mean", "div")
 WHERE = (0, "where_grad_trap", "exp")
-MODULE = (0, "unknown", "module")
+INSIDE = (0, "exp_overflow", "exp")
 UPDATE = (0, "unknown", "addcdiv")
 NORM = "inf_grad_norm_clip", "linalg_vector_norm"
 POISONED = (0, "poisoned_weights", "parameter")
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[First, First]] = {
     "ddp:none": (None, None),
     "ddp:loss": (MASK, MASK),
     "ddp:edge": (WHERE, WHERE),
-    "ddp:model": ((0, "exp_overflow", "exp"), (0, "exp_overflow", "exp")),
+    "ddp:model": (INSIDE, INSIDE),
     "ddp:optimizer": ((0, "unknown", "mul"), (0, "uninitialized", "parameter")),
     "ddp:clip": ((0, *NORM), (1, *NORM)),
     "ddp:late": ((0, "unknown", "write"), POISONED),
@@ -41,35 +41,36 @@ CASES: dict[str, tuple[First, First]] = {
     "fsdp1:loss": (MASK, MASK),
     "fsdp1:clip": ((0, *NORM), (1, *NORM)),
     "fsdp1:optimizer": (UPDATE, (1, "unknown", "module")),
-    "fsdp1_orig:model": (MODULE, MODULE),
+    "fsdp1:model": (INSIDE, INSIDE),
+    "fsdp1_orig:model": (INSIDE, INSIDE),
     "fsdp1_orig:late": ((0, "unknown", "backward"), (1, "unknown", "module")),
     "fsdp2:none": (None, None),
     "fsdp2:loss": (MASK, MASK),
     "fsdp2:loss_all": (MASK, (1, *MASK[1:])),
     "fsdp2:edge": (WHERE, WHERE),
-    "fsdp2:model": (MODULE, MODULE),
+    "fsdp2:model": (INSIDE, INSIDE),
     "fsdp2:optimizer": (UPDATE, (1, "unknown", "module")),
     "fsdp2:clip": ((0, *NORM), (1, *NORM)),
     "fsdp2:late": ((0, "unknown", "write"), (1, "unknown", "module")),
     "tp:none": (None, None),
     "tp:loss_all": (MASK, (1, *MASK[1:])),
     "tp:edge_all": (WHERE, (1, *WHERE[1:])),
-    "tp:model_all": (MODULE, (1, *MODULE[1:])),
+    "tp:model_all": (INSIDE, (1, *INSIDE[1:])),
     "tp:optimizer": ((0, "magnitude_overflow", "addcdiv"), (1, "unknown", "module")),
     "tp:clip_all": ((0, *NORM), (1, *NORM)),
     "tp_loss:loss_all": ((0, "unknown", "unknown"), (1, "unknown", "unknown")),
     "manual:loss": (MASK, MASK),
     "manual:late": ((0, "unknown", "write"), POISONED),
-    "reducing:model": (MODULE, MODULE),
+    "reducing:model": (INSIDE, INSIDE),
     "reducing:edge": (WHERE, WHERE),
     "pipeline:none": (None, None),
     "pipeline:loss": ((1, *MASK[1:]),) * 2,
     "pipeline:edge": ((1, *WHERE[1:]),) * 2,
-    "pipeline:model": ((0, "exp_overflow", "exp"),) * 2,
+    "pipeline:model": (INSIDE,) * 2,
     "pipeline:late": ((0, "unknown", "write"), (1, "unknown", "write")),
     "pipeline_1f1b:none": (None, None),
     "pipeline_1f1b:loss": ((1, *MASK[1:]),) * 2,
-    "pipeline_1f1b:model": ((0, "exp_overflow", "exp"),) * 2,
+    "pipeline_1f1b:model": (INSIDE,) * 2,
 }
 OF_FOUR: dict[str, tuple[First, ...]] = {
     "ddp:loss": (MASK,) * 4,
@@ -77,7 +78,8 @@ OF_FOUR: dict[str, tuple[First, ...]] = {
     "hsdp:none": (None,) * 4,
     "hsdp:loss": (MASK,) * 4,
     "hsdp:edge": (WHERE,) * 4,
-    "hsdp:model": (MODULE,) * 4,
+    "hsdp:model": (INSIDE,) * 4,
+    "fsdp2_tp:model_all": tuple((rank, *INSIDE[1:]) for rank in range(4)),
     "fsdp2_tp:none": (None,) * 4,
     "fsdp2_tp:loss": (MASK, (1, *MASK[1:]), MASK, MASK),
     "fsdp2_tp:edge_all": tuple((rank, *WHERE[1:]) for rank in range(4)),
@@ -86,7 +88,7 @@ OF_FOUR: dict[str, tuple[First, ...]] = {
 DEEPSPEED: dict[str, tuple[First, First]] = {  # ZeRO drops a step that overflowed, and on a rank that made none of it nothing is to be seen
     "deepspeed0:none": (None, None),
     "deepspeed0:loss": (MASK, MASK),
-    "deepspeed0:model": ((0, "exp_overflow", "exp"), (0, "exp_overflow", "exp")),
+    "deepspeed0:model": (INSIDE, INSIDE),
     "deepspeed1:loss": (MASK, None),
     "deepspeed1:edge_all": (WHERE, (1, *WHERE[1:])),
     "deepspeed2:none": (None, None),
@@ -261,6 +263,18 @@ def test_the_element_of_a_sharded_weight_is_told_by_its_global_index(told: Told)
     assert "global index [6, 4] of [12, 8]" in told[4, "fsdp2_tp:loss:record"][3]["sentences"][1]
 
 
+def test_the_inside_of_a_model_that_no_rank_can_run_alone_is_told(told: Told) -> None:
+    """The operation and the part of the model, from what autograd has kept; where that is not enough it is said why no more was seen."""
+    cases = [(2, case) for case in ("fsdp1:model", "fsdp1_orig:model", "fsdp2:model", "tp:model_all", "reducing:model")]
+    for case in (*cases, (4, "hsdp:model"), (4, "fsdp2_tp:model_all")):
+        line = told[case[0], f"{case[1]}:record"][0]
+        assert "exp overflowed to +inf at [0, 0, 0] of [2, 4, 8], in " in line["sentence"] and "burst (Burst)" in line["sentence"]
+        assert {"not_run_again", "kept_by_autograd"} <= {slug for slug, _ in line["notes"]}
+    for case in ("fsdp1:optimizer", "fsdp2:optimizer", "tp:optimizer"):  # the weight that is bad is another rank's part of it
+        sentence = told[2, f"{case}:record"][1]["sentence"]
+        assert "The model was not run again: it " in sentence and "came out of " in sentence
+
+
 MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = {  # causes that the run's report tells, and its ranks
     "ddp:none": ([], {"healthy": (0, 1)}),
     "ddp:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
@@ -270,9 +284,9 @@ MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = { 
     "fsdp1_orig:late": ([(0, "unknown")], {"same step": (0,), "later": (1,)}),
     "fsdp2:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
     "fsdp2:loss_all": ([(0, "empty_mask_mean")], {"first": (0, 1)}),
-    "fsdp2:model": ([(0, "unknown")], {"first": (0,), "same step": (1,)}),
+    "fsdp2:model": ([(0, "exp_overflow")], {"first": (0,), "same step": (1,)}),
     "fsdp2:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
-    "tp:model_all": ([(0, "unknown")], {"first": (0, 1)}),
+    "tp:model_all": ([(0, "exp_overflow")], {"first": (0, 1)}),
     "pipeline:loss": ([(1, "empty_mask_mean")] * 2, {"first": (1,), "same step": (0,)}),
     "pipeline:model": ([(0, "exp_overflow")] * 2, {"first": (0,), "same step": (1,)}),
     "tp:optimizer": ([(0, "magnitude_overflow")], {"first": (0,), "later": (1,)}),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import nanscope
 from nanscope.frameworks.rows import Framework
-from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
+from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
 
 TINY = Framework("tiny", "tiny", "1.0", ("tiny/",), batch=("batch", "ids", "mask"))
 IDS, MASK = torch.tensor([[1, 2]]), torch.tensor([[1, 0]])
@@ -106,12 +106,3 @@ def test_the_environment_is_what_a_stranger_asks_first() -> None:
     nobody = environment(None, "no-such-distribution")
     assert "no-such-distribution" not in nobody["versions"] and nobody["dtype"] == "float32"
     assert "pytest" not in environment(None, None)["versions"]
-
-
-def test_one_process_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor has a group of one."""
-    assert not has_peers()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for size, expected in ((1, False), (2, True)):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
-        assert has_peers() is expected

@@ -23,6 +23,11 @@ class NotIsolated(LookupError):
     """Something cannot be run again by this process alone, without touching what is the trainer's; the message says why."""
 
 
+def has_peers() -> bool:
+    """Is this process one of several that train together?"""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def refuse_collective(func: Any) -> None:
     """Raise NotIsolated if an operator needs the other ranks."""
     if getattr(func, "namespace", "") in _COLLECTIVES and schema_of(func).name.split("::")[1] not in _LOCAL:
@@ -48,8 +53,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def alone() -> Iterator[None]:
     """Refuse whatever needs other ranks, if there are any."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if has_peers():
         with Alone():  # type: ignore[no-untyped-call]
             yield
     else:

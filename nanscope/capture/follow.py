@@ -321,7 +321,7 @@ def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Se
                 return
             for grad in returned:
                 if grad is not None and (kinds := kinds_of(grad)):
-                    op, site = backward_of(node) if is_custom(node) else (_op_of(node), None)
+                    op, site = backward_of(node) if is_custom(node) else (op_of(node), None)
                     found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site))
                     return
 
@@ -354,7 +354,7 @@ def part_of(number: int, spans: Sequence[tuple[int, int, str]]) -> str:
     return min(around)[1] if around else ""
 
 
-def _op_of(node: Any) -> str:
+def op_of(node: Any) -> str:
     """ExpBackward0 → exp."""
     name = re.sub(r"Backward\d*$", "", type(node).__name__)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

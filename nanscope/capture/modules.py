@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from nanscope.capture.account import Balance, Holding
+from nanscope.capture.alone import has_peers
 from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.parts import Parts
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.program.local import is_plain, unwrapped
 from nanscope.torch_inside import (
@@ -162,6 +164,8 @@ class ModuleWatch:
         self.caller: Callable[[], tuple[CodeType | None, int]] = lambda: (None, -1)
         self.failsafe = failsafe
         self._suspend, self._resume = suspend, resume
+        self.noting: Parts | None = None  # `parts`, while a model is called with gradients enabled
+        self.parts: Parts | None = None  # where there are other ranks, without which the model may not be run again
         self._open: nn.Module | None = None
         self._depth = 0
         self._began: tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool] | None = None
@@ -204,8 +208,17 @@ class ModuleWatch:
                 # a transform (vmap, grad) hands over tensors that stand for others
                 known = transform() is None
                 self._began = (rng_state() if grad or module.training else (), autocast_state(), grad) if known else None
+                self._note_parts(grad)
             self._suspend()
             self._open, self._depth = module, 1
+
+    def _note_parts(self, grad: bool) -> None:
+        """Note what autograd makes in which part of a model that is called now, or nothing."""
+        if self.parts is None and has_peers():
+            self.parts = Parts()
+        self.noting = self.parts if grad else None
+        if self.noting is not None:
+            self.noting.begin()
 
     def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._open = None
@@ -357,14 +370,20 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
             failsafe("module-begins", watch._begin, module)
         elif module is watch._open:
             watch._depth += 1
+        elif watch.noting is not None:
+            watch.noting.enter(module)
 
     def after(module: nn.Module, args: Any, *rest: Any) -> None:
         watch = own.modules
-        if watch is not None and module is watch._open and not torch.compiler.is_compiling():
+        if watch is None or watch._open is None or torch.compiler.is_compiling():
+            return
+        if module is watch._open:
             watch._depth -= 1
             if not watch._depth:
                 # torch hands over (kwargs, output), but after an exception only None
                 failsafe("module-ends", watch._end, module, args, *(rest if len(rest) == 2 else ({}, None)))
+        elif watch.noting is not None:
+            watch.noting.leave(module)
 
     first = hooks.register_module_forward_pre_hook(before)
     undo.callback(first.remove)

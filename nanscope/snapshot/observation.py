@@ -50,7 +50,8 @@ HANDED = "handed"  # whoever called backward with it
 RECEIVED = "received"  # another rank, which sent it
 
 
-FED = frozenset({"module", "unknown"})  # an origin that nobody could look into: it came out of the model
+MODULE = "module"  # a part of the model, in which nobody could look further
+FED = frozenset({MODULE, "unknown"})  # an origin that nobody could look into: it came out of the model
 
 
 class Came(StrEnum):

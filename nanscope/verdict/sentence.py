@@ -13,6 +13,7 @@ from nanscope.program.ops import TOO_MANY_TO_NAME
 from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
+    FED,
     HANDED,
     HOOKED,
     RECEIVED,
@@ -36,7 +37,14 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     info, narrower = CAUSES[cause], _VARIETIES.get(cause)
     why = "" if cause is Cause.UNKNOWN else info.variety if narrower is not None and narrower(seen) else info.title
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
-    return ". ".join(part for part in (what(seen), _capital(why), _capital(end)) if part) + "."
+    return ". ".join(part for part in (what(seen), _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
+
+
+def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
+    """Why nothing is told of the inside of a model, "" where something is, or nobody knows."""
+    note = next((text for slug, text in snapshot.notes if slug == "not_run_again"), "")
+    reason = note.partition("the model could not be run again on a copy: ")[2].partition("; what is told")[0]
+    return f"The model was not run again: {reason}" if reason and seen.origin.op in FED else ""
 
 
 _VARIETIES: dict[Cause, Callable[[Observation], bool]] = {
@@ -145,7 +153,7 @@ def _made_here(seen: Observation) -> str:
         where = f", read at {_where(p.file, p.line)}" if p.file else ""
         return f"{p.variable or 'a value'} was {number(p.value)}{_at(p)}{_inside(p)} when it came out of code that was not recorded{where}"
     if p.op in ("unknown", "module"):
-        return f"{p.variable or 'a value'} came out of the model as {number(p.value)}{_at(p)}"
+        return f"{p.variable or 'a value'} came out of {p.module or 'the model'} as {number(p.value)}{_at(p)}"
     return _made(p, _inside(p), seen.suspect)
 
 
@@ -167,7 +175,8 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     else:
         head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
     numbers = f": {p.op}({args}) = {result}" if p.operands else ""
-    return f"{head}{_at(p)}{inside}, {_where(p.file, p.line)}{numbers}{limit}"
+    where = f"in {p.module}" if p.module and not p.file else _where(p.file, p.line)
+    return f"{head}{_at(p)}{inside}, {where}{numbers}{limit}"
 
 
 def _where(file: str | None, line: int | None) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanscope.capture.alone import has_peers
 from nanscope.capture.modules import ModuleWatch, tensors_in
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError, words_of
@@ -65,7 +66,7 @@ from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import unscaled
-from nanscope.watching.surroundings import environment, find_trainer, has_peers, logged_loss, sampled, settings
+from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
 
 log = logging.getLogger("nanscope")
 

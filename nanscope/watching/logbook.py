@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from nanscope.capture.alone import has_peers
 from nanscope.program.program import Program
 from nanscope.snapshot.aside import Aside, is_near
 from nanscope.snapshot.bad_step import BadStep
@@ -43,7 +44,7 @@ from nanscope.watching.place import Place, is_ranked, rank_and_world, settle_som
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.share import Share
-from nanscope.watching.surroundings import environment, has_peers
+from nanscope.watching.surroundings import environment
 from nanscope.watching.telling import Teller
 from nanscope.watching.turns import Turns, in_turn
 

@@ -168,7 +168,18 @@ def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None
         return look
     follow = _followed_back if backward else _followed
     followed = _run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
-    return followed or _given_bad(recording, reruns) or look
+    return followed or _given_bad(recording, reruns) or _kept(recording, reruns) or look
+
+
+def _kept(recording: Recording, reruns: Reruns) -> Look | None:
+    """Return what was seen of the model before its backward pass, which may be all there is where it cannot be run again."""
+    if recording.within is None:
+        if reruns.watch.parts is not None:
+            reruns.watch.parts.eager = True
+        return None
+    seen, note = recording.within
+    reruns.note(*note)
+    return _seen(seen)
 
 
 def _given_bad(recording: Recording, reruns: Reruns) -> Look | None:

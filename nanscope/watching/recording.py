@@ -16,6 +16,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
 from nanscope.capture.glue import Glue, glue_before
 from nanscope.capture.modules import Address, ModuleCall
+from nanscope.capture.parts import Parts
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
@@ -24,6 +25,7 @@ from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.torch_inside import compiles_backward, hooks_on
 from nanscope.watching.scale import LossScale
+from nanscope.watching.within import Seen, is_known, seen_within
 
 
 def finite_batch(recording: Recording) -> list[Tensor]:
@@ -48,8 +50,9 @@ class Recording:
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
-    begin with. others: hooks of the trainer's on the gradients of the loss program. glue: what led to the arguments of the models. aside:
-    where it was given some, what leads to the value that it began at: of no use unless that is bad itself.
+    begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of the
+    loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began at:
+    of no use unless that is bad itself.
     """
 
     program: Program | None
@@ -71,6 +74,7 @@ class Recording:
     places: dict[int, Address] = field(default_factory=dict)
     frozen: list[ModuleCall] = field(default_factory=list)
     seeds: tuple[Tensor, ...] = ()
+    within: Seen | None = None
     others: list[Any] = field(default_factory=list)
     glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
@@ -82,13 +86,19 @@ class Recording:
         self.others = [hook for tensor in held for hook in hooks_on(tensor)]
         self.glue = glue_before(tape, self.all_calls())
 
-    def watch(self, failsafe: Failsafe, account: Balance) -> None:
-        """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it."""
+    def watch(self, failsafe: Failsafe, account: Balance, parts: Parts | None = None) -> None:
+        """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it.
+
+        parts: of a model that trains on several ranks.
+        """
+        known = parts is not None and is_known(self.loss, parts)
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
         self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
         self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
+        if parts is not None:
+            failsafe("within", self._look_within, parts, known)
         if compiles_backward():
             return  # what comes out of it is looked at when the optimizer steps
         failsafe("kernel", self._watch_kernel, failsafe, limit)
@@ -99,6 +109,13 @@ class Recording:
                 node = tensor.grad_fn
                 if node is not None and custom.is_custom(node):
                     self._watch_custom(node, leaf.id, failsafe, limit)
+
+    def _look_within(self, parts: Parts, known: bool) -> None:
+        spans = parts.take()
+        if known and not bool(self.flags[0]):
+            leaves = {leaf.id for leaf in self.program.leaves if leaf.diff} if self.program is not None else set()
+            outputs = [tensor for number, tensor in self.edge().items() if number in (*leaves, HIDDEN)]
+            self.within = seen_within(outputs if self.program is not None else [self.loss], self.calls, spans)
 
     def open_forward(self) -> None:
         """Take up the program of a value that is bad and that backward was given a gradient for: its forward pass tells why."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nanscope.capture.alone import has_peers
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.torch_inside import count_collectives, reduction_hooks
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.surroundings import has_peers
 
 HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # of DDP: those that leave all ranks with the same
 REFUSED = (

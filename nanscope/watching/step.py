@@ -140,7 +140,7 @@ class Step(Relay):
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         self._failsafe("glue", recording.look_between, self._tape)
-        recording.watch(self._failsafe, self._tape.account)
+        recording.watch(self._failsafe, self._tape.account, self._modules.parts)
         if not (recording.waits or all(map(bool, recording.flags))):
             self._failsafe("remains", lambda: self._remains.look_back(self._updated()))
 

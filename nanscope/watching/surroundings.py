@@ -81,8 +81,3 @@ def environment(loss: Tensor | None, package: str | None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def has_peers() -> bool:
-    """Is this process one of several that train together?"""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
