@@ -13,7 +13,7 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import CodeType
@@ -238,6 +238,15 @@ def reduction_hooks(replicas: object) -> list[str] | None:
 def is_flat(weight: Tensor) -> bool:
     """Is it the one weight that the first FSDP makes of many? Between two uses it is only this rank's part."""
     return hasattr(weight, "_is_flat_param")
+
+
+def shards_of(weight: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
+    """Yield, for the weights of which this rank holds a part in a flat one: name, shape, where that begins in the flat one's own part and
+    in the weight, and how long it is."""
+    tables = (getattr(weight, name, ()) for name in ("_fqns", "_shapes", "_shard_param_infos"))
+    for name, shape, info in zip(*tables, strict=False):
+        if info.in_shard:
+            yield name, tuple(shape), info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard
 
 
 # -- modules --------------------------------------------------------------------------------------------------------------------------

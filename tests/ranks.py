@@ -320,6 +320,11 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def reason(error: BaseException) -> BaseException:
+    """What an error was raised from; a pipeline raises one of its own."""
+    return error if error.__cause__ is None else reason(error.__cause__)
+
+
 def case(name: str, out: str) -> dict[str, Any]:
     kind, fault, mode = name.split(":")
     said = Lines()
@@ -327,12 +332,19 @@ def case(name: str, out: str) -> dict[str, Any]:
     try:
         bare = train(kind, fault, contextlib.nullcontext())
         scope = nanscope.watch(out=f"{out}/{name.replace(':', '-')}", on_nonfinite=mode)
-        watched = train(kind, fault, scope)
+        stopped, watched = "", {"issued": -1}
+        try:
+            watched = train(kind, fault, scope)
+        except Exception as error:
+            if mode != "stop":
+                raise
+            stopped = type(reason(error)).__name__  # of a rank that another one has left alone, what its collective says of that
         found = scope.verdict
         first = found.incidents[0] if found.incidents else None
         return {
             "bare": bare,
             "watched": watched,
+            "stopped": stopped,
             "status": found.status,
             "steps": scope.steps,
             "skipped": scope.skipped,
@@ -355,12 +367,13 @@ def main(rank: int, world: int, port: int, out: str, cases: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    patience = datetime.timedelta(seconds=60)
+    patience, short = datetime.timedelta(seconds=60), datetime.timedelta(seconds=12)  # short: for whoever is left alone
     store = torch.distributed.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=patience)
     for number, name in enumerate(cases):
         if not torch.distributed.is_initialized():
             own = torch.distributed.PrefixStore(f"{number} {name}", store)
-            torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=patience)
+            wait = short if name.endswith(":stop") else patience
+            torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=wait)
         print(json.dumps({"case": name, **case(name, out)}), flush=True)
         if "deepspeed" not in name:  # which keeps its group, and comes last
             torch.distributed.destroy_process_group()

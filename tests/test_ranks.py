@@ -90,6 +90,9 @@ DEEPSPEED: dict[str, tuple[First, First]] = {  # ZeRO drops a step that overflow
     "deepspeed0:loss": (MASK, MASK),
     "deepspeed0:model": (INSIDE, INSIDE),
     "deepspeed1:loss": (MASK, None),
+    "deepspeed1:model": (INSIDE, None),
+    "deepspeed1:optimizer": (UPDATE, (1, *POISONED[1:])),
+    "deepspeed2:optimizer": (UPDATE, (1, *POISONED[1:])),
     "deepspeed1:edge_all": (WHERE, (1, *WHERE[1:])),
     "deepspeed2:none": (None, None),
     "deepspeed2:loss_all": (MASK, (1, *MASK[1:])),
@@ -121,6 +124,13 @@ SKIPS: dict[tuple[int, str], tuple[list[list[int]], set[int]]] = {
     (4, "hsdp:loss"): ([[3]] * 4, set()),
     (4, "hsdp:loss_raw"): ([[]] * 4, {0, 1, 2, 3}),
     (4, "fsdp2_tp:loss"): ([[3]] * 4, set()),
+}
+
+# With "stop": how the run ends on each rank.
+STOPS: dict[tuple[int, str], tuple[str, ...]] = {
+    (2, "ddp:none"): ("", ""),
+    (2, "ddp:loss"): ("NonFiniteError", "NonFiniteError"),
+    (2, "fsdp2:loss"): ("NonFiniteError", "RuntimeError"),  # left alone in a collective: what its backend makes of that passes through
 }
 
 Told = dict[tuple[int, str], list[dict[str, Any]]]  # by number of ranks and case, what each rank says
@@ -167,7 +177,9 @@ def told(folder: Path) -> Told:
     found: Told = {}
     for world, cases in WORLDS.items():
         skips = [case for ranks, case in SKIPS if ranks == world]
-        ordered = sorted((*(f"{case}:record" for case in cases), *(f"{case}:skip" for case in skips)), key=lambda case: "deepspeed" in case)
+        stops = [case for ranks, case in STOPS if ranks == world]
+        named = (*(f"{case}:record" for case in cases), *(f"{case}:skip" for case in skips), *(f"{case}:stop" for case in stops))
+        ordered = sorted(named, key=lambda case: "deepspeed" in case)
         found |= run(world, folder / str(world), ordered)
     return found
 
@@ -242,6 +254,15 @@ def test_all_ranks_skip_or_none(world: int, case: str, told: Told) -> None:
             assert line["watched"] == line["bare"]
 
 
+@pytest.mark.parametrize(("world", "case"), STOPS)
+def test_ranks_stop_where_they_see_it(world: int, case: str, told: Told) -> None:
+    """Before the update; nobody waits for whoever has stopped longer than its own collectives do."""
+    lines = told[world, f"{case}:stop"]
+    assert tuple(line["stopped"] for line in lines) == STOPS[world, case]
+    for line in lines:
+        assert "error" not in line and line["steps"] == (2 if any(STOPS[world, case]) else 4)
+
+
 def test_stages_of_a_pipeline_say_what_the_others_sent_them(told: Told) -> None:
     """A value goes on to the next stage and its gradient comes back: neither is blamed on the batch, nor on the stage's own backward."""
     for kind in ("pipeline", "pipeline_1f1b"):
@@ -261,6 +282,16 @@ def test_the_element_of_a_sharded_weight_is_told_by_its_global_index(told: Told)
     assert "global index [6, 0] of [12, 8]" in told[4, "hsdp:loss:record"][1]["sentences"][1]
     assert "the reduce-scatter of its shard's gradient brought it. rank 0: -(surrogate" in told[4, "hsdp:loss:record"][1]["sentences"][1]
     assert "global index [6, 4] of [12, 8]" in told[4, "fsdp2_tp:loss:record"][3]["sentences"][1]
+
+
+def test_an_element_of_a_flat_weight_is_told_of_the_weight_that_lies_there(told: Told) -> None:
+    """The first FSDP and DeepSpeed's ZeRO lay all weights end to end: a place in that helps nobody."""
+    sentences = [line["sentences"][-2:] for line in told[2, "fsdp1:loss:record"]]
+    assert "the weight embed.weight was already NaN at global index [0, 0] of [12, 8]" in sentences[0][1]
+    assert "the gradient of hidden.weight is NaN at global index [5, 2] of [8, 8]" in sentences[1][0]
+    for stage in (1, 2) if (2, "deepspeed1:optimizer:record") in told else ():
+        first = told[2, f"deepspeed{stage}:optimizer:record"][0]["sentence"]
+        assert "the update of AdamW made module.embed.weight NaN at global index [0, 0] of [12, 8]" in first
 
 
 def test_the_inside_of_a_model_that_no_rank_can_run_alone_is_told(told: Told) -> None:
@@ -305,9 +336,10 @@ def test_the_report_of_a_run_tells_one_cause_and_who_followed(case: str, told: T
 
 
 def test_the_report_says_what_carried_it(told: Told, folder: Path) -> None:
-    """Replicas share a reduction, the stages of a pipeline send to each other."""
+    """Replicas share a reduction, shards one that scatters, the stages of a pipeline send to each other."""
     del told
-    carried = {"ddp-loss": "by all-reduce", "pipeline-loss": "sent by another stage", "pipeline-model": "sent by another stage"}
+    shards = dict.fromkeys(("fsdp2-loss", "fsdp1-loss"), "by reduce-scatter")
+    carried = {"ddp-loss": "by all-reduce", **shards, "pipeline-loss": "sent by another stage", "pipeline-model": "sent by another stage"}
     for case, words in carried.items():
         found = verdict_of(find_run(folder / "2" / f"{case}-record")[0])
         assert found.sentence.endswith(f"1 rank in the same step ({words}) followed."), found.sentence

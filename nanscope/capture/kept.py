@@ -9,13 +9,14 @@ have to fetch or to compute (offloading, checkpointing) is left alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from nanscope.capture.follow import FINE, Kinds, kinds_of, op_of
 from nanscope.capture.modules import tensors_in
@@ -173,16 +174,15 @@ def _around(numbers: Sequence[int], spans: Sequence[Span]) -> nn.Module | None:
 
 
 @lru_cache(maxsize=1024)
-def _names(kind: Hashable) -> tuple[tuple[str, str], ...]:
+def _names(kind: type) -> tuple[tuple[str, str], ...]:
     """Under which names nodes of a class hold what they have kept: as it was packed, and as a tensor."""
     raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     return tuple((name, plain if hasattr(kind, plain := name.replace("_raw", "", 1)) else plain[1:]) for name in raw)
 
 
-def _kept_by(node: Any) -> Iterator[Tensor]:
+def _kept_by(node: Node) -> Iterator[Tensor]:
     """Yield what a node has kept and holds itself: no hook of anybody's is asked for it."""
-    kind: Hashable = type(node)
-    for raw, plain in _names(kind):
+    for raw, plain in _names(type(node)):
         with contextlib.suppress(RuntimeError):  # it was let go of, or written to since
             packed = getattr(node, raw)
             if all(map(is_at_hand, packed if isinstance(packed, (tuple, list)) else (packed,))):

@@ -59,6 +59,7 @@ class Came(StrEnum):
 
     MADE = "made"  # here
     REDUCED = "all-reduce"  # by a gradient that another rank made
+    SCATTERED = "reduce-scatter"  # by that of a shard of which this rank holds the weight
     SENT = "sent"  # by the stage before or after, in a pipeline
     WEIGHTS = "weights"  # by weights that an earlier step had spoilt
     MODEL = "model"  # out of the model, and nobody could look into it
@@ -66,7 +67,7 @@ class Came(StrEnum):
     @property
     def arrived(self) -> bool:
         """Is it another rank's?"""
-        return self in (Came.REDUCED, Came.SENT)
+        return self in (Came.REDUCED, Came.SCATTERED, Came.SENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,9 @@ class Observation:
     def came(self) -> Came:
         """How it came to this rank, as far as this rank can tell."""
         if self.kind is Kind.ARRIVED:
-            return Came.SENT if self.origin.op in (HANDED, RECEIVED) else Came.REDUCED
+            if self.origin.op in (HANDED, RECEIVED):
+                return Came.SENT
+            return Came.SCATTERED if self.origin.op == SPREAD and self.origin.sharded else Came.REDUCED
         if self.phase is Phase.WEIGHTS:
             return Came.WEIGHTS
         return Came.MODEL if self.origin.op in FED else Came.MADE

@@ -60,6 +60,7 @@ class RankGroup:
 _CAME = {
     Came.MADE: "made there",
     Came.REDUCED: "by all-reduce",
+    Came.SCATTERED: "by reduce-scatter",
     Came.SENT: "sent by another stage",
     Came.WEIGHTS: "through the weights",
     Came.MODEL: "through the model",
@@ -148,7 +149,9 @@ def _standing(one: BadStep, first: BadStep, follows: bool) -> Standing:
     return Standing.SAME_STEP if follows or one.came.arrived else Standing.FIRST
 
 
-_CLOSENESS = {came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED, Came.SENT))}  # to who made it
+_CLOSENESS = {
+    came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED, Came.SCATTERED, Came.SENT))
+}  # to who made it
 
 
 def _order(one: BadStep) -> tuple[int, int, int, int, int]:

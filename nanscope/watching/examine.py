@@ -45,6 +45,7 @@ from nanscope.snapshot.observation import (
 )
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.torch_inside import has_backward_hooks, hooks_on
+from nanscope.watching.laid import in_its_weight, name_of
 from nanscope.watching.look import (
     HIDING,
     NOTHING,
@@ -195,7 +196,8 @@ class Examiner:
         changed = written_look(self.tape, spoilt)
         if changed is not None and changed.location is not None and changed.location.origin.born:
             return Hit(last, reached, look=replace(changed, notes=look.notes))  # notes: of the last try
-        name = self.modules.parameters().get(id(parameter), ("a weight", parameter))[0]
+        named = self.modules.parameters()
+        name = name_of(parameter, named) or "a weight"
         if changed is not None and not self._as_it_came(changed, spoilt):
             seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN, parameter)
         elif has_peers():
@@ -204,12 +206,13 @@ class Examiner:
             seen = hooked(name, spoilt, hooks_on(parameter)) if known else late(name, spoilt, UNTRACED)
         else:
             seen = UNSEEN
-        return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=seen)
+        return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=in_its_weight(seen, parameter, named))
 
     def unmade(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Observation:
         """Return a non-finite gradient that no backward pass here has made."""
         parameter, spoilt = next(pair for pair in zip(parameters, grads, strict=True) if not bool(is_finite(pair[1])))
-        return late(self.modules.parameters().get(id(parameter), ("a weight", parameter))[0], spoilt, UNMADE, weight=parameter)
+        named = self.modules.parameters()
+        return in_its_weight(late(name_of(parameter, named) or "a weight", spoilt, UNMADE, weight=parameter), parameter, named)
 
     def raised(self, recording: Recording, error: BaseException) -> tuple[Hit | None, bool]:
         """Return what a backward pass met that raised: a flag that was reached says it, or the same pass made once more.
@@ -296,16 +299,16 @@ class Examiner:
 
     def update(self, optimizer: torch.optim.Optimizer, first: bool, blank: Snapshot) -> Snapshot:
         """Loss and gradients were finite, the update was not. first: the optimizer had no state before it."""
-        named = {key: name for key, (name, _) in self.modules.parameters().items()}
+        named = self.modules.parameters()
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
-        name = named.get(id(parameter))
+        name = name_of(parameter, named)
         look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
         blank = replace(blank, notes=(*blank.notes, *look.notes))
         if look.trace is None and look.seen is None:
-            unseen = update_seen(optimizer, named)
-            return replace(blank, observation=unseen, found=unseen)
+            look = replace(look, seen=update_seen(optimizer, parameter, name))
         if look.seen is not None:
-            return replace(blank, observation=look.seen, found=look.seen)
+            seen = in_its_weight(look.seen, parameter, named)
+            return replace(blank, observation=seen, found=seen)
         return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight"), blank)
 
     def own_update(self) -> Callable[[Snapshot], Snapshot] | None:

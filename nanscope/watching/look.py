@@ -33,6 +33,7 @@ from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import CHANGED, HANDED, HOOKED, RECEIVED, REDUCED, UNSEEN, Kind, Observation, Phase
 from nanscope.torch_inside import function_of
+from nanscope.watching.laid import in_its_weight
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
@@ -187,7 +188,8 @@ def _given_bad(recording: Recording, reruns: Reruns) -> Look | None:
     other reason."""
     for name, parameter in reruns.watch.parameters().values():
         if not bool(is_finite(parameter)):
-            return _seen(observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name))
+            seen = observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name)
+            return _seen(in_its_weight(seen, parameter, reruns.watch.parameters()))
     made = {place for call in recording.all_calls() for place in call.outputs}
     for tensor in tensors_in([[call.args, call.kwargs] for call in recording.all_calls()]):
         if place_of(tensor) not in made and kinds_of(tensor).nan:  # infinity is what masks are made of
@@ -394,15 +396,11 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
 
 
-def update_seen(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Observation:
-    """Return what an update did to the first weight that it made non-finite. names: by id of the parameter."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            flat = first_nonfinite(parameter)
-            if flat is not None:
-                seen = observe_weight(names.get(id(parameter)), parameter, flat, group)
-                return replace(seen, optimizer=type(optimizer).__name__)
-    return Observation(phase=Phase.OPTIMIZER, outside=True)
+def update_seen(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str | None) -> Observation:
+    """Return what an update did to a weight that it made non-finite."""
+    group = next(group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
+    seen = observe_weight(name, parameter, first_nonfinite(parameter) or 0, group)
+    return replace(seen, optimizer=type(optimizer).__name__)
 
 
 def handed(gradient: Tensor) -> Observation:

@@ -63,6 +63,9 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {  # ranks, faults
 }
 
 
+STOPS = dict.fromkeys(("none", "loss", "loss_raw", "loss_all", "edge", "edge_all", "model", "model_all", "late", "late_all"), ("stop",))
+
+
 def matrix() -> dict[int, list[str]]:
     """All cases, by number of ranks."""
     found: dict[int, list[str]] = {2: [], 4: []}
@@ -70,7 +73,7 @@ def matrix() -> dict[int, list[str]]:
         if kind.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
             continue
         for world in worlds:
-            found[world] += [f"{kind}:{fault}:{mode}" for fault in faults for mode in ("record", "skip")]
+            found[world] += [f"{kind}:{fault}:{mode}" for fault in faults for mode in ("record", "skip", *STOPS.get(fault, ()))]
     return found
 
 
@@ -112,9 +115,14 @@ def findings(world: int, case: str, lines: list[dict[str, Any]]) -> Iterator[str
     if errors:
         yield errors[0]
         return
-    if any(line["bare"]["issued"] != line["watched"]["issued"] for line in lines):
+    stopped = [line["stopped"] for line in lines]
+    if mode == "stop" and (fault == "none") != (not any(stopped)):
+        yield f"ranks that ended: {stopped}"
+    if mode == "stop" and fault != "none" and "NonFiniteError" not in stopped:
+        yield f"no rank was stopped: {stopped}"
+    if not any(stopped) and any(line["bare"]["issued"] != line["watched"]["issued"] for line in lines):
         yield "a collective of ours"
-    if mode == "record" and any(line["bare"] != line["watched"] for line in lines):
+    if (mode == "record" or fault == "none") and any(line["bare"] != line["watched"] for line in lines):
         yield "the watched run is not the bare one"
     if len({str(line["skips"]) for line in lines}) > 1:
         yield f"not all ranks skip the same: {[line['skips'] for line in lines]}"
