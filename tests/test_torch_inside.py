@@ -30,6 +30,7 @@ INSIDE = ROOT / "nanscope" / "torch_inside.py"
 OTHERS = {  # private names of others than torch
     "_getframe", "_lru_cache_wrapper",  # Python
     "_cells",  # rich
+    "_hp_mapping",  # DeepSpeed
     "_compute_loss", "_entropy_bonus_enabled", "_metrics", "_get_per_token_logps_and_entropies",  # TRL
 }  # fmt: skip
 PRIVATE = re.compile(r"torch(\.\w+)*\._[a-zA-Z]\w*")  # as a name in a string

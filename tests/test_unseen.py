@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nanscope
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
-from nanscope.capture.unseen import unseen
+from nanscope.capture.unseen import is_traced, unseen
 from nanscope.torch_inside import DETACH_IS_SEEN_TWICE
 
 
@@ -182,3 +182,11 @@ def test_an_error_of_the_trainers_call_passes_the_tape_as_it_was_raised() -> Non
         torch.ones(2) @ torch.ones(3)
     assert caught.value.__context__ is None
     assert failsafe.failures == ["tape-failed"]
+
+
+def test_what_goes_into_a_cuda_graph_is_written_down_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it holds anything yet; a process without a GPU asks nobody."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not is_traced()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert is_traced()

@@ -24,8 +24,13 @@ def is_ours() -> bool:
 
 
 def is_traced() -> bool:
-    """Is what runs now being written down for later, and not computed? (torch.compile, jit.trace, export, make_fx, fake tensors)"""
-    return torch.compiler.is_compiling() or inside.tracing_state() is not None or is_faked()
+    """Is what runs now being written down for later, and not computed? (torch.compile, jit.trace, export, make_fx, CUDA graphs)"""
+    return torch.compiler.is_compiling() or inside.tracing_state() is not None or is_faked() or is_captured()
+
+
+def is_captured() -> bool:
+    """Do calls go into a CUDA graph? What they give holds nothing before that is replayed, and to read it would break the capture."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def is_faked() -> bool:
