@@ -33,7 +33,7 @@ CASES: dict[str, tuple[First, First]] = {
     "ddp:loss": (MASK, MASK),
     "ddp:edge": (WHERE, WHERE),
     "ddp:model": (INSIDE, INSIDE),
-    "ddp:optimizer": ((0, "unknown", "mul"), (0, "uninitialized", "parameter")),
+    "ddp:optimizer": ((0, "unknown", "mul"), POISONED),
     "ddp:clip": ((0, *NORM), (1, *NORM)),
     "ddp:late": ((0, "unknown", "write"), POISONED),
     "ddp:edge_drop": (WHERE, WHERE),

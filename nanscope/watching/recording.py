@@ -50,9 +50,9 @@ class Recording:
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
-    begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of the
-    loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began at:
-    of no use unless that is bad itself.
+    begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
+    the loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
+    at: of no use unless that is bad itself.
     """
 
     program: Program | None
