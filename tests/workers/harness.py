@@ -281,3 +281,19 @@ class Trained:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.adam.step()
         self.adam.zero_grad()
+
+
+HALVES = (slice(0, 2), slice(2, 4))  # micro-batches, as rows
+
+# What is asked of a framework of which only the loss can be had without CUDA. "masked +200" may have a setting of its own, too.
+LOSS_CASES = tuple(Case(name, name) for name in ("healthy", "masked +200", "old -inf", "masked batch", "weights"))
+
+
+def on_loss(worker: Callable[[Mapping[str, Any]], Worker], framework: str, entry: str, *further: Case) -> None:
+    """Run the cases of a driver that is the framework's loss on a model of our own. further: those with settings."""
+    main(worker, (*LOSS_CASES, *further), framework, entry)
+
+
+def model_of() -> Path:
+    """Return the model that a driver was given a folder for."""
+    return tiny(Path(sys.argv[1]) / "model")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from harness import PROMPT, Batch, Case, Trained, absent, arrived, main, tiny
+from harness import HALVES, PROMPT, Batch, Case, Trained, absent, arrived, model_of, on_loss
 
 absent(
     pynvml="", zmq="", nemo_rl__utils__fastokens="maybe_patch_fastokens", nemo_rl__utils__logger="Logger", nemo_rl__models__policy="TokenizerConfig",
@@ -32,12 +31,12 @@ class NemoRL(Trained):
     """One step of two packed micro-batches."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(MODEL)
+        super().__init__(model_of())
         self.loss = ClippedPGLossFn(ClippedPGLossConfig(**settings))
 
     def step(self, data: Batch, number: int) -> None:
         valid = {"global_valid_seqs": torch.tensor(float(len(data.ids))), "global_valid_toks": data.mask.sum().float()}
-        for rows in (slice(0, 2), slice(2, 4)):
+        for rows in HALVES:
             pad = lambda tensor: torch.nn.functional.pad(tensor[rows].float(), (PROMPT, 0))  # noqa: E731
             given = {
                 "input_ids": data.ids[rows], "token_mask": pad(data.mask), "sample_mask": torch.ones(2), "advantages": pad(data.advantages),
@@ -53,15 +52,7 @@ class NemoRL(Trained):
         self.update()
 
 
-CASES = (
-    Case("healthy", "healthy"),
-    Case("masked +200", "masked +200"),
-    Case("masked +200, cispo", "masked +200", {"use_cispo": True}),
-    Case("old -inf", "old -inf"),
-    Case("masked batch", "masked batch"),
-    Case("weights", "weights"),
-)
-
 if __name__ == "__main__":
-    MODEL = tiny(Path(sys.argv[1]) / "model")
-    main(NemoRL, CASES, "nemo_rl", "ClippedPGLossFn in SequencePackingLossWrapper")
+    on_loss(
+        NemoRL, "nemo_rl", "ClippedPGLossFn in SequencePackingLossWrapper", Case("masked +200, cispo", "masked +200", {"use_cispo": True})
+    )

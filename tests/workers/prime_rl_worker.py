@@ -6,13 +6,11 @@ Its trainer loop, FSDP2 and vLLM's weights are for CUDA: run it there as it is, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness import Batch, Case, Trained, absent, arrived, main, tiny
+from harness import HALVES, Batch, Case, Trained, absent, arrived, model_of, on_loss
 
 absent(
     prime_rl__configs="",
@@ -29,14 +27,14 @@ class PrimeRL(Trained):
     """One step of two packed micro-batches."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(MODEL)
+        super().__init__(model_of())
         config = SimpleNamespace(**{**DEFAULTS, **settings})
         of = prime.ipo_loss_fn if settings.get("ipo") else prime.default_loss_fn
         self.loss_fn = lambda inputs: of(inputs, config)
 
     def step(self, data: Batch, number: int) -> None:
         scale = max(int(data.mask.sum()), 1)
-        for rows in (slice(0, 2), slice(2, 4)):
+        for rows in HALVES:
             old, advantages, mask = arrived((data.old[rows], data.advantages[rows], data.mask[rows].bool()))
             own = self.responses(Batch(data.ids[rows], data.attention[rows], mask, advantages, old, old))
             given = [list(part) for part in (own, old, advantages, mask)]
@@ -45,15 +43,5 @@ class PrimeRL(Trained):
         self.update()
 
 
-CASES = (
-    Case("healthy", "healthy"),
-    Case("masked +200", "masked +200"),
-    Case("masked +200, ipo", "masked +200", {"ipo": True}),
-    Case("old -inf", "old -inf"),
-    Case("masked batch", "masked batch"),
-    Case("weights", "weights"),
-)
-
 if __name__ == "__main__":
-    MODEL = tiny(Path(sys.argv[1]) / "model")
-    main(PrimeRL, CASES, "prime_rl", "compute_loss")
+    on_loss(PrimeRL, "prime_rl", "compute_loss", Case("masked +200, ipo", "masked +200", {"ipo": True}))

@@ -7,23 +7,27 @@ there as they are, under `nanscope run`.
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import PROMPT, Batch, Case, Trained, absent, arrived, main, tiny
+from harness import HALVES, PROMPT, Batch, Case, Trained, absent, arrived, model_of, on_loss
 
-SIZES = [f"get_{group}_{what}" for group in ("context_parallel", "tensor_model_parallel", "data_parallel") for what in ("world_size", "rank", "group")]
+SIZES = [
+    f"get_{group}_{what}"
+    for group in ("context_parallel", "tensor_model_parallel", "data_parallel")
+    for what in ("world_size", "rank", "group")
+]
 absent(
     megatron="", megatron__core="mpu", slime__backends__megatron_utils__megatron_patch="",
     megatron__core__mpu=" ".join([*SIZES, "is_pipeline_last_stage"]),
 )  # fmt: skip
 mpu = sys.modules["megatron.core"].mpu = sys.modules["megatron.core.mpu"]  # type: ignore[attr-defined]
-answers = {"world_size": 1, "rank": 0, "group": None}
-vars(mpu).update({name: lambda answer=answers[name.split("_parallel_")[1]], **named: answer for name in SIZES})
+ALONE = {"world_size": 1, "rank": 0, "group": None}
+vars(mpu).update({name: functools.partial(lambda answer, **named: answer, ALONE[name.rpartition("parallel_")[2]]) for name in SIZES})
 
 from slime.backends.megatron_utils.loss import loss_function
 
@@ -40,11 +44,11 @@ class Slime(Trained):
     """One step of two packed micro-batches, as Megatron's schedule calls the loss."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(MODEL)
+        super().__init__(model_of())
         self.args = Namespace(**{**DEFAULTS, **settings})
 
     def step(self, data: Batch, number: int) -> None:
-        for rows in (slice(0, 2), slice(2, 4)):
+        for rows in HALVES:
             ids, mask = data.ids[rows], data.mask[rows].float()
             lists = {"advantages": data.advantages[rows], "log_probs": data.old[rows], "ref_log_probs": data.ref[rows], "loss_masks": mask}
             batch = arrived({name: list(value) for name, value in lists.items()})
@@ -57,17 +61,7 @@ class Slime(Trained):
         self.update()
 
 
-CASES = (
-    Case("healthy", "healthy"),
-    Case("healthy kl", "healthy", {"use_kl_loss": True, "kl_loss_coef": 0.01}),
-    Case("masked +200", "masked +200"),
-    Case("masked +200, cispo", "masked +200", {"advantage_estimator": "cispo"}),
-    Case("old -inf", "old -inf"),
-    Case("masked batch", "masked batch"),
-    Case("weights", "weights"),
-)
-
 if __name__ == "__main__":
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    MODEL = tiny(Path(sys.argv[1]) / "model")
-    main(Slime, CASES, "slime", "loss_function")
+    kl = Case("healthy kl", "healthy", {"use_kl_loss": True, "kl_loss_coef": 0.01})
+    on_loss(Slime, "slime", "loss_function", kl, Case("masked +200, cispo", "masked +200", {"advantage_estimator": "cispo"}))

@@ -33,11 +33,13 @@ This page is written by `python tests/workers/table.py docs/workers.md`, and `te
 PyPI are used where a checkout is on the path:
 
 ```bash
-PYTHONPATH=RL:prime-rl/src NANSCOPE_NEMO_RL_VERSION=7ea279ab NANSCOPE_PRIME_RL_VERSION=559b447 python -m pytest tests/test_workers.py
+PYTHONPATH=RL:prime-rl/src:slime:AReaL NANSCOPE_NEMO_RL_VERSION=7ea279ab NANSCOPE_PRIME_RL_VERSION=559b447 python -m pytest tests/test_workers.py
 ```
 
-slime's `loss_function`, AReaL's `FSDPEngine` and torchtitan's RL step need Megatron, SGLang or CUDA to be read at all: [their losses](frameworks.md) are
-known, and their workers have not been run here.
+Of NeMo-RL, prime-rl, slime and AReaL it is what computes the loss from the logits, in their own code, on a model and an optimizer of the test's: the
+rest of their step is Megatron's or is for CUDA. For slime something stands in for Megatron that says that each of its groups has one member, for AReaL
+for its trackers; AReaL refuses old log-probs that are not finite, and such a step is not taken. torchtitan's RL step is an actor of Monarch in a package
+that reads vLLM: [its loss](frameworks.md) is known, and the step has not been run here.
 
 | framework | version | entry point | ranks | case | what is said | right |
 | --- | --- | --- | --- | --- | --- | --- |

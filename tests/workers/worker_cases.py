@@ -54,13 +54,17 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One case of a driver: the incidents of the run, none for a healthy one. known: what nanscope says wrong there, "" if all is right."""
+    """One case of a driver: the incidents of the run, none for a healthy one.
+
+    known: what nanscope says wrong there, "" if all is right. steps: that the framework takes; some refuse a batch that is bad.
+    """
 
     driver: str
     case: str
     said: tuple[Said, ...] = ()
     ranks: int = 1
     known: str = ""
+    steps: int = 3
 
     def __str__(self) -> str:
         return f"{self.driver}-{self.case}{'' if self.ranks == 1 else f'-{self.ranks} ranks'}"
@@ -70,7 +74,7 @@ class Expected:
         if "error" in told:
             return [told["error"]]
         wrong = [] if told["same"] else ["the watched run has other weights than the bare one"]
-        wrong += [] if told["steps"] == 3 else [f"{told['steps']} steps"]
+        wrong += [] if told["steps"] == self.steps else [f"{told['steps']} steps"]
         wrong += [f"not seen: {gap}" for gap in told["gaps"]]
         if (told["status"] == "healthy") != (not self.said) or len(told["incidents"]) < len(self.said):
             return [*wrong, f"{told['status']}: {told['sentence']}"]
@@ -90,6 +94,8 @@ NOTHING = Said(2, 1, "empty_mask_mean", "agg_loss", "loss", (), None, "actor_rol
 REGULAR = "trainer.algorithm.policy_loss_type=regular"
 NONE_COUNTS = Said(2, 1, "empty_mask_mean", "aggregate_loss", "loss", (), None, "drop the step's batch if it has no valid token")
 PATCHED = Said(2, 1, "inf_times_zero_mask", "importance_ratio", "ratio", (2,), True, "no option clamps")
+SEQUENCES = "actor.importance_sampling_level=sequence"
+COMPILED = "its policy loss is compiled, and what is compiled is not looked into: told is that the gradient is bad, and no line"
 
 EXPECTED = (
     Expected("verl", "healthy kl"),
@@ -132,6 +138,21 @@ EXPECTED = (
     Expected("prime_rl", "old -inf", (Said(2, 1, "bad_input", "part", "rollout_log_probs", (0, 3), False, "no option clamps"),)),
     Expected("prime_rl", "masked batch"),
     Expected("prime_rl", "weights", weights(weight="", first="")),
+    Expected("slime", "healthy"),
+    Expected("slime", "healthy kl"),
+    Expected("slime", "masked +200", (Said(2, 1, "where_grad_trap", "ratio", "ratio", None, True),), known=COMPILED),
+    Expected("slime", "masked +200, cispo"),
+    Expected("slime", "old -inf", (Said(2, 1, "bad_input", "", "old_log_probs"),), known=COMPILED),
+    Expected("slime", "masked batch"),
+    Expected("slime", "weights", weights(weight="", first="")),
+    Expected("areal", "healthy"),
+    Expected("areal", "masked +200", (Said(2, 1, "where_grad_trap", "ppo_actor_loss_fn", "ratio", (13,), True, SEQUENCES),), steps=2),
+    Expected(
+        "areal", "masked +200, dual clip", (Said(2, 1, "where_grad_trap", "ppo_actor_loss_fn", "ratio", (13,), True, SEQUENCES),), steps=2
+    ),
+    Expected("areal", "old -inf", steps=2),
+    Expected("areal", "masked batch"),
+    Expected("areal", "weights", weights(weight="", first="")[:1], steps=2),
 )
 
 
