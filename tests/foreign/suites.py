@@ -1,0 +1,74 @@
+"""The test suites of others that are run under nanscope, one row each, and the incidents in them that are meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One suite.
+
+    package: whose version is told. what: pytest's arguments, from the root of a checkout. every: of the tests one in so many is run.
+    sdist: does the source distribution hold the tests? Then no checkout is needed. longest: seconds of one test.
+    """
+
+    name: str
+    package: str
+    what: tuple[str, ...]
+    every: int = 1
+    sdist: bool = False
+    longest: int = 60
+
+
+def files(pattern: str, names: str) -> tuple[str, ...]:
+    return tuple(pattern.format(name) for name in names.split())
+
+
+# Without a conftest that wants more than the tests, without pytest's handler of the log where tests format records their own way.
+ALONE = ("--noconftest", "-p", "no:logging")
+COMPILERS = ("-k", "not test_multi_grad_all_hooks")  # compiles an extension for minutes
+NEEDS_MORE = (
+    "-k",
+    "not liger and not (loss_types and True) and not vlm and not vision",
+)  # Liger's kernels need a GPU, and stay for later tests
+
+MODES = "python_dispatch module_tracker flop_counter autocast stateless subclass autograd_fallback"
+NN = "module_hooks parametrization lazy_modules multihead_attention embedding dropout load_state_dict"
+TRL = "grpo rloo dpo kto sft reward"  # with the models that tiny_hub.py makes
+AREAL = "functional prox_approx ppo_stats rejection_sampling adv_norm_config dpo vocab_parallel per_layer_optim_step"
+COOKBOOK = "supervised/common recipes/sdft/sdft rl/multiturn_weight_assignment weights/merge weights/adapter weights/quantized"
+
+SUITES = (
+    Suite("torch-autograd", "torch", ("test/test_autograd.py", *ALONE, *COMPILERS)),
+    Suite("torch-modes", "torch", (*files("test/test_{}.py", MODES), *ALONE)),
+    Suite("torch-nn", "torch", (*files("test/nn/test_{}.py", NN), *ALONE), every=3),
+    Suite("torch-optim", "torch", ("test/test_optim.py", *ALONE), every=8, longest=180),
+    Suite("torchrl", "torchrl", ("test/objectives",), every=12),
+    Suite("trl", "trl", (*files("tests/test_{}_trainer.py", TRL), *NEEDS_MORE), every=6, longest=180),
+    Suite("areal", "areal", files("tests/test_{}.py", AREAL)),
+    Suite("tinker-cookbook", "tinker_cookbook", files("tinker_cookbook/{}_test.py", COOKBOOK)),
+    Suite("stable-baselines3", "stable_baselines3", ("tests",), sdist=True, every=8),
+)
+
+# What a test makes on purpose: a test, and what it does.
+MEANT = (
+    ("*::test_anomaly_detect_nan", "divides a gradient by 0, to see that anomaly detection says so"),
+    ("*::test_anomaly_mode_no_check_nan", "makes a gradient NaN, to see that nobody says so"),
+    ("*::test_nested_anomaly_*", "makes a gradient of a gradient NaN, to see that anomaly detection says so"),
+    ("*::test_power_function", "raises 0 to the power of −1"),
+    ("*::test_min_max_median_backprops_to_all_values*", "takes extrema of NaN"),
+)
+
+# Why an outcome differs where no probe of `run.py` tells.
+KNOWN = (
+    ("*::test_hook_closure_cycle*", "the loss of the latest backward pass is held until the next one"),
+    ("*::TestFlopCounter::test_hook_registration", "the test counts the hooks of all modules, and the watch has one"),
+    ("*::test_always_called_forward_hooks", "the test counts the hooks of all modules, and the watch has one"),
+)
+
+
+def said_of(test: str, rows: tuple[tuple[str, str], ...]) -> str:
+    """Return the words of the first row that a test fits."""
+    return next((words for pattern, words in rows if fnmatch(test, pattern)), "")
