@@ -85,7 +85,10 @@ _AFTER_THE_LOSS = {
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
     CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
     HOOKED: "while backward, made once more, gives finite numbers: a hook on a tensor changed it",
-    UNTRACED: "while the loss and what it hands to the model are finite: it came in the backward of the model or of compiled code, or was written after it",
+    UNTRACED: (
+        "while the loss and what it hands to the model are finite: "
+        "it came in the backward of the model or of compiled code, or was written after it"
+    ),
     UNMADE: "and no backward pass in the watched block made it: it was set by hand, or by a backward pass before the block",
     HANDED: "when the backward pass began: who called backward handed it in, in a pipeline from the next stage",
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
