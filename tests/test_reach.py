@@ -10,7 +10,7 @@ import itertools
 import queue
 import random
 import socket
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -268,3 +268,34 @@ data = (n for n in range(3))
 
 def names_an_attribute(x: torch.Tensor) -> torch.Tensor:
     return x.data
+
+
+class Lazy(OrderedDict[str, int]):
+    """Makes what it holds when somebody asks for it, as transformers imports its models."""
+
+    def items(self) -> Any:
+        raise ImportError("one of them cannot be had")
+
+    def __len__(self) -> int:
+        raise ImportError("all of them were to be counted")
+
+    def __iter__(self) -> Any:
+        raise ImportError("all of them were to be listed")
+
+
+LAZY = Lazy()
+OrderedDict.__setitem__(LAZY, "first", 1)
+OrderedDict.__setitem__(LAZY, "second", 2)
+
+
+def look_up() -> int:
+    return LAZY["first"]
+
+
+def test_a_container_is_looked_into_without_its_own_code() -> None:
+    """What a class makes of being asked what it holds is not run; what it holds is put back all the same, in its order."""
+    OrderedDict.move_to_end(LAZY, "first")
+    reach = Reach([look_up])
+    OrderedDict.__setitem__(LAZY, "third", 3)
+    reach.put_back()
+    assert list(OrderedDict.items(LAZY)) == [("second", 2), ("first", 1)]

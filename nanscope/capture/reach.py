@@ -14,7 +14,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,7 +26,7 @@ from nanscope.capture.iterators import Twins, hands_over, lacks_twin
 DEPTH = 3  # containers within containers that are looked into
 LARGEST = 10_000  # items of one container; what is larger is left alone
 
-CONTAINERS: tuple[Any, ...] = (list, dict, set, deque)
+CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, set, deque)
 
 _MISSING = object()
 _OF_GLOBALS = ("_GLOBAL", "_NAME")  # how instructions are called that read or write one; a class in a function has the second
@@ -134,10 +134,10 @@ class Reach:
         return False
 
     def _container(self, thing: Any, depth: int) -> None:
-        if len(thing) > LARGEST:
+        if _kind_of(thing).__len__(thing) > LARGEST:
             return
         pairs = isinstance(thing, dict)
-        before = list(thing.items() if pairs else thing)
+        before = _content(thing)
         if not isinstance(thing, tuple):
             self._undo.append(functools.partial(_refill, thing, before))
             if any(map(self._twins.needed, before)):
@@ -200,11 +200,21 @@ def _set_defaults(function: types.FunctionType, values: tuple[Any, ...] | None) 
         function.__defaults__ = values
 
 
+def _kind_of(thing: Any) -> Any:
+    """What of the language a container is. A class of the trainer's may do anything when it is asked what it holds, as to import it."""
+    return next(kind for kind in (*CONTAINERS, tuple) if isinstance(thing, kind))
+
+
+def _content(thing: Any) -> list[Any]:
+    kind = _kind_of(thing)
+    return list(kind.items(thing) if issubclass(kind, dict) else kind.__iter__(thing))
+
+
 def _refill(thing: Any, before: list[Any]) -> None:
-    now = list(thing.items() if isinstance(thing, dict) else thing)
+    now = _content(thing)
     pairs = zip(now, before, strict=False)
     same = all(a[0] is b[0] and a[1] is b[1] for a, b in pairs) if isinstance(thing, dict) else all(a is b for a, b in pairs)
     if not same or len(now) != len(before):
-        kind = next(kind for kind in CONTAINERS if isinstance(thing, kind))
+        kind = _kind_of(thing)
         kind.clear(thing)
         (kind.extend if kind in (list, deque) else kind.update)(thing, before)  # of a Counter the own update adds
