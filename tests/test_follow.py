@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nanscope
 from nanscope.capture.follow import FINE, Follower, Kinds, Made, kinds_of, made_backward, part_of
@@ -147,3 +148,49 @@ def test_attention_that_goes_bad_in_backward_is_placed_in_the_model(tmp_path: Pa
     assert incident.origin.module is not None and "block" in incident.origin.module
     assert incident.origin.op != "unknown"
     assert "scaled_dot_product_attention" in dict(incident.origin.source)[incident.origin.line or 0]
+
+
+class Opaque(torch.autograd.Function):
+    """What nobody can record a program through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Trap(nn.Module):
+    """Takes the finite side of what overflowed, between functions that hide it. how: what overflows."""
+
+    def __init__(self, how: str, checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.how, self.checkpointed = nn.Linear(3, 4), nn.Linear(4, 4), how, checkpointed
+
+    def act(self, x: Tensor) -> Tensor:
+        if self.how == "exp":
+            raised = torch.exp(torch.cat([x[:, :1], x[:, 1:2] + 1e3, x[:, 2:]], 1))
+        else:
+            raised = 1 / torch.cat([x[:, :1], (x[:, 1:2] * 0).abs(), x[:, 2:]], 1)
+        return torch.where(raised < math.inf, raised, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Opaque.apply(self.first(x))  # type: ignore[no-untyped-call]
+        x = checkpoint(self.act, x, use_reentrant=False) if self.checkpointed else self.act(x)
+        return Opaque.apply(self.last(x))  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("how", "op"), [("exp", "exp"), ("div", "reciprocal")])
+def test_a_trap_in_a_model_that_is_followed_is_one_of_forward_s_values(tmp_path: Path, how: str, op: str, checkpointed: bool) -> None:
+    """The loss is finite, 0 · inf comes up in the model's backward: what forward had made and dropped is told, and that it was dropped."""
+    torch.manual_seed(0)
+    model = Trap(how, checkpointed)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.randn(2, 3)).square().mean().backward()
+    (incident,) = scope.verdict.incidents
+    origin = incident.origin
+    assert (incident.phase, incident.cause, origin.op, origin.index) == ("backward", "where_grad_trap", op, (0, 1)), incident.sentence
+    assert (origin.variable, origin.value, origin.masked) == ("raised", math.inf, True) and "overflowed to +inf" in incident.sentence

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -101,6 +101,14 @@ class Made:
     result: Tensor
     flat: int
     foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a call of forward made bad and its backward met again. dropped: forward went on without it, since its gradient is 0."""
+
+    made: Made
+    dropped: bool
 
 
 class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -195,8 +203,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def made(self, bad: Tensor) -> Made | None:
         """Walk from a bad tensor back to the call that made the harm; None if it was not made in this run or not kept."""
-        number = self._writer.get(_address(bad), -1)
-        kinds = kinds_of(bad)
+        return self._made(self._writer.get(_address(bad), -1), kinds_of(bad))
+
+    def _made(self, number: int, kinds: Kinds) -> Made | None:
         seen: set[int] = set()
         while number >= 0 and number not in seen:
             seen.add(number)
@@ -224,6 +233,17 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if fits(mark.outside):
                 return -1
         return None
+
+    def left(self, found: MadeBackward) -> LeftBehind | None:
+        """Return what a node's forward call had made bad, if the bad gradient is of the same element; None if there is no such thing."""
+        number = next((number for number, mark in enumerate(self.marks) if mark.number == found.number + 1), -1)
+        made = self._made(number, self.marks[number].kinds) if number >= 0 and self.marks[number].kinds else None
+        if made is None or made.foreign or made.result.shape != found.gradient.shape:
+            return None
+        both = ~(torch.isfinite(made.result) | torch.isfinite(found.gradient)).flatten()
+        flat = int(both.int().argmax())
+        dropped = found.received is not None and float(found.received.flatten()[flat]) == 0
+        return LeftBehind(replace(made, flat=flat), dropped) if bool(both[flat]) else None
 
     def site_of(self, node: int) -> Site | None:
         """Return where the call was made that an autograd node belongs to. node: its number."""
@@ -297,7 +317,7 @@ def _address(tensor: Tensor) -> Address:
 class MadeBackward:
     """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation.
 
-    site: of its forward, or of the backward of a custom function, where known.
+    site: of its forward, or of the backward of a custom function, where known. received: the gradient that came in, if it has the same shape.
     """
 
     op: str
@@ -305,6 +325,7 @@ class MadeBackward:
     gradient: Tensor
     flat: int
     site: Site | None = None
+    received: Tensor | None = None
 
 
 def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> MadeBackward | None:
@@ -322,7 +343,8 @@ def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Se
             for grad in returned:
                 if grad is not None and (kinds := kinds_of(grad)):
                     op, site = backward_of(node) if is_custom(node) else (op_of(node), None)
-                    found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site))
+                    alike = next((came.detach() for came in received if came is not None and came.shape == grad.shape), None)
+                    found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site, alike))
                     return
 
         return hook

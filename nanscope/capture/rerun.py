@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent
-from nanscope.capture.follow import Follower, Made, MadeBackward, kinds_of, made_backward, part_of
+from nanscope.capture.follow import Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.glue import Glue
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch, address, tensors_in, versions_in
@@ -151,8 +151,9 @@ class Reruns:
                     return replace(made, result=again.copies.original(made.result))
         return None
 
-    def follow_back(self, tensors: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> tuple[MadeBackward, str] | None:
-        """Differentiate the modules once more and return the autograd node that made a bad gradient, and the part of the model it is in.
+    def follow_back(self, tensors: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> tuple[MadeBackward, str, LeftBehind | None] | None:
+        """Differentiate the modules once more and return the autograd node that made a bad gradient, and the part of the model it is in;
+        and the call of the forward pass that had made something bad for it, if one did.
 
         tensors, grads: leaves of the recorded program and the gradients that came to them, by id.
         """
@@ -170,7 +171,8 @@ class Reruns:
                 if pairs and wanted:
                     made = made_backward([tensor for tensor, _ in pairs], [seed for _, seed in pairs], wanted)
             if made is not None:
-                return replace(made, site=made.site or again.eye.site_of(made.number)), part_of(made.number, again.eye.spans)
+                found = replace(made, site=made.site or again.eye.site_of(made.number))
+                return found, part_of(made.number, again.eye.spans), again.eye.left(made)
         return None
 
     def _tape(self) -> Tape:

@@ -83,6 +83,11 @@ def came_in(trace: Trace, value: int, flat: int) -> Location:
     return Location(Phase.BACKWARD, element_at(trace, value, flat, fed=True), (crossing_at(trace, value, flat),))
 
 
+def left_behind(trace: Trace, flat: int) -> Location:
+    """Return the location of an element that forward made, and that did its harm in the backward of what had read it."""
+    return Location(Phase.BACKWARD, element_at(trace, trace.program.output, flat), ())
+
+
 def _worst(tensor: Tensor) -> int:
     """The first NaN, else the first +inf, else the first −inf: among values of a model −inf is most often a mask."""
     values = tensor.detach().flatten()

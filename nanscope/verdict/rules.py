@@ -140,8 +140,8 @@ RULES: tuple[Rule, ...] = (
         Cause.INF_TIMES_ZERO_COEF,
     ),
     Rule(None, EXPONENTIALS, lambda o: o.origin.dtype == "float16" and o.origin.number(0) < _WIDE_LIMIT, Cause.FP16_OVERFLOW),
-    Rule(None, EXPONENTIALS, _of_a_sequence, Cause.SEQ_RATIO_OVERFLOW),
-    Rule(None, EXPONENTIALS, _always, Cause.EXP_OVERFLOW),
+    Rule(None, EXPONENTIALS, lambda o: _of_a_sequence(o) and not _nan(o), Cause.SEQ_RATIO_OVERFLOW),
+    Rule(None, EXPONENTIALS, lambda o: not _nan(o), Cause.EXP_OVERFLOW),  # no exponential of a number is NaN: that is its gradient
     Rule(None, LOGARITHMS, _always, Cause.LOG_ZERO),
     Rule(None, ("mul",), lambda o: _zero_times_infinity(o) and o.facts.zero_is_mask, Cause.INF_TIMES_ZERO_MASK),
     Rule(None, ("mul",), lambda o: _zero_times_infinity(o) and math.inf in _factors(o), Cause.INF_TIMES_ZERO_COEF),

@@ -23,7 +23,7 @@ from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
-from nanscope.locate.location import came_in, is_masked, locate
+from nanscope.locate.location import came_in, is_masked, left_behind, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
@@ -336,8 +336,23 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     found = reruns.follow_back(recording.edge(), grads)
     if found is None:
         return None
-    made, module = found
-    return _seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
+    made, module, left = found
+    if left is None:
+        return _seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
+    seen = _left_behind(left.made)
+    if left.dropped:
+        origin = replace(seen.origin, masked=True, masked_by="its gradient is 0")
+        seen = replace(seen, origin=origin, facts=replace(seen.facts, dropped=True))
+    return _seen(seen)
+
+
+def _left_behind(left: Made) -> Observation:
+    """Return what forward had made bad, with what it was made of where that is known."""
+    if left.program is not None:
+        with contextlib.suppress(ProgramError):
+            trace = Trace.of(left.program, left.tensors, backward=False)
+            return replace(observe(left_behind(trace, left.flat), trace), outside=True)
+    return observe_made(left.op, left.result, left.flat, left.site, left.module, Phase.BACKWARD)
 
 
 @alone()
