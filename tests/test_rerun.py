@@ -242,6 +242,27 @@ def test_a_weight_of_a_model_without_gradient_is_told_from_those_of_the_model(
     assert incident.origin.variable == "first.weight of a Frozen that ran without gradient" and not slugs(incident)
 
 
+@pytest.mark.parametrize("how", ["weight", "forward", "backward"])
+def test_old_values_of_a_model_that_was_trained_since_are_data(tmp_path: Path, how: str) -> None:
+    """What a policy made without gradient before an update is fine, and not asked for again: nothing has come out differently."""
+    model, x = Loses(""), torch.ones(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        with torch.no_grad():
+            old = model(x)[1]
+        for step in range(2):
+            if step:
+                model.how = how
+                if how == "weight":
+                    nn.init.constant_(model.linear.weight, float("nan"))
+            optimizer.zero_grad()
+            loss, logits = model(x)
+            (loss + (logits - old).square().mean()).backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.step == 2 and incident.origin.op in ("parameter", "log", "sqrt") and not slugs(incident)
+
+
 def test_a_weight_that_is_trained_keeps_its_name_when_the_model_also_runs_without_gradient(tmp_path: Path) -> None:
     """A policy that also made the old log-probs is one model."""
     model = Frozen("weight")

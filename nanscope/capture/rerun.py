@@ -78,8 +78,9 @@ class Reruns:
         wanted, current = self._wanted(floating), {address(tensor): value for value, tensor in floating.items()}
         offset = max(known.new_id() for known in (program, *(glue.program for glue in self.glue)))
         for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
-            if call.args is None or not any(place in wanted for place in call.outputs):
-                continue
+            values = [value for place in call.outputs for value in wanted.get(place, ())]
+            if call.args is None or not values or not (call.grad or any(kinds_of(leaves[value]) for value in values)):
+                continue  # what came out fine, and has no gradient, is data; its weights may have been updated since
             with self._again(call, self._tape) as again:
                 tape = again.eye
             made: list[tuple[int, Program, dict[int, Tensor]]] = []
