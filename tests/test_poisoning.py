@@ -185,3 +185,40 @@ def test_a_good_step_ends_what_nobody_saw_begin(tmp_path: Path) -> None:
 
             optimizer.step(loss_of)
     assert [(incident.step, incident.consequence_of) for incident in scope.verdict.incidents] == [(2, None), (5, None), (6, 5)]
+
+
+@pytest.mark.parametrize("signs", [(1.0, 1.0), (-1.0, -1.0), (1.0, -1.0)])
+@pytest.mark.parametrize("target", [False, True])
+def test_weights_that_an_update_made_infinite_spoilt_the_next_step(tmp_path: Path, signs: tuple[float, float], target: bool) -> None:
+    """An infinity of a weight is no mask, whatever its sign, though no element of the weight is finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    nn.init.ones_(model[2].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    with nanscope.watch(*([model] if target else []), out=tmp_path) as scope:
+        for x in (signs, (1.0, 1.0)):  # where the signs differ, infinities meet in the product
+            optimizer.zero_grad()
+            loss = model(torch.tensor([x])).sum()
+            loss.backward()
+            optimizer.step()
+    first, second = scope.verdict.incidents
+    assert (first.step, first.phase, second.step, second.consequence_of) == (1, "optimizer", 2, 1), second.sentence
+    assert second.cause == "poisoned_weights" and second.origin.role == "weights"
+
+
+def test_what_nothing_updates_was_not_spoilt_by_an_update(tmp_path: Path) -> None:
+    """A reference that is NaN: each step that it spoils follows from the first, and none is said to have written the NaN."""
+    model, reference = nn.Linear(2, 2), nn.Linear(2, 2)
+    nn.init.constant_(reference.weight, NAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 2)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(2):
+            with torch.no_grad():
+                wanted = reference(x)
+            optimizer.zero_grad()
+            (wanted - model(x)).square().sum().backward()
+            optimizer.step()
+    first, second = scope.verdict.incidents
+    assert (first.consequence_of, second.consequence_of) == (None, 1)
+    assert all("already NaN at [0, 0] of [2, 2] before the step" in incident.sentence for incident in (first, second)), second.sentence

@@ -29,6 +29,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.parts import Parts
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.program.local import is_plain, unwrapped
+from nanscope.snapshot.observation import FROZEN
 from nanscope.torch_inside import (
     forward_hooks,
     forward_hooks_always_called,
@@ -321,7 +322,7 @@ class ModuleWatch:
         trained = {id(parameter) for module in list(self._with) for parameter in module.parameters()} if self._without else set()
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for module in list(modules):
-            of = f" of a {type(module).__name__} that ran without gradient" if module in self._without else ""
+            of = f" of a {type(module).__name__} {FROZEN}" if module in self._without else ""
             for name, parameter in module.named_parameters():
                 found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
         return found

@@ -288,7 +288,7 @@ def _is_record(trace: Trace, written: Sequence[Spot]) -> bool:
 def _came(trace: Trace, value: int, flat: int) -> Birth:
     """Did an element of a leaf go bad outside, or is it a mask that came in?"""
     leaf = trace.program.leaf(value)
-    if _number(trace, (value, flat)) != -math.inf or leaf is None:
+    if _number(trace, (value, flat)) != -math.inf or leaf is None or _is_weight(trace, value):
         return Birth.FED
     if leaf.origin in ("opaque", "cut") or (leaf.diff and leaf.origin == "module"):
         return Birth.INTENDED  # the model masks its own logits

@@ -49,6 +49,8 @@ UNMADE = "unmade"  # whoever set it: no backward pass that was watched made it
 HANDED = "handed"  # whoever called backward with it
 RECEIVED = "received"  # another rank, which sent it
 
+FROZEN = "that ran without gradient"  # how the name of a weight ends which nothing that was watched updates
+
 
 MODULE = "module"  # a part of the model, in which nobody could look further
 FED = frozenset({MODULE, "unknown"})  # an origin that nobody could look into: it came out of the model
@@ -110,6 +112,11 @@ class Origin:
         """Return what it was divided by, NaN if by nothing: an infinite power of 0 is one by 0."""
         infinite_power = self.op == "pow" and math.isinf(self.value)
         return self.number(DIVISIONS.get(self.op, 0)) if self.op in DIVISIONS or infinite_power else math.nan
+
+    @property
+    def is_frozen(self) -> bool:
+        """Is it a weight of a model that is not trained?"""
+        return (self.variable or "").endswith(FROZEN)
 
     def to_json(self) -> dict[str, Any]:
         """Return the origin as JSON data; units stand in the names."""

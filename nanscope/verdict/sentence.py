@@ -132,7 +132,7 @@ def _weight(seen: Observation) -> str:
     is_bad = f"is {number(p.value)}{_at(p)} {past.found}" if past.found else f"was already {number(p.value)}{_at(p)}"
     before = "" if past.found else " before the step"
     since = "" if past.fine_at is None else f"it was finite in step {past.fine_at}"
-    if seen.poisoned_at is not None:
+    if seen.poisoned_at is not None and not p.is_frozen:
         return f"{name} {is_bad}: the update of step {seen.poisoned_at} wrote it there"
     if past.by:
         after = f", and {since}" if since else ""
