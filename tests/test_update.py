@@ -82,3 +82,25 @@ def test_masters_are_stepped_once(tmp_path: Path) -> None:
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.op, optimizer.count) == ("optimizer", "div", 1)
     assert all(math.isinf(float(master.flatten()[0])) for master in optimizer.masters)
+
+
+class Agent(nn.Module):
+    """Its networks are called one by one, and it itself never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_has_the_name_that_it_has_in_the_largest_module(tmp_path: Path, compiled: bool) -> None:
+    """Of an actor and a critic that are alike, the weight is named that went bad; a wrapper adds nothing to its name."""
+    agent = Agent()
+    wrapped = torch.compile(agent.critic, backend="eager") if compiled else agent.critic
+    optimizer = torch.optim.SGD([{"params": agent.actor.parameters()}, {"params": agent.critic.parameters(), "lr": math.inf}], lr=0.1)
+    with nanscope.watch(agent, out=tmp_path) as scope:
+        x = torch.ones(1, 2)
+        (agent.actor(x).sum() + wrapped(x).sum()).backward()  # type: ignore[operator]
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert "made critic.0.weight" in incident.sentence

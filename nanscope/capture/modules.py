@@ -44,6 +44,8 @@ KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a secon
 KEPT_FROZEN = 16  # outermost calls without gradient that are
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
 
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")  # parts of names: of a compiled model, and of one that is spread over ranks
+
 _HOOK_WARNING = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE), Warning, None, 0)
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -324,7 +326,9 @@ class ModuleWatch:
         for module in list(modules):
             of = f" of a {type(module).__name__} {FROZEN}" if module in self._without else ""
             for name, parameter in module.named_parameters():
-                found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
+                known = found.get(id(parameter), ("", parameter))[0]
+                if not known or _is_fuller(name, known.removesuffix(of)):
+                    found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
         return found
 
     def so_far(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
@@ -348,6 +352,12 @@ class ModuleWatch:
                 holding.add(*tensors_in([call.args, call.kwargs]), *call.rng, needed=True)
                 self._waiting.append(replace(call, holding=holding))
         self._outputs = {place: type(call.module).__name__ for call in self._waiting for place in call.outputs}
+
+
+def _is_fuller(name: str, other: str) -> bool:
+    """Of two names of one weight, is it that in the larger module? What a wrapper puts before all names says nothing."""
+    one, two = ([part for part in found.split(".") if part not in WRAPPERS] for found in (name, other))
+    return (len(one), other.count(".")) > (len(two), name.count("."))
 
 
 class Own(threading.local):
