@@ -331,6 +331,49 @@ def test_bad_gradients_of_a_closure_are_told_before_they_are_repaired(tmp_path: 
     assert (incident.step, incident.origin.op) == (2, "div") and scope.notes == []
 
 
+class Trap(nn.Module):
+    """Drops what overflows; only its backward meets it again. armed: it overflows."""
+
+    armed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        raised = torch.exp(x + 1e3 * self.armed)
+        found: Tensor = self.last(torch.where(raised < float("inf"), raised, x))
+        return found
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_go_bad_in_a_closure_are_no_matter_of_the_update(tmp_path: Path, clears: bool) -> None:
+    """Lightning takes each of its steps with a closure: what the optimizer will step on is asked for when the closure has differentiated,
+    and the history has the norm of these gradients, not of those that were there before."""
+    model = Trap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        norms.append(float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()))
+        return loss
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (1, 2):
+            model.armed = step == 2
+            optimizer.step(closure)
+            if clears:
+                optimizer.zero_grad()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.cause, incident.origin.variable) == (2, "backward", "where_grad_trap", "raised")
+    assert incident.reached["gradients"] == [2, 4] and incident.reached["weights"] == [2, 4] and incident.reached["stepped"] == "taken"
+    assert scope.history.entries[0].grad_norm == pytest.approx(norms[0])
+
+
 def test_our_own_failure_to_see_an_end_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, no incident is lost, and the verdict says what was not seen."""
     monkeypatch.setattr(Ending, "became", None)

@@ -77,7 +77,7 @@ class Step(Relay):
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._again: list[int] = []  # those that it may differentiate again
         self._first = False  # the optimizer that steps has no state yet
-        self._stepping = False  # the optimizer has begun, and may call back for the loss
+        self._stepping: torch.optim.Optimizer | None = None  # has begun, and may call back for the loss
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
         self._inside = Inside()
         # what outlives a step
@@ -184,6 +184,8 @@ class Step(Relay):
                 self._absorbed.note(recording, self.counts.number)
             elif recording.scale is not None and (self._course.search.stuck or recording.scale.is_low()):
                 self._look_at_gradients()
+        if self._stepping is not None:
+            self._failsafe("closure", self._look_at_a_closure, self._stepping)
         if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._keeper.asked, recording)
         recording.looked = not waits
@@ -199,7 +201,7 @@ class Step(Relay):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step: one look at everything that is still on the device, then at the gradients."""
         self._go_on(steps=True)
-        self._stepping = True
+        self._stepping = optimizer
         if self._course.closed and not self._recordings.made:  # gradients that no backward pass here has made
             self._open()
         self._failsafe("passed-over", self._keep_passed_over, [])
@@ -208,8 +210,7 @@ class Step(Relay):
         found_inf = getattr(optimizer, "found_inf", None)
         self._overflowed = found_inf is not None and bool(found_inf)
         self._look_at_waiting(None if self._overflowed else optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
+        parameters, grads = self._gradients_of(optimizer)
         if self._overflowed and self._recordings[-1:] and (scale := self._recordings[-1].scale) is not None:
             self._skip(scale)
         if not grads or self._overflowed:
@@ -231,7 +232,7 @@ class Step(Relay):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
-        self._stepping = False
+        self._stepping = None
         held = self._skipping is not None and self._skipping.skips
         if self._skipping is not None:
             self._skipping.after_step()
@@ -364,7 +365,7 @@ class Step(Relay):
 
     def _look_whether_it_was_dropped(self, last: bool = False) -> None:
         """Another backward pass begins, or the block ends: does it still belong to the running step? Then its gradients are still there."""
-        if self._course.closed or self._stepping or not self._recordings.made:
+        if self._course.closed or self._stepping is not None or not self._recordings.made:
             return
         stepped = self._ending.became(self._course, last)
         if stepped is None:
@@ -431,6 +432,17 @@ class Step(Relay):
         if count_bad(grads):
             self._keeper.keep(self._examiner.gradients(self._recordings, parameters, grads))
             self._keeper.note_gone()
+
+    def _look_at_a_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has let a closure differentiate, and takes its step on that without asking again."""
+        parameters, grads = self._gradients_of(optimizer)
+        if grads and not math.isfinite(self._course.line.measure(grads, self._tape, None, False)) and count_bad(grads):
+            self._look_at_waiting(optimizer)  # what went bad first is told first
+            self._gradients_are_bad(parameters, grads)
+
+    def _gradients_of(self, optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], list[Tensor]]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return parameters, readable([p.grad for p in parameters if p.grad is not None], "gradients", self._logbook.gap)
 
     def _look_at_remains(self) -> None:
         """Whoever goes on from here begins with what is left."""
