@@ -395,3 +395,32 @@ def test_a_view_of_a_weight_is_shared_by_losses_that_have_nothing_else_in_common
     assert [(incident.step, incident.origin.op, incident.reached["stepped"]) for incident in scope.verdict.incidents] == [
         (3, "log", BY_TRAINER)
     ]
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_a_check_has_refused_and_the_run_has_ended_by_is_an_incident(tmp_path: Path, bad: bool, validates: bool) -> None:
+    """A distribution validates its logits, and raises: nothing was differentiated, and the line is told that made them NaN. An exception
+    that ends a run of which nothing was bad is none of ours."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = nanscope.watch(model, out=tmp_path)
+    with pytest.raises(ValueError), scope:
+        for step in (1, 2):
+            hidden = model(torch.ones(4, 3))
+            if step == 2 and bad:
+                steep = torch.exp(hidden + 1e3)
+                hidden = hidden * steep - hidden * steep
+            if validates or step == 1:
+                chosen = torch.distributions.Categorical(logits=hidden, validate_args=True).log_prob(torch.zeros(4))
+            if step == 2 and (not bad or hidden.isnan().any()):
+                raise ValueError("this run ends here")
+            optimizer.zero_grad()
+            chosen.mean().backward()
+            optimizer.step()
+    if not bad:
+        assert scope.verdict.healthy and scope.steps == 1
+        return
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.cause, incident.origin.variable) == (2, "forward", "exp_overflow", "steep")
+    assert not scope.verdict.gaps

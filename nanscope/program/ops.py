@@ -42,7 +42,8 @@ _TABLE: dict[Flow, str] = {
         take_along_dim tile transpose tril triu unbind unflatten unfold unsqueeze view view_as where vstack
         _unsafe_index _unsafe_index_put unsafe_split unsafe_chunk""",
     Flow.REDUCE: """
-        all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min nanmean
+        _is_all_true _is_any_true all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min
+        nanmean
         nanmedian nansum norm prod std std_mean sum var var_mean frobenius_norm""",
     Flow.ALONG: """
         _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp softmax sort topk""",
@@ -84,7 +85,8 @@ def _family(names: str) -> frozenset[str]:
 
 # Results that say "which", never "how much": they carry no harm forward and no gradient backward.
 SELECTORS = _family("""
-    all any argmax argmin argsort bitwise_not bucketize count_nonzero eq equal ge gt isfinite isinf isnan isneginf isposinf le
+    _is_all_true _is_any_true all any argmax argmin argsort bitwise_not bucketize count_nonzero eq equal ge gt isfinite isinf isnan isneginf
+    isposinf le
     logical_and logical_not logical_or logical_xor lt ne nonzero one_hot searchsorted signbit""")
 
 

@@ -36,10 +36,11 @@ class PassedOver:
         self._tape, self._modules, self._logbook = tape, modules, logbook
         self._told: set[int] = set()  # values, the last time that there were any
 
-    def losses(self, programs: Sequence[Program], step: int) -> list[tuple[Recording, bool]]:
+    def losses(self, programs: Sequence[Program], step: int, refused: bool = False) -> list[tuple[Recording, bool]]:
         """Return the losses that were passed over since the last time, and whether what is differentiated now was begun before they were.
 
-        programs: of what is differentiated now. step: the running one.
+        programs: of what is differentiated now. step: the running one. refused: an exception ends the block, and what was tested last, and
+        was bad, is why, be it a loss or what one was to be made of.
         """
         doubts = self._tape.doubts.take()
         if not doubts:
@@ -53,7 +54,7 @@ class PassedOver:
         found: list[tuple[Recording, bool]] = []
         told: set[int] = set()
         for doubt in bad:
-            recording = self._judged(doubt, used, told, step)
+            recording = self._judged(doubt, used, told, step, refused and doubt is bad[-1])
             if recording is not None:
                 found.append((recording, begun < doubt.value.id))
                 told |= {doubt.value.id, *(read_by(doubt.program) if doubt.program is not None else ())}
@@ -62,7 +63,7 @@ class PassedOver:
             doubt.close()
         return found
 
-    def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int) -> Recording | None:
+    def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int, refused: bool) -> Recording | None:
         """Return a loss that was passed over; what is none, or may be none, is told in another way. told: values behind the others."""
         self._tape.doubts.open(doubt)
         if doubt.is_old or self._is_beside(doubt, told):
@@ -72,7 +73,7 @@ class PassedOver:
             if self._logbook.takes_notes():
                 text = f"{_name(doubt)} was {number(float(doubt.extremes.flatten()[0]))}, and nothing was differentiated that it went into"
                 self._logbook.note("nonfinite_absorbed", text, step)
-        elif beside or doubt.extremes.numel() != 1:
+        elif (beside or doubt.extremes.numel() != 1) and not (refused and doubt.truth and doubt.program is not None):
             text = f"what {_name(doubt)} would have done, which was not finite and was never differentiated"
             self._logbook.gap("not-differentiated", text, step)
         else:

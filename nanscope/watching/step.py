@@ -294,7 +294,7 @@ class Step(Relay):
             self._go_on()
         self._course.raised = False
         self._look_whether_it_was_dropped(last=True)
-        self._failsafe("passed-over", self._keep_passed_over, [])
+        self._failsafe("passed-over", self._keep_passed_over, [], bool(raised))
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
@@ -390,15 +390,19 @@ class Step(Relay):
         if stop:
             self._keeper.stop()
 
-    def _keep_passed_over(self, programs: list[Program]) -> None:
-        """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now."""
-        for recording, joins in self._passed.losses(programs, self.number):
+    def _keep_passed_over(self, programs: list[Program], refused: bool = False) -> None:
+        """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now.
+
+        refused: an exception ends the block.
+        """
+        for recording, joins in self._passed.losses(programs, self.number, refused):
             alone = self._course.closed and not joins
             if self._course.closed:
                 self._open()
             self.counts.begin()
             recording.micro_batch = self.counts.micro_batch
-            self._course.line.add_loss(float(recording.loss))
+            if recording.value is not None:
+                self._course.line.add_loss(recording.value)
             self._keeper.keep(Hit(recording, Reached(recording.value), loss_bad=True))
             if alone:
                 self._keeper.mark(stepped=Stepped.BY_TRAINER)
