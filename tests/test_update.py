@@ -13,6 +13,7 @@ from torch import nn
 
 import nanscope
 from nanscope.capture.update import update_again
+from nanscope.verdict.diagnose import diagnose
 
 
 class Masters(torch.optim.SGD):
@@ -104,3 +105,16 @@ def test_a_weight_has_the_name_that_it_has_in_the_largest_module(tmp_path: Path,
         optimizer.step()
     (incident,) = scope.verdict.incidents
     assert "made critic.0.weight" in incident.sentence
+
+
+@pytest.mark.parametrize(("kind", "given"), [(torch.optim.SGD, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.1})])
+def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, given: dict[str, Any]) -> None:
+    """A learning rate that a schedule has made infinite is the reason, in the process and in the file, and no huge value of the weights."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=math.inf, **given)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.cause) == ("optimizer", "unknown") and f"{kind.__name__} (lr = +inf)" in incident.sentence
+    assert incident.snapshot is not None and "(lr = +inf)" in diagnose(nanscope.load(incident.snapshot)).sentence

@@ -227,9 +227,10 @@ class Observation:
 
     outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
     masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is.
-    optimizer: class of the one whose update did it. weight: name of what it updated. tried: how the step ran under edits in the process.
-    past: of a weight. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of
-    another rank in the same step. Both are known when the steps of a run are told together, and stand in no file.
+    optimizer: class of the one whose update did it. weight: name of what it updated. settings: of the optimizer, those that are not finite,
+    in words. tried: how the step ran under edits in the process. past: of a weight. poisoned_at: the earlier step whose update made
+    weights non-finite. source: rank and sentence of the incident of another rank in the same step. Both are known when the steps of a run
+    are told together, and stand in no file.
     """
 
     kind: Kind = Kind.NONFINITE
@@ -242,6 +243,7 @@ class Observation:
     scale: str = ""
     optimizer: str = ""
     weight: str = ""
+    settings: str = ""
     tried: tuple[Row, ...] = ()
     past: Past = NO_PAST
     poisoned_at: int | None = None
@@ -276,6 +278,7 @@ class Observation:
             scale=seen.scale or self.scale,
             optimizer=seen.optimizer or self.optimizer,
             weight=seen.weight or self.weight,
+            settings=seen.settings or self.settings,
             tried=seen.tried or self.tried,
             past=self.past if seen.past == NO_PAST else seen.past,
         )
@@ -291,6 +294,7 @@ class Observation:
             allreduce=self.kind is Kind.ARRIVED,
             optimizer=self.optimizer,
             weight=self.weight,
+            settings=self.settings,
             masked=self.masked,
             rows=self.tried,
             past=None if self.past == NO_PAST else self.past,
@@ -324,6 +328,7 @@ class Observation:
             scale=written.spike,
             optimizer=written.optimizer or read(str, facts.get("optimizer", "")),
             weight=written.weight,
+            settings=written.settings,
             tried=written.rows,
             past=written.past or NO_PAST,
         )
@@ -344,6 +349,7 @@ class _Written:
     allreduce: bool = False
     optimizer: str = ""
     weight: str = ""
+    settings: str = ""
     masked: bool | None = None
     rows: tuple[Row, ...] = ()
     past: Past | None = None

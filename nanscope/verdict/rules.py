@@ -117,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
     Rule(Phase.WEIGHTS, None, _never_written, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
+    Rule(Phase.OPTIMIZER, None, lambda o: bool(o.settings), Cause.UNKNOWN),  # whoever set them knows why
     Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
     Rule(None, None, lambda o: o.facts.unwritten, Cause.UNINITIALIZED),

@@ -142,10 +142,11 @@ def _weight(seen: Observation) -> str:
 
 def _update(seen: Observation) -> str:
     p = seen.origin
+    settings = f" ({seen.settings})" if seen.settings else ""
     if p.operands and p.op != "unknown" and seen.weight:
-        return f"the update of {seen.optimizer} made {seen.weight} non-finite: {_made(p)}"
+        return f"the update of {seen.optimizer}{settings} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
-    return f"the update of {name} made {p.variable or 'a weight'} {number(p.value)}{_at(p)}"
+    return f"the update of {name}{settings} made {p.variable or 'a weight'} {number(p.value)}{_at(p)}"
 
 
 def _made_here(seen: Observation) -> str:

@@ -65,6 +65,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
+from nanscope.watching.optimizers import unusable
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import unscaled
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
@@ -303,13 +304,13 @@ class Examiner:
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
         name = name_of(parameter, named)
         look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
-        blank = replace(blank, notes=(*blank.notes, *look.notes))
+        blank, infinite = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
         if look.trace is None and look.seen is None:
-            look = replace(look, seen=update_seen(optimizer, parameter, name))
+            look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))
         if look.seen is not None:
             seen = in_its_weight(look.seen, parameter, named)
             return replace(blank, observation=seen, found=seen)
-        return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight"), blank)
+        return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight", settings=infinite), blank)
 
     def own_update(self) -> Callable[[Snapshot], Snapshot] | None:
         """Return what describes that an update of the loop's own made a weight non-finite; None if it was something else that wrote it."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from nanscope.text import number
 
 
 class Optimizers:
@@ -42,6 +45,13 @@ class Optimizers:
         with self._lock:
             known = list(self._names)
         return next((one for one in known if any(id(parameter) in wanted for parameter in _parameters(one))), None)
+
+
+def unusable(optimizer: torch.optim.Optimizer) -> str:
+    """Return those settings of an optimizer that are not finite, in words: lr = inf."""
+    found = ((key, value) for group in optimizer.param_groups for key, value in group.items() if key != "params")
+    numbers = ((key, float(value)) for key, value in found if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1))
+    return ", ".join(dict.fromkeys(f"{key} = {number(value)}" for key, value in numbers if not math.isfinite(value)))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
