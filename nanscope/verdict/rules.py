@@ -67,8 +67,10 @@ def _inf(seen: Observation) -> bool:
 
 
 def _overflows(seen: Observation) -> bool:
-    """Did it become infinite of finite numbers? What came out of code that nobody looked into may have been so."""
-    return _inf(seen) and seen.origin.op not in _HIDDEN and all(math.isfinite(number) for _, number in seen.origin.operands)
+    """Did it become infinite of finite numbers, those included that the optimizer was set to? What came out of code that nobody looked
+    into may have been so."""
+    operands = (number for _, number in seen.origin.operands)
+    return _inf(seen) and seen.origin.op not in _HIDDEN and all(map(math.isfinite, operands)) and not seen.settings
 
 
 def _finite(seen: Observation) -> bool:
@@ -117,7 +119,6 @@ RULES: tuple[Rule, ...] = (
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
     Rule(Phase.WEIGHTS, None, _never_written, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
-    Rule(Phase.OPTIMIZER, None, lambda o: bool(o.settings), Cause.UNKNOWN),  # whoever set them knows why
     Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
     Rule(None, None, lambda o: o.facts.unwritten, Cause.UNINITIALIZED),

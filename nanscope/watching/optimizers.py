@@ -50,7 +50,9 @@ class Optimizers:
 def unusable(optimizer: torch.optim.Optimizer) -> str:
     """Return those settings of an optimizer that are not finite, in words: lr = inf."""
     found = ((key, value) for group in optimizer.param_groups for key, value in group.items() if key != "params")
-    numbers = ((key, float(value)) for key, value in found if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1))
+    numbers = (
+        (key, float(value)) for key, value in found if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    )
     return ", ".join(dict.fromkeys(f"{key} = {number(value)}" for key, value in numbers if not math.isfinite(value)))
 
 
