@@ -361,3 +361,20 @@ def test_a_call_of_torchs_own_modules_has_the_line_of_the_forward_pass(tmp_path:
         found.sum().backward()
     (incident,) = scope.verdict.incidents
     assert incident.phase == "input" and "found = model(x)" in dict(incident.origin.source)[incident.origin.line or 0]
+
+
+class Buffered(Frozen):
+    """A head that fills a buffer, as chunked heads do."""
+
+    def forward(self, x: Tensor, cache: object = None) -> Tensor:
+        tile = torch.empty(x.shape[0], 3)
+        if torch.is_grad_enabled():
+            return self.last(self.first(x))  # type: ignore[no-any-return]
+        torch.mm(self.first(x), self.last.weight.t(), out=tile)
+        return tile * 2.0
+
+
+def test_what_a_call_has_written_into_a_buffer_did_not_come_with_the_batch(tmp_path: Path) -> None:
+    """`out=` of a head that runs without gradient: the walk goes on to the weight that was NaN."""
+    incident = distil(Frozen(), Buffered("weight"), tmp_path)
+    assert (incident.phase, incident.cause, incident.origin.index) == ("weights", "poisoned_weights", (1, 2)), incident.sentence

@@ -275,8 +275,10 @@ def _without_others(module: nn.Module) -> nn.Module:
 
     One rank runs a module again because of what only it has seen: a collective in there would wait for ever.
     """
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
+    if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__ == "DeepSpeedEngine":
+        module = module.module  # type: ignore[assignment]
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):  # ZeRO-3, which holds a part of each here
+        raise NotIsolated("its weights are spread over several ranks, and one of them alone cannot run it")
     kinds = {type(part).__name__ for part in module.modules()}
     if any(name.startswith(("FSDP", "FullySharded", "DistributedDataParallel")) for name in kinds):
         raise NotIsolated("it is spread over several ranks, and one of them alone cannot run it")

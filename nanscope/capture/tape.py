@@ -176,7 +176,7 @@ class Tape:
             self._writes.after_turn(operator, noted, target, args[0])
         elif not self._writes.after(operator, noted, target, args[0]):
             self.known.unfind(tensors_of((args, result)))
-            self._forget_results(args[0], operator.name)
+            self._forget_results(args[0] if result is None else result, operator.name)  # of an out= the buffer, else what was written to
 
     def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
         results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
