@@ -14,7 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).with_name("workers")))
 
-from worker_cases import EXPECTED, Expected, missing, told
+from cases import Expected, told
+from worker_cases import EXPECTED
 
 
 @pytest.fixture(scope="session")
@@ -29,19 +30,16 @@ CASES = [pytest.param(one, id=str(one), marks=[pytest.mark.xfail(reason=one.know
 @pytest.mark.parametrize("expected", CASES)
 def test_what_is_said_of_a_framework_s_own_step(expected: Expected, out: Path) -> None:
     """Steps are counted as it takes them, its weights are those of the bare run, and the verdict is right."""
-    why = missing(expected.driver)
-    if why:
-        pytest.skip(why)
-    first = told(expected.driver, expected.ranks, out)[0][expected.case]
+    if expected.missing:
+        pytest.skip(expected.missing)
+    first = told(EXPECTED, expected.driver, expected.ranks, out)[0][expected.case]
     assert expected.misses(first) == [], first.get("sentence")
 
 
 def test_a_rank_that_trains_beside_a_bad_one_names_it(out: Path) -> None:
     """verl on FSDP2: its gradients came bad from the reduction, its worker dropped the step, and the rank and the line are known."""
-    why = missing("verl")
-    if why:
-        pytest.skip(why)
-    other = told("verl", 2, out)[1]["masked +200"]
+    pytest.importorskip("verl")
+    other = told(EXPECTED, "verl", 2, out)[1]["masked +200"]
     assert (other["status"], other["steps"], other["same"]) == ("non-finite", 3, True)
     assert [(i["rank"], i["step"], i["cause"]) for i in other["incidents"] if i["rank"] == 1] == [(1, 2, "allreduce_nan")], other[
         "sentence"

@@ -189,6 +189,7 @@ def make_trainer(
     reward: Reward | None = None,
     dtype: torch.dtype | None = None,
     config_class: type[Any] | None = None,
+    peft_config: Any = None,
     **config_overrides: Any,
 ) -> Any:
     """A trainer that is ready to train: two calls with the same arguments give bit-identical runs. Sets torch to one thread.
@@ -198,6 +199,7 @@ def make_trainer(
     fault:            needs a FaultyTrainer; TypeError with another class.
     reward:           the reward function, `mean_token_id` if None.
     dtype:            of all weights; float32 if None.
+    peft_config:      of the adapters that are trained; all weights are if None.
     config_class:     GRPOConfig, or RLOOConfig for an RLOOTrainer, if None.
     config_overrides: fields of the config. Defaults: 4 steps of 8 completions (2 prompts × 4 generations), num_iterations 2, beta 0.
     """
@@ -205,7 +207,7 @@ def make_trainer(
         raise TypeError(f"{trainer_class.__name__} plants no fault; give make_trainer FaultyTrainer or a subclass of it")
     torch.set_num_threads(1)  # the tensors are tiny: on a busy machine a second thread makes a run 20 times slower
     settings: dict[str, Any] = {
-        **_settings(tmp_path),
+        **quiet_settings(tmp_path),
         "max_steps": 4,
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -232,6 +234,7 @@ def make_trainer(
         args=config_class(**settings),
         train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
         processing_class=tokenizer,
+        peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm and prints a dict per step
     if isinstance(trainer, FaultyTrainer):
@@ -246,7 +249,7 @@ def make_dpo_trainer(tmp_path: Path, trainer_class: type[DPOTrainer] = DPOTraine
     """
     torch.set_num_threads(1)
     disable_progress_bars()
-    settings: dict[str, Any] = {**_settings(tmp_path), "max_steps": 2, "per_device_train_batch_size": 4, **config_overrides}
+    settings: dict[str, Any] = {**quiet_settings(tmp_path), "max_steps": 2, "per_device_train_batch_size": 4, **config_overrides}
     tokenizer = make_tokenizer()
     pairs = {"prompt": list(PROMPTS), "chosen": list(CHOSEN), "rejected": list(REJECTED)}
     trainer = trainer_class(
@@ -260,7 +263,7 @@ def make_dpo_trainer(tmp_path: Path, trainer_class: type[DPOTrainer] = DPOTraine
     return trainer
 
 
-def _settings(tmp_path: Path) -> dict[str, Any]:
+def quiet_settings(tmp_path: Path) -> dict[str, Any]:
     """Every trainer's settings here: float32 on the CPU, seeded, silent, nothing saved."""
     return {
         "output_dir": str(tmp_path / "trainer"),

@@ -1,39 +1,31 @@
-"""A framework's own training step, watched: the model, the batches, the faults, and what was said of each run.
+"""A framework's own training step, watched: the model, the batches and the faults.
 
-A driver of a framework (`verl_worker.py`, …) is a process of its own: `python DRIVER OUT NAME…` trains each of its cases that is named, all
-without a name, and prints one line of JSON for each. It says how a step is taken; everything else stands here.
+A driver of a framework (`verl_worker.py`, …) says how a step is taken; what it prints stands in `telling.py`, everything else here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import pickle
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import torch
+from telling import BAD, STEPS, Case, Ran, bits, tell
 from torch import Tensor
 
 import nanscope
 
 T = TypeVar("T")
 ROWS, PROMPT, RESPONSE, WORDS = 4, 3, 6, 32
-STEPS, BAD = 3, 2  # the step that a fault spoils
 FIRST = 100  # the trainer's own number of the first step, where it has one
 COUNTS, TOOL = (0, 3), (1, 2)  # row and token: one that counts, and one of a tool's output, which the policy reads and is not trained on
 
@@ -125,37 +117,8 @@ class Worker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One run. fault: of FAULTS. settings: as the framework takes them."""
-
-    name: str
-    fault: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What was said of a run, as JSON has it."""
-
-    name: str
-    framework: str
-    version: str
-    entry: str
-    ranks: int
-    status: str
-    steps: int
-    sentence: str
-    gaps: list[str]
-    incidents: list[dict[str, Any]]
-    log: list[str]
-    same: bool
-
-
-def run(
-    worker: Callable[[Mapping[str, Any]], Worker], case: Case, out: Path, watched: bool, rank: int = 0, ranks: int = 1
-) -> tuple[nanscope.Scope | None, str]:
-    """Train one case; returns the scope, and what the weights were afterwards."""
+def run(worker: Callable[[Mapping[str, Any]], Worker], case: Case, out: Path, watched: bool, rank: int = 0, ranks: int = 1) -> Ran:
+    """Train one case."""
     torch.manual_seed(0)
     built = worker(case.settings)
     scope = nanscope.watch(out=out) if watched else None
@@ -167,55 +130,13 @@ def run(
             for group in built.optimizer().param_groups:
                 group["lr"] = math.inf if spoilt and case.fault == "weights" else 1e-3
             built.step(arrived(FAULTS[case.fault](data) if spoilt else data), FIRST + step)
-    weights = [getattr(p.detach(), "_local_tensor", p.detach()) for g in built.optimizer().param_groups for p in g["params"]]
-    return scope, str([(float(w.double().sum()), float(w.double().abs().sum())) for w in weights])
-
-
-def told(
-    worker: Callable[[Mapping[str, Any]], Worker], case: Case, out: Path, framework: str, entry: str, rank: int = 0, ranks: int = 1
-) -> Told:
-    """Train one case bare and watched, and return what was said."""
-    _, bare = run(worker, case, out, False, rank, ranks)
-    scope, weights = run(worker, case, out / case.name.replace(" ", "-"), True, rank, ranks)
-    assert scope is not None
-    verdict = scope.verdict
-    incidents = [
-        {
-            "step": i.step, "micro_batch": i.micro_batch, "rank": i.rank, "phase": i.phase, "cause": str(i.cause), "sentence": i.sentence, "op": i.origin.op,
-            "variable": i.origin.variable, "role": i.origin.role, "index": list(i.origin.index), "masked": i.origin.masked,
-            "file": i.origin.file, "line": i.origin.line, "function": i.origin.function, "module": i.origin.module,
-            "framework": i.framework, "remedies": list(i.remedies), "consequence_of": i.consequence_of, "objective": i.objective.get("key"),
-            "reproduces": i.reproduces, "fixes": [f.label for f in i.fixes if f.proven],
-        }
-        for i in verdict.incidents
-    ]  # fmt: skip
-    return Told(
-        case.name, framework, version_of(framework), entry, ranks, str(verdict.status), scope.steps, verdict.sentence,
-        [f"{gap.slug}: {gap.text}" for gap in verdict.gaps], incidents, [], bare == weights,
-    )  # fmt: skip
-
-
-def version_of(framework: str) -> str:
-    """Return the release that is installed, or the revision of a checkout that NANSCOPE_<NAME>_VERSION tells."""
-    named = os.environ.get(f"NANSCOPE_{framework.upper()}_VERSION", "")
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return named or metadata.version(framework)
-    return named
+    return Ran(scope, bits(getattr(p.detach(), "_local_tensor", p) for g in built.optimizer().param_groups for p in g["params"]))
 
 
 def main(worker: Callable[[Mapping[str, Any]], Worker], cases: tuple[Case, ...], framework: str, entry: str) -> None:
     """Print what is told of each case that the command line names."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    out, *names = sys.argv[1:]
-    for case in cases:
-        if not names or case.name in names:
-            try:
-                line: dict[str, Any] = dataclasses.asdict(told(worker, case, Path(out), framework, entry, rank, ranks))
-            except Exception:
-                line = {"name": case.name, "error": traceback.format_exc()}
-            print(json.dumps(line), flush=True)
+    tell(lambda case, out, watched: run(worker, case, out, watched, rank, ranks), cases, framework, entry)
 
 
 def absent(**names: str) -> None:
