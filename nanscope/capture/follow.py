@@ -317,7 +317,8 @@ def _address(tensor: Tensor) -> Address:
 class MadeBackward:
     """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation.
 
-    site: of its forward, or of the backward of a custom function, where known. received: the gradient that came in, if it has the same shape.
+    site: of its forward, or of the backward of a custom function, where known. received: the gradient that came in, if it has the same
+    shape.
     """
 
     op: str
