@@ -222,3 +222,20 @@ def test_what_nothing_updates_was_not_spoilt_by_an_update(tmp_path: Path) -> Non
     first, second = scope.verdict.incidents
     assert (first.consequence_of, second.consequence_of) == (None, 1)
     assert all("already NaN at [0, 0] of [2, 2] before the step" in incident.sentence for incident in (first, second)), second.sentence
+
+
+def test_the_second_micro_batch_of_a_step_does_not_follow_from_its_update(tmp_path: Path) -> None:
+    """A weight that somebody made NaN spoils both: the step's update comes after them, and what follows from it is the next step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in (1, 2, 3):
+            if step == 2:
+                with torch.no_grad():
+                    model.weight[1, 0] = NAN
+            for _ in range(2):
+                model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [(incident.step, incident.consequence_of) for incident in scope.verdict.incidents]
+    assert told[0] == (2, None) and (2, 2) not in told and (3, 2) in told, told

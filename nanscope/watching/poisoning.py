@@ -29,6 +29,7 @@ class Poisoning:
         self._since: int | None = None
         self._first = 0  # step that can be a consequence of it
         self._own: int | None = None  # the last step with a cause of its own
+        self._found = False  # it was found in weights that were bad before
         self._looked = self._confirmed = False  # at a step since then; and it was a consequence
 
     def weights(self, step: int, bad: int) -> None:
@@ -59,8 +60,10 @@ class Poisoning:
 
     def of(self, step: int, seen: Observation) -> int | None:
         """Return the step of which one that was looked at is a consequence, None if it has a cause of its own."""
-        if self._since is None and self._own is not None and seen.phase is Phase.WEIGHTS:
-            self._since = self._first = self._own
+        own = None if self._own == step and self._found else self._own  # of weights that a step found bad its update is no cause
+        if self._since is None and own is not None and seen.phase is Phase.WEIGHTS:
+            self._since = self._first = own
+        self._found = seen.phase is Phase.WEIGHTS
         self._looked = self._looked or self.doubtful(step)
         found = self._decided(step, seen.phase is Phase.WEIGHTS or seen.origin.op in FED)
         self._confirmed = self._confirmed or found is not None

@@ -81,6 +81,11 @@ class Expected:
         return f"{self.driver}-{self.case}{'' if self.ranks == 1 else f'-{self.ranks} ranks'}"
 
     @property
+    def trainer(self) -> str:
+        """What of a case is the trainer, and not the fault."""
+        return self.case.rpartition(": ")[0]
+
+    @property
     def missing(self) -> str:
         """Why it cannot be run here, "" if it can."""
         return ", ".join(f"{name} is not installed" for name in (self.driver, *self.needs) if find_spec(name) is None)

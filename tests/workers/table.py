@@ -1,7 +1,9 @@
-"""Writes docs/workers.md: what nanscope says of each framework's own training step, as it came out just now.
+"""Writes what stands in the tables of docs/workers.md and docs/trainers.md: what nanscope says of each framework's own training step, and of
+each trainer, as it came out just now.
 
-`python tests/workers/table.py docs/workers.md`, in the environment of .ci/native; see the page for checkouts. What is not installed keeps its rows,
-and with names of frameworks behind the page so does every other.
+`python tests/workers/table.py docs/workers.md`, in the environment of .ci/native; see the page for checkouts. `python tests/workers/table.py
+docs/trainers.md`, where the packages of tests/native/trainers.txt are installed, too. What is not installed keeps its rows, and with names of
+frameworks behind the page so does every other. The rest of a page is written by hand.
 """
 
 from __future__ import annotations
@@ -9,41 +11,16 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from worker_cases import EXPECTED, missing, told
+import trainer_cases
+import worker_cases
+from cases import Expected, told
 
-HEAD = """# The frameworks' own workers
-
-What is said of *their* training step, and not only of their loss function: a worker is built as its framework builds it, on a tiny random Qwen2 on a
-CPU, and trains three steps of two micro-batches, bare and under `nanscope.watch()`. The first step has no advantage, so that its loss is 0; the
-second one is spoilt. A row is right if the verdict names the step and the micro-batch, the cause, the variable or function, the element, whether the
-loss counts it, the framework's own option where one helps, and the step that spoilt the weights; if three steps were counted; and if the watched
-run ends with the bare run's weights, bit for bit.
-
-| fault | what is planted |
-| --- | --- |
-| healthy | nothing |
-| masked +200 | an old log-prob of −200 at a token of a tool's output, which the policy is not trained on |
-| old -inf | an old log-prob of −inf at a token that counts |
-| masked micro-batch, masked batch | a mask that lets nothing through, in one micro-batch or in all |
-| weights | an infinite learning rate for one step: the weights are NaN, and so are old log-probs, KL and loss of the next one |
-
-This page is written by `python tests/workers/table.py docs/workers.md`, and `tests/test_workers.py` holds each of its rows. Frameworks that are not on
-PyPI are used where a checkout is on the path:
-
-```bash
-PYTHONPATH=RL:prime-rl/src:slime:AReaL NANSCOPE_NEMO_RL_VERSION=7ea279ab NANSCOPE_PRIME_RL_VERSION=559b447 python -m pytest tests/test_workers.py
-```
-
-Of NeMo-RL, prime-rl, slime and AReaL it is what computes the loss from the logits, in their own code, on a model and an optimizer of the test's: the
-rest of their step is Megatron's or is for CUDA. For slime something stands in for Megatron that says that each of its groups has one member, for AReaL
-for its trackers; AReaL refuses old log-probs that are not finite, and such a step is not taken. torchtitan's RL step is an actor of Monarch in a package
-that reads vLLM: [its loss](frameworks.md) is known, and the step has not been run here.
-
-| framework | version | entry point | ranks | case | what is said | right |
-| --- | --- | --- | --- | --- | --- | --- |
-"""
+PHASES = ("healthy", "input", "forward", "backward", "optimizer", "weights")
+PAGES = {"workers.md": worker_cases.EXPECTED, "trainers.md": trainer_cases.EXPECTED}
+SAID, RIGHT = "| framework |", "| trainer |"  # how the heads of the tables begin
 
 
 def shown(sentence: str) -> str:
@@ -51,20 +28,49 @@ def shown(sentence: str) -> str:
     return re.sub(r"\|", "\\|", sentence).replace("*", "\\*")
 
 
+def filled(lines: list[str], head: str, rows: Sequence[str]) -> list[str]:
+    """Put rows into the table whose head begins so, instead of those that are there; a page without it stays as it is."""
+    begin = next((place + 2 for place, line in enumerate(lines) if line.startswith(head)), None)
+    if begin is None:
+        return lines
+    end = next((place for place in range(begin, len(lines)) if not lines[place].startswith("|")), len(lines))
+    return [*lines[:begin], *rows, *lines[end:]]
+
+
+def row_of(one: Expected, out: Path) -> str:
+    """Run a case; return its row."""
+    line = told(PAGES["workers.md"] if one.kind == "worker" else PAGES["trainers.md"], one.driver, one.ranks, out)[0][one.case]
+    right = "yes" if not one.misses(line) else f"no: {one.known or one.misses(line)[0]}"
+    said = "silent" if line["status"] == "healthy" else shown(line["sentence"])
+    return f"| {one.driver} | {line['version']} | `{line['entry']}` {key_of(one)} {said} | {right} |"
+
+
+def key_of(one: Expected) -> str:
+    """What a row is found by, beside its framework."""
+    return f"| {one.ranks} | {one.case} |"
+
+
+def matrix(rows: Sequence[str]) -> list[str]:
+    """Return a line for each trainer: is each of its runs right?"""
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for framework, version, entry, _, case, *_, right in ([cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows):
+        found.setdefault((framework, version, entry.strip("`")), {})[case.rpartition(": ")[2]] = right.partition(":")[0]
+    return [
+        f"| {trainer} | {framework} {version} | {' | '.join(runs.get(phase, '') for phase in PHASES)} |"
+        for (framework, version, trainer), runs in found.items()
+    ]
+
+
 def main(page: Path, drivers: list[str]) -> None:
-    before = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    lines = page.read_text(encoding="utf-8").splitlines()
     rows = []
     with tempfile.TemporaryDirectory() as out:
-        for one in EXPECTED:
-            key = f"| {one.ranks} | {one.case} |"
-            if missing(one.driver) or (drivers and one.driver not in drivers):
-                rows += [line for line in before if key in line and line.startswith(f"| {one.driver} |")]
-                continue
-            line = told(one.driver, one.ranks, Path(out))[0][one.case]
-            right = "yes" if not one.misses(line) else f"no: {one.known or one.misses(line)[0]}"
-            said = "silent" if line["status"] == "healthy" else shown(line["sentence"])
-            rows.append(f"| {one.driver} | {line['version']} | `{line['entry']}` {key} {said} | {right} |")
-    page.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+        for one in PAGES[page.name]:
+            if one.missing or (drivers and one.driver not in drivers):
+                rows += [line for line in lines if key_of(one) in line and line.startswith(f"| {one.driver} |")]
+            else:
+                rows.append(row_of(one, Path(out)))
+    page.write_text("\n".join(filled(filled(lines, SAID, rows), RIGHT, matrix(rows))) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

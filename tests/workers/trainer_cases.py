@@ -17,35 +17,35 @@ CLIPS = "RuntimeError: The total norm"  # and who clips by a norm that is
 def trainer(
     driver: str,
     name: str,
-    came: tuple[Said, ...] | None,
+    came: tuple[Said, ...],
     act: str = "act_fn",
     weight: str = "first.weight",
     micro: int = 1,
     ends: str = "",
     needs: tuple[str, ...] = (),
     known: Mapping[str, str] | None = None,
-    late: int = 2,
+    late: Mapping[str, int] | None = None,
     steps: Mapping[str, int] | None = None,
 ) -> tuple[Expected, ...]:
     """The six runs of a trainer.
 
     came: what is said of the fault of the input, nothing of one that the trainer survives. act: the end of the module with the faulty
     activation. weight: the one that goes bad. micro: micro-batches of a step. ends: what the trainer ends with once its weights are NaN,
-    unless it goes on. known: by fault, what is said wrong. late: the bad step, by nanscope's count. steps: by fault, where it is not three.
+    unless it goes on. known: by fault, what is said wrong. late: by fault, the bad step where it is not the second: each step of
+    an optimizer is one. steps: by fault, where it is not three.
     """
-    follows = () if ends else (Said(late + 1, 1, "poisoned_weights", "", "weights", of=late, phase="weights"),)
-    forward = Said(late, 1, "exp_overflow", "steep", phase="forward", file="trained.py", module=act)
-    backward = Said(late, 1, "where_grad_trap", "raised", masked=True, phase="backward", file="trained.py", module=act)
-    update = Said(late, micro, "unknown", "", "optimizer", phase="optimizer")
-    poisoned = Said(late, 1, "poisoned_weights", weight, "weights", (1, 2), phase="weights")
+    at = {"forward": 2, "backward": 2, "optimizer": 2, "weights": 2, **(late or {})}
+    then = {fault: () if ends else (follows(step + 1, step),) for fault, step in at.items()}
     said: dict[str, tuple[Said, ...]] = {
         "healthy": (),
-        "input": (came or ()) if ends or not came else came,
-        "forward": (forward, *follows),
-        "backward": (backward, *follows),
-        "optimizer": (update, *follows),
-        "weights": (poisoned, *follows),
-    }
+        "input": came,
+        "forward": (Said(at["forward"], 1, "exp_overflow", "steep", phase="forward", file="trained.py", module=act), *then["forward"]),
+        "backward": (
+            Said(at["backward"], 1, "where_grad_trap", "raised", masked=True, phase="backward", file="trained.py", module=act), *then["backward"],
+        ),
+        "optimizer": (Said(at["optimizer"], micro, "unknown", "", "optimizer", phase="optimizer"), *then["optimizer"]),
+        "weights": (Said(at["weights"], 1, "poisoned_weights", weight, "weights", (1, 2), phase="weights"), *then["weights"]),
+    }  # fmt: skip
     return tuple(
         Expected(
             driver, f"{name}: {fault}", incidents, known=(known or {}).get(fault, ""), kind="trainer", needs=needs,
@@ -72,7 +72,11 @@ NOTHING = (Said(2, 1, "zero_div_zero", "loss", "loss", (), phase="forward", file
 SMOOTHED = (Said(2, 1, "zero_div_zero", "nll_loss", "loss", (), phase="forward", file="trainer_pt_utils.py"),)
 RATIO = (Said(2, 1, "where_grad_trap", "ratio", "ratio", (2,), True, phase="backward", file="torch_trainer.py"), follows())
 LORA = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"
-ENDED = {fault: 2 for fault in ("input", "forward", "backward", "optimizer")} | {"weights": 1}
+CLIPPED = {"input": 1, "forward": 1, "backward": 1, "optimizer": 2, "weights": 1}
+ENDED = dict.fromkeys(("input", "forward", "backward", "optimizer"), 2) | {"weights": 1}
+
+OF_SAC = {"forward": 4, "backward": 5, "optimizer": 6, "weights": 5}  # an optimizer each of temperature, critic and actor
+STEPS_OF_SAC = {"healthy": 9, "input": 3, "forward": 4, "backward": 6, "optimizer": 6, "weights": 6}
 
 EXPECTED = (
     *trainer("trl", "SFT", (), MODEL, UP),
@@ -103,8 +107,8 @@ EXPECTED = (
     *trainer("lightning", "Lightning, 2 micro-batches", ROW, micro=2),
     *trainer("lightning", "Lightning, manual optimization", ROW),
     *trainer("lightning", "Lightning, bf16", ROW),
-    *trainer("lightning", "Fabric", ROW[:1], ends=CLIPS, weight="_forward_module.first.weight", steps={**ENDED, "optimizer": 2}),
-    *trainer("lightning", "Fabric, bf16", ROW[:1], ends=CLIPS, weight="_forward_module.first.weight", steps={**ENDED, "optimizer": 2}),
+    *trainer("lightning", "Fabric", ROW[:1], ends=CLIPS, weight="_forward_module.first.weight", steps=CLIPPED),
+    *trainer("lightning", "Fabric, bf16", came("tensor", (2, 1))[:1], ends=CLIPS, weight="_forward_module.first.weight", steps=CLIPPED),
     *trainer(
         "torchrl",
         "torchrl ClipPPOLoss",
@@ -116,7 +120,7 @@ EXPECTED = (
     *trainer("torchrl", "torchrl SACLoss", came("reward", (3, 0)), "", ""),
     *trainer("stable_baselines3", "SB3 PPO", came("advantages", (0,))[:1], "", "policy_net.0.weight", ends=VALIDATES, steps=ENDED),
     *trainer("stable_baselines3", "SB3 A2C", came("advantages", (0,))[:1], "", "policy_net.0.weight", ends=VALIDATES, steps=ENDED),
-    *trainer("stable_baselines3", "SB3 SAC", came("rewards", (0, 0))[:1], "", "", ends=VALIDATES),
+    *trainer("stable_baselines3", "SB3 SAC", came("rewards", (0, 0))[:1], "", "", ends=VALIDATES, late=OF_SAC, steps=STEPS_OF_SAC),
     *trainer("stable_baselines3", "SB3 DQN", came("rewards", (0, 0), step=1)[:1], "", "q_net.0.weight"),
     *trainer("torch", "single-file PPO", RATIO, "", "actor.0.weight"),
     *trainer("torch", "torch.compile, the model", ROW),
@@ -125,3 +129,6 @@ EXPECTED = (
     *trainer("deepspeed", "DeepSpeed ZeRO-1", ROW, weight="module.first.weight"),
     *trainer("deepspeed", "DeepSpeed ZeRO-2, bf16", ROW, weight="module.first.weight"),
 )
+
+# Of what the test extra brings, those that every run of the tests asks for; the others are asked for at night.
+EVERY_TIME = ("SFT", "DPO", "KTO", "Reward", "RLOO", "GRPO, 3 iterations, KL", "Trainer", "Trainer, label smoothing")
