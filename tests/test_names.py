@@ -188,3 +188,23 @@ def test_what_a_buffer_hands_out_is_called_what_its_reader_calls_it(tmp_path: Pa
         (ratio.mean() + clipped.square().mean()).backward()
     origin = scope.verdict.incidents[0].origin
     assert (origin.variable, origin.index) == (name, (2,)) and "torch.tensor(array)" in dict(origin.source)[origin.line or 0]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(features)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_model_hands_to_a_layer_has_the_name_that_it_gives_it(tmp_path: Path, autocast: bool) -> None:
+    """`self.first(features)`: neither `self`, nor nothing, whether it arrives beside a bias or is cast first."""
+    rows = torch.ones(2, 3)
+    rows[1, 2] = math.nan
+    with nanscope.watch(out=tmp_path) as scope, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        Layers()(rows).float().sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.origin.variable, incident.origin.index) == ("bad_input", "features", (1, 2)), incident.sentence

@@ -73,6 +73,7 @@ class Copies:
         tensor: Callable[[Tensor], Tensor] = cloned,
     ) -> None:
         self.dropped: list[str] = []
+        self.bare = False  # parameters are copied without their attributes
         self.code: list[Any] = []
         self._budget, self._left = budget, budget
         self._parameter, self._tensor = parameter, tensor
@@ -81,17 +82,22 @@ class Copies:
         self._originals: dict[int, Tensor] = {}  # id of a copied tensor → the original
 
     def of(self, thing: Copied) -> Copied:
-        """Return a copy. Raises NotIsolated if there is none."""
-        file = _Bounded()
-        pickler = _Pickler(self, file)
-        try:
-            pickler.dump(thing)
-            result: Copied = _Unpickler(pickler.shared, file).load()
-        except NotIsolated:
-            raise
-        except Exception as error:  # whatever the objects of others do when they are copied
-            raise NotIsolated(f"it holds what cannot be copied ({words_of(error)})") from error
-        return result
+        """Return a copy. Raises NotIsolated if there is none.
+
+        What an engine has hung on the weights, as what it gathers them by, stays behind where it cannot be copied.
+        """
+        for self.bare in (False, True):
+            file = _Bounded()
+            pickler = _Pickler(self, file)
+            try:
+                pickler.dump(thing)
+                result: Copied = _Unpickler(pickler.shared, file).load()
+                return result
+            except NotIsolated:
+                raise
+            except Exception as error:  # whatever the objects of others do when they are copied
+                why = error
+        raise NotIsolated(f"it holds what cannot be copied ({words_of(why)})") from why
 
     def stand_in(self, original: object, copy: object) -> None:
         """Take this for the copy of something."""
@@ -169,7 +175,7 @@ class _Pickler(pickle.Pickler):
             if isinstance(thing, _CODE):
                 self._copies.code.append(thing)
             return self._share(thing)
-        if isinstance(thing, Tensor) and vars(thing):
+        if isinstance(thing, Tensor) and vars(thing) and not (self._copies.bare and isinstance(thing, nn.Parameter)):
             return None
         copy = self._copies.stand_in_of(thing)
         return None if copy is None else self._share(copy)

@@ -152,7 +152,7 @@ def _args(node: ast.AST) -> tuple[str, ...]:
         return _unparse(node.target), _unparse(node.value)
     if isinstance(node, ast.Call):
         own = tuple(_unparse(arg) for arg in node.args)
-        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value):
+        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value) and not _is_itself(node.func.value):
             return _unparse(node.func.value), *own
         return own
     return ()
@@ -167,6 +167,11 @@ def _is_module(node: ast.expr) -> bool:
     return (isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np", "functional")) or (
         isinstance(node, ast.Attribute) and _is_module(node.value)
     )
+
+
+def _is_itself(node: ast.expr) -> bool:
+    """Of `self.first(x)` the receiver is the model, and no operand."""
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def _unparse(node: ast.AST) -> str:

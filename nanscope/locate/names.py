@@ -85,7 +85,7 @@ class Names:
         """Return the variable a value is bound to, None for an intermediate result."""
         leaf = self.program.leaf(value)
         if leaf is not None:
-            return leaf.name or self._copied_as(value)
+            return leaf.name or self._copied_as(value) or self._handed_over(value)
         index = self.program.producers.get(value)
         if index is None:
             return None
@@ -99,6 +99,15 @@ class Names:
         """What an unnamed leaf is called further on, where it was only copied on its way: `batch.old_logps`, made by `torch.tensor`."""
         copy = self.program.only_copy(value)
         return None if copy is None else self.name(copy) or self._copied_as(copy)
+
+    def _handed_over(self, value: int) -> str | None:
+        """What the code calls the only thing that it hands to a module: in `self.first(x)` x arrives between a bias and a weight."""
+        for call in self.program.readers(value):
+            site, leaves = self.program.site_of(call), [leaf for read in call.inputs() if (leaf := self.program.leaf(read)) is not None]
+            alone = [leaf.id for leaf in leaves if leaf.origin != "parameter"] == [value]
+            if site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):
+                return site.args[0]
+        return None
 
     def _read_as(self, value: int) -> str | None:
         """What the code that reads a value calls it: a parameter's name, for what a caller passed without binding it."""

@@ -27,13 +27,14 @@ class Counter:
     path: tuple[str, ...]
     finished: bool
     hides: bool = False
+    skips: tuple[str, ...] = ()
 
 
 COUNTERS = (
     Counter("", ("state", "global_step"), finished=True),  # transformers, TRL
     Counter("lightning", ("global_step",), finished=True),
     Counter("pytorch_lightning", ("global_step",), finished=True),
-    Counter("deepspeed", ("global_steps",), finished=True, hides=True),  # of its engine; the steps that it skips among them
+    Counter("deepspeed", ("global_steps",), finished=True, hides=True, skips=("skipped_steps",)),  # of its engine; those among them
     Counter("torchtitan", ("step",), finished=False),
     Counter("verl", ("global_steps",), finished=False),  # of several updates each
     Counter("skyrl", ("global_step",), finished=False),  # likewise
@@ -106,6 +107,7 @@ class Counts:
             (functools.partial(_itself, target), counter) for target in targets for counter in COUNTERS if _is_of(target, counter.package)
         ]
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._skipped: int | None = None  # steps, by the loop's own count, when this one began
 
     def meet(self, modules: Iterable[nn.Module]) -> None:
         """These were called: one of them may be, or hold, an engine that counts, though nobody said so."""
@@ -134,12 +136,18 @@ class Counts:
 
     def open(self, beside: Counts | None = None) -> None:
         """A step begins. beside: it is the one that another thread is in."""
+        self._skipped = self._skips()
         if beside is not None:
             self.number, self.update, self.counted, self.micro_batch = beside.number, beside.update, beside.counted, beside.micro_batch
             return
         own = self._own(self._tally.told)
         self.number, self.update = self._tally.begin(own)
         self.counted, self.micro_batch = own is None, 0
+
+    @property
+    def skipped(self) -> bool:
+        """Does the loop say itself that it did not take this step, since its gradients were not finite?"""
+        return self._skipped is not None and self._skips() not in (None, self._skipped)
 
     def begin(self) -> None:
         """A backward pass of it begins; a loop may count micro-batches, too."""
@@ -153,13 +161,23 @@ class Counts:
         if told is not None:
             return told
         for target, counter in self._counters:
-            try:
-                found = functools.reduce(getattr, counter.path, target())
-            except Exception:  # noqa: BLE001 - a trainer may do anything when it is asked, and has no count before it trains
-                continue
-            if isinstance(found, int):
+            found = _read(target, counter.path)
+            if found is not None:
                 return found + counter.finished
         return None
+
+    def _skips(self) -> int | None:
+        found = (_read(target, counter.skips) for target, counter in self._counters if counter.skips)
+        return next((number for number in found if number is not None), None)
+
+
+def _read(target: Callable[[], object], path: tuple[str, ...]) -> int | None:
+    """Return a count, None if there is none."""
+    try:
+        found = functools.reduce(getattr, path, target())
+    except Exception:  # noqa: BLE001 - a trainer may do anything when it is asked, and has no count before it trains
+        return None
+    return found if isinstance(found, int) else None
 
 
 def _itself(target: object) -> object:

@@ -370,7 +370,7 @@ class Step(Relay):
         stepped = self._ending.became(self._course, last)
         if stepped is None:
             return
-        overflowed = self._ending.norm_is_bad()
+        overflowed = self._ending.norm_is_bad() or self.counts.skipped
         self._look_at_waiting(dropped=True)
         scales = [recording.scale for recording in self._recordings if recording.scale is not None]
         if overflowed and not self._course.bad and (not scales or self._course.search.stuck):

@@ -59,7 +59,7 @@ def clip_ppo(plant: Plant, out: Path) -> Ready:
         batch = actor(rows(torch.zeros(ROWS, 1)))
         GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batch)
     plant.poison("weights", actor[0].module[0][0].weight)
-    name = next(str(key) for key in batch if "log_prob" in str(key))
+    name = next(str(key) for key in list(batch.keys()) if "log_prob" in str(key))
     plant.between["input"] = lambda: batch[name].__setitem__(3, -200.0)
 
     def train() -> None:
