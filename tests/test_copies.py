@@ -99,6 +99,14 @@ def test_attributes_of_a_tensor_are_copied() -> None:
     assert torch.equal(weight.main_grad, torch.zeros(2)) and twin.data_ptr() == weight.data_ptr()
 
 
+def test_what_an_engine_has_hung_on_a_weight_stays_behind_where_it_cannot_be_copied() -> None:
+    """As the group of ranks that ZeRO gathers it by; the model does without."""
+    model = nn.Linear(2, 2)
+    model.weight.gathered_by = (n for n in range(3))  # type: ignore[attr-defined]
+    twin = copied([model])[0]
+    assert not hasattr(twin.weight, "gathered_by") and torch.equal(twin(torch.ones(2)), model(torch.ones(2)))
+
+
 class Own(nn.Linear):
     def scale(self, module: nn.Module, args: Any) -> Any:
         return (args[0] * 2,)

@@ -171,6 +171,44 @@ def test_an_engine_that_takes_the_gradients_away_says_when_a_step_is_over(tmp_pa
     assert [(incident.step, incident.micro_batch, incident.cause) for incident in scope.verdict.incidents] == [(42, 1, "bad_input")]
 
 
+class Trap(nn.Linear):
+    """Drops what overflows, of rows that are not 1; only its backward meets it again."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = super().forward(rows)
+        raised = torch.exp(x + 1e3 * (rows[:, :1] - 1))
+        return torch.where(raised < math.inf, raised, x)
+
+
+class DeepSpeedEngine(Engine):
+    """It counts what it skips."""
+
+    skipped_steps = 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    def step(self) -> None:
+        bad = not all(bool(kept.isfinite().all()) for kept in self.kept.values())
+        super().step()
+        self.skipped_steps += bad and not self.passes % 2
+
+
+@pytest.mark.parametrize("counting", [True, False])
+def test_a_step_that_an_engine_says_it_skipped_is_looked_into(tmp_path: Path, counting: bool) -> None:
+    """Its loss was fine, and its gradients are gone: the backward pass is made once more, and the call in the model is told."""
+    model = Trap(3, 2)
+    engine = (DeepSpeedEngine if counting else Engine)(model)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in (41, 42, 43):
+            for _ in range(2):
+                engine.backward(engine(torch.full((2, 3), 2.0 if step == 42 else 1.0)).mean())
+                engine.step()
+    told = [(incident.step, incident.cause, incident.origin.variable) for incident in scope.verdict.incidents]
+    assert told == ([(42, "where_grad_trap", "raised")] if counting else []), told
+
+
 @dataclass
 class State:
     """What a trainer counts."""
