@@ -199,12 +199,19 @@ class Layers(nn.Module):
         return self.last(torch.tanh(self.first(features)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("put_together", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_a_model_hands_to_a_layer_has_the_name_that_it_gives_it(tmp_path: Path, autocast: bool) -> None:
-    """`self.first(features)`: neither `self`, nor nothing, whether it arrives beside a bias or is cast first."""
+def test_what_a_model_hands_to_a_layer_has_the_name_that_it_gives_it(tmp_path: Path, autocast: bool, put_together: bool) -> None:
+    """`self.first(features)`: neither `self`, nor nothing, whether it arrives beside a bias or is cast first, and also where a collator has
+    put it together."""
     rows = torch.ones(2, 3)
     rows[1, 2] = math.nan
     with nanscope.watch(out=tmp_path) as scope, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rows = torch.stack([rows[0], rows[1]]) if put_together else rows
         Layers()(rows).float().sum().backward()
     (incident,) = scope.verdict.incidents
-    assert (incident.cause, incident.origin.variable, incident.origin.index) == ("bad_input", "features", (1, 2)), incident.sentence
+    assert (incident.cause, incident.origin.variable, incident.origin.index) == (
+        "bad_input",
+        "rows" if put_together else "features",
+        (1, 2),
+    ), incident.sentence

@@ -85,12 +85,12 @@ OF_FOUR: dict[str, tuple[First, ...]] = {
     "fsdp2_tp:edge_all": tuple((rank, *WHERE[1:]) for rank in range(4)),
     "fsdp2_tp:clip": tuple((rank, *NORM) for rank in range(4)),
 }
-DEEPSPEED: dict[str, tuple[First, First]] = {  # ZeRO drops a step that overflowed, and on a rank that made none of it nothing is to be seen
+DEEPSPEED: dict[str, tuple[First, First]] = {  # ZeRO drops a step that overflowed, and counts it on a rank that made none of it, too
     "deepspeed0:none": (None, None),
     "deepspeed0:loss": (MASK, MASK),
     "deepspeed0:model": (INSIDE, INSIDE),
-    "deepspeed1:loss": (MASK, None),
-    "deepspeed1:model": (INSIDE, None),
+    "deepspeed1:loss": (MASK, MASK),
+    "deepspeed1:model": (INSIDE, INSIDE),
     "deepspeed1:optimizer": (UPDATE, (1, *POISONED[1:])),
     "deepspeed2:optimizer": (UPDATE, (1, *POISONED[1:])),
     "deepspeed1:edge_all": (WHERE, (1, *WHERE[1:])),

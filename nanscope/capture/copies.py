@@ -95,7 +95,7 @@ class Copies:
                 return result
             except NotIsolated:
                 raise
-            except Exception as error:  # whatever the objects of others do when they are copied
+            except Exception as error:  # noqa: BLE001 - whatever the objects of others do when they are copied
                 why = error
         raise NotIsolated(f"it holds what cannot be copied ({words_of(why)})") from why
 

@@ -93,7 +93,7 @@ class Names:
         site = self.program.site_of(call)
         if site is not None and site.name is not None and self._is_last(index):
             return site.name
-        return self._read_as(value)
+        return self._read_as(value) or self._handed_over(value)
 
     def _copied_as(self, value: int) -> str | None:
         """What an unnamed leaf is called further on, where it was only copied on its way: `batch.old_logps`, made by `torch.tensor`."""
@@ -104,7 +104,7 @@ class Names:
         """What the code calls the only thing that it hands to a module: in `self.first(x)` x arrives between a bias and a weight."""
         for call in self.program.readers(value):
             site, leaves = self.program.site_of(call), [leaf for read in call.inputs() if (leaf := self.program.leaf(read)) is not None]
-            alone = [leaf.id for leaf in leaves if leaf.origin != "parameter"] == [value]
+            alone = all(leaf.origin == "parameter" or leaf.id == value for leaf in leaves)
             if site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):
                 return site.args[0]
         return None

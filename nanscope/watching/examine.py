@@ -231,14 +231,15 @@ class Examiner:
         return None, look.knows_the_backward and not look.notes
 
     def _dropped(self, last: Recording, known: bool) -> Hit | None:
-        """The trainer has dropped the gradients, and what this rank made of them was finite: only their norm is left to tell.
+        """The trainer has dropped the gradients, and what this rank made of them was finite: only their norm is left to tell, or, where it
+        counts what it skips, that there was a reason.
 
         known: its own backward was made once more.
         """
         norm = next((norm for norm in self.tape.norms if not bool(is_finite(norm))), None)
-        if norm is None or not has_peers():
+        if not has_peers():
             return None
-        seen = overflowing_norm(self._deeper(last), self.tape.norm_site())
+        norm, seen = (torch.tensor(math.nan), None) if norm is None else (norm, overflowing_norm(self._deeper(last), self.tape.norm_site()))
         seen = seen or arrived("the whole model", norm, REDUCED if known else SPREAD)
         return Hit(last, Reached(last.value, scaled=last.scaled), look=NOTHING, seen=seen)
 
