@@ -143,7 +143,7 @@ def told(table: tuple[Expected, ...], driver: str, ranks: int, out: Path) -> lis
     said = []
     try:
         for process in processes:
-            output, error = process.communicate(timeout=400)
+            output, error = process.communicate(timeout=1500)
             found = {line["name"]: line for line in map(json.loads, filter(lambda text: text.startswith('{"name"'), output.splitlines()))}
             if process.returncode or len(found) < len(cases):
                 raise RuntimeError(error[-3000:])
