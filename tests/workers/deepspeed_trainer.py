@@ -19,6 +19,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 def engine(plant: Plant, out: Path, stage: int, bf16: bool = False) -> Ready:
     """As its documentation writes it."""
     model = Net(plant)
+    plant.drops = stage > 0
     plant.poison("weights", model.first.weight)
     poison = plant.between.pop("weights")  # once ZeRO has put its own copy of the weights into the model
     config = {

@@ -46,6 +46,7 @@ class Plant:
 
     counts: which optimizer's steps count, where a trainer has several. between: by fault, what happens between the first step and the second.
     harm: by step, of the gradients and weights that its optimizer got and left, how many are not finite, and all; of one optimizer.
+    drops: the trainer takes no bad step, so that its steps and those of the optimizer have different numbers.
     """
 
     def __init__(self, fault: str) -> None:
@@ -54,6 +55,7 @@ class Plant:
         self.between: dict[str, Callable[[], object]] = {}
         self.harm: dict[str, dict[str, list[int]]] = {}
         self.optimizers: set[int] = set()
+        self.drops = False
 
     def spoilt(self, batch: T, spoil: Callable[[T], object], each: int = 1) -> T:
         """Return a batch, spoilt if it is of the bad step and the fault is one of the input. each: batches a step."""
@@ -177,7 +179,7 @@ def run(builds: Mapping[str, Build], case: Case, out: Path, watched: bool) -> Ra
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     held = (tensor for model in ready.models for tensor in (*model.parameters(), *model.buffers()))
-    return Ran(scope, bits(held), plant.harm if len(plant.optimizers) == 1 else {}, error)
+    return Ran(scope, bits(held), plant.harm if len(plant.optimizers) == 1 and not plant.drops else {}, error)
 
 
 def main(builds: Mapping[str, Build], framework: str, entry: str, frameworks: Mapping[str, str] | None = None) -> None:
