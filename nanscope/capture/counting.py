@@ -12,8 +12,6 @@ has none. And with autocast: what has no dtype there (an extension, `bilinear`, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nanscope.program.ops import MADE_OF_PRODUCTS, base_name
@@ -28,7 +26,6 @@ from nanscope.torch_inside import (
     has_kernel_for,
     is_excluded,
     schema_of,
-    set_excluded,
 )
 
 
@@ -69,15 +66,15 @@ def is_casting() -> bool:
         return not all(map(is_excluded, CASTS))
 
 
-@contextmanager
-def let_in(keys: tuple[Any, ...]) -> Iterator[None]:
-    """Switch on again what the mode has switched off for the calls inside a call, and nothing that was off before."""
+def to_let_in(keys: tuple[Any, ...]) -> list[Any]:
+    """Return what the mode has switched off for the calls inside a call, and is to be on there: nothing that was off before.
+
+    keys: what the operator leaves to them.
+    """
+    if not (keys or is_casting()) or not is_counted_here():
+        return []
     with as_before_modes():
-        ours = [key for key in (*keys, *CASTS) if not is_excluded(key)]
-    with ExitStack() as stack:
-        for key in ours:
-            stack.enter_context(set_excluded(key, False))
-        yield
+        return [key for key in (*keys, *CASTS) if not is_excluded(key)]
 
 
 def is_counted_here() -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from nanscope.capture.counting import is_casting, is_counted_here, let_in
+from nanscope.capture.counting import to_let_in
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import is_faked, unseen
@@ -23,6 +23,7 @@ from nanscope.torch_inside import (
     pop_mode,
     push_mode,
     running_backward,
+    set_excluded,
     top_mode,
 )
 
@@ -117,8 +118,11 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # or a backward pass that we did not see begin, or tensors without content
         if not (self.sleeping or self.tape.broken or running_backward() != -1 or (crowded and is_faked())):
             noting = self._door(crowded, self.tape.before, operator, args, kwargs)
-        if (operator.inside or (operator.casts_inside and is_casting())) and self._door(crowded, is_counted_here):
-            with let_in(operator.inside):
+        keys = self._door(False, to_let_in, operator.inside) if operator.inside or operator.casts_inside else None
+        if keys:
+            with contextlib.ExitStack() as inside:
+                for key in keys:
+                    inside.enter_context(set_excluded(key, False))
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)  # what this raises is the trainer's own
