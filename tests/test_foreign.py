@@ -60,7 +60,7 @@ def test_what_differs_is_found_and_explained(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "checkout" / "test_own.py").write_text(SUITE, encoding="utf-8")
     suite = Suite("own", "torch", ("test_own.py",), longest=3)
-    found = run.measure(run.Bench(suite, tmp_path / "checkout", sys.executable, tmp_path / "work"), 1)
+    found = run.measure(run.Bench(suite, tmp_path / "checkout", "", sys.executable, tmp_path / "work"), 1)
     assert (found.tests, found.passed, found.unsteady) == (8, 2, [])
     why = {one.test.partition("::")[2]: one.why for one in found.differ}
     assert why == {"test_is_alone": run.PROBES["mode"][1], "test_lets_go": run.PROBES["holding-nothing"][1]}

@@ -4,7 +4,7 @@
 
     torchrl             1238 tests: 1150 pass either way, 0 differ, 0 incidents, 2.1 times as long
 
-NAME=CHECKOUT: a suite of `suites.py`, and where its tests lie. A NAME alone is fetched by pip, where the source distribution holds the tests.
+NAME=CHECKOUT: a suite of `suites.py`, and where its tests lie; CHECKOUT@REVISION where the checkout does not tell its version. A NAME alone is fetched by pip, where the source distribution holds the tests.
 `--python` names the interpreter that has the framework, torch, pytest, and what nanscope needs. TRL's tests need what `tiny_hub.py` makes.
 
 What differs is run again, without the other tests: what is then as before is unsteady. What still differs is probed: does it also under a
@@ -42,10 +42,11 @@ Lines = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where one suite is run. python: the interpreter. work: for what is written."""
+    """Where one suite is run. revision: of the checkout, "" if it tells its version. python: the interpreter. work: for what is written."""
 
     suite: Suite
     checkout: Path
+    revision: str
     python: str
     work: Path
 
@@ -91,7 +92,7 @@ class Bench:
         done = subprocess.run([self.python, "-W", "ignore", "-c", code], cwd=self.checkout, check=True, capture_output=True, text=True)
         package, torch = ["", *done.stdout.split()][-2:]
         told = [path for name in ("version.txt", "VERSION") if (path := self.checkout / name).exists()]
-        return [told[0].read_text(encoding="utf-8").strip() if told else package, package, torch]
+        return [self.revision or (told[0].read_text(encoding="utf-8").strip() if told else package), package, torch]
 
 
 def measure(bench: Bench, every: int) -> page.Result:
@@ -150,11 +151,12 @@ def main() -> int:
     known = {suite.name: suite for suite in SUITES}
     status = 0
     for named in args.suites:
-        name, _, path = named.partition("=")
+        name, _, place = named.partition("=")
+        path, _, revision = place.partition("@")
         if name not in known:
             sys.exit(f"no suite is called {name}; there are {', '.join(known)}")
         checkout = Path(path).expanduser().resolve() if path else fetched(known[name], args.python, work)
-        result = measure(Bench(known[name], checkout, args.python, work), args.every or known[name].every)
+        result = measure(Bench(known[name], checkout, revision, args.python, work), args.every or known[name].every)
         (work / f"{name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         print(page.line(result), flush=True)
         status |= not result.tests or bool(result.open())

@@ -93,6 +93,7 @@ class Teller:
         self.line: dict[str, Any] = {}
         self.kind = ""
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out what was not asked for."""
         if self.listed is not None:
