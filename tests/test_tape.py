@@ -1049,6 +1049,22 @@ def test_a_value_that_is_read_for_the_whole_of_a_long_generation_breaks_nothing(
     replayed(loss)
 
 
+@pytest.mark.parametrize("write", [Tensor.copy_, Tensor.add_, lambda one, other: one.lerp_(other, 0.1)], ids=["copy", "add", "lerp"])
+def test_what_a_write_reads_does_not_fall_out_of_the_ring(
+    write: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are copied to a target network, one by one, and as many calls lie between two copies of one as are remembered."""
+    monkeypatch.setattr(module, "RING", 100)
+    for count in range(20, 110):
+        tape = Tape()
+        weights, targets = [torch.ones(1) for _ in range(count)], [torch.ones(1) for _ in range(count)]
+        with TapeMode(tape), torch.no_grad():
+            for _ in range(3):
+                for target, weight in zip(targets, weights, strict=True):
+                    write(target, weight)
+        assert not tape.broken and len(tape.entries) <= 202, count
+
+
 BUFFER, TARGET, WEIGHT = torch.zeros(500, 3), nn.Linear(3, 1), nn.Linear(3, 1)
 
 

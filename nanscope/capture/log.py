@@ -69,11 +69,11 @@ class Log:
                     self._owned.setdefault(index, []).append(value_id)
 
     def number(self, entry: Record, lasting: bool) -> None:
-        """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones."""
+        """Append an entry. lasting: it may outlive a backward pass, but not RING newer ones, unless it is read just then."""
         self.entries[self.count] = entry
         if lasting:
             self._lasting.append(self.count)
-            if len(self._lasting) > RING:
+            if len(self._lasting) > RING and not self._brought(self._lasting[0], self.read):
                 self._drop(self._lasting.popleft())
         else:
             self._passing.append(self.count)
@@ -81,14 +81,15 @@ class Log:
 
     def _evict(self, held: int) -> bool:
         """Drop the oldest call without gradient to make room, unless it made or introduced that value, or one that is being read."""
-        if not self._lasting:
-            return False
-        index = self._lasting[0]
-        entry = self.entries.get(index)
-        if entry is not None and any(value in entry.outs or value in self._owned.get(index, ()) for value in (held, *self.read)):
+        if not self._lasting or self._brought(self._lasting[0], (held, *self.read)):
             return False
         self._drop(self._lasting.popleft())
         return True
+
+    def _brought(self, index: int, values: Iterable[int]) -> bool:
+        """Did a call make or introduce one of these values?"""
+        entry, owned = self.entries.get(index), self._owned.get(index, ())
+        return entry is not None and any(value in entry.outs or value in owned for value in values)
 
     def reach(self) -> int:
         """How many calls there are since the oldest one with a gradient, or so."""

@@ -29,10 +29,7 @@ def files(pattern: str, names: str) -> tuple[str, ...]:
 # Without a conftest that wants more than the tests, without pytest's handler of the log where tests format records their own way.
 ALONE = ("--noconftest", "-p", "no:logging")
 COMPILERS = ("-k", "not test_multi_grad_all_hooks")  # compiles an extension for minutes
-NEEDS_MORE = (
-    "-k",
-    "not liger and not (loss_types and True) and not vlm and not vision",
-)  # Liger's kernels need a GPU, and stay for later tests
+NEEDS_MORE = ("--without", "liger_kernel", "-k", "not vlm and not vision")  # Liger's kernels need a GPU, and stay for later tests
 
 MODES = "python_dispatch module_tracker flop_counter autocast stateless subclass autograd_fallback"
 NN = "module_hooks parametrization lazy_modules multihead_attention embedding dropout load_state_dict"

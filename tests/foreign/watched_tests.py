@@ -16,6 +16,7 @@ import logging
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -61,11 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--told", type=Path, required=True, help="the file that the lines are appended to")
     group.addoption("--under", choices=tuple(UNDER), default="nothing", help="; ".join(f"{name}: {what}" for name, what in UNDER.items()))
     group.addoption("--longest", type=int, default=60, help="seconds of one test")
+    group.addoption("--without", action="append", default=[], help="a package that is not there for the tests")
     group.addoption("--list-ids", type=Path, help="a file that the names of all tests are written to")
     group.addoption("--only-ids", type=Path, help="a file of the tests to run, one a line; the others are left out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sys.modules.update(dict.fromkeys(config.getoption("--without")))  # type: ignore[arg-type]
     config.pluginmanager.register(Teller(config), "nanscope-teller")
 
 
