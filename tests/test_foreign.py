@@ -1,4 +1,4 @@
-"""The runner of other people's tests: it sees an outcome that changes, says why, and takes an incident for one only where it is meant."""
+"""The runner of other people's tests: it sees an outcome that changes, says why, and asks of each incident whether it is a true one."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_what_differs_is_found_and_explained(tmp_path: Path) -> None:
 def test_the_page_says_what_is_open(tmp_path: Path) -> None:
     """What nobody explains stands out, and a result is read as it was written."""
     differs = page.Differs("a.py::test_a", "passed", "failed", "AssertionError", "")
-    meant, unmeant = page.Said("a.py::test_b", "x / y gave +inf", "divides by 0"), page.Said("a.py::test_c", "z gave NaN")
+    known, unknown = page.Said("a.py::test_b", "x / y gave +inf", "divides by 0"), page.Said("a.py::test_c", "z gave NaN")
     result = page.Result(
-        "own", "1.0", "1.1", "2.13.0", 2, 9, 8, 7, 1.5, 2.0, [differs], ["a.py::test_d"], [meant, unmeant], [], "2026-01-01"
+        "own", "1.0", "1.1", "2.13.0", 2, 9, 8, 7, 1.5, 2.0, [differs], ["a.py::test_d"], [known, unknown], [], "2026-01-01"
     )
     assert result.open() == ["a.py::test_a", "a.py::test_c"]
     text = page.render([result])

@@ -10,11 +10,11 @@ from pathlib import Path
 HEAD = """# The tests of others
 
 The test suites of torch and of the frameworks, each test run bare and inside `nanscope.watch()`: no outcome may change, and each incident must
-be one that the test makes. `tests/foreign/run.py` runs them, and writes this page. *Times as long* is the time of the tests that pass either
+be a true one. `tests/foreign/run.py` runs them, and writes this page. *Times as long* is the time of the tests that pass either
 way, without opening and closing the block; these tests are hardly more than calls on tiny tensors, where watching costs most: what
 it costs a training run stands in [Costs and limits](costs.md).
 
-| suite | its version | of | torch | tests | pass either way | backward passes | outcomes that differ | incidents (meant, open) | times as long | on |
+| suite | its version | of | torch | tests | pass either way | backward passes | outcomes that differ | incidents (true, open) | times as long | on |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
@@ -32,11 +32,11 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What nanscope said of a test. meant: what the test does on purpose."""
+    """What nanscope said of a test. does: what the test does, where that is known to be bad."""
 
     test: str
     words: str
-    meant: str = ""
+    does: str = ""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Result:
 
     def open(self) -> list[str]:
         """Return the tests that raise a question."""
-        return [one.test for one in self.differ if not one.why] + [one.test for one in self.incidents if not one.meant]
+        return [one.test for one in self.differ if not one.why] + [one.test for one in self.incidents if not one.does]
 
 
 def load(path: Path) -> Result:
@@ -87,7 +87,7 @@ def render(results: list[Result]) -> str:
 
 
 def _row(r: Result) -> str:
-    meant = sum(bool(one.meant) for one in r.incidents)
+    does = sum(bool(one.does) for one in r.incidents)
     cells = [
         r.name,
         r.of,
@@ -97,7 +97,7 @@ def _row(r: Result) -> str:
         r.passed,
         r.backwards,
         len(r.differ),
-        f"{meant}, {len(r.incidents) - meant}",
+        f"{does}, {len(r.incidents) - does}",
         f"{r.ratio:.1f}",
         r.on,
     ]
@@ -127,7 +127,7 @@ def _incidents(results: list[Result]) -> str:
         return text + "None.\n"
     text += "| test | what it does | what was said |\n| --- | --- | --- |\n"
     for one in {(one.test, one.words.partition(":")[0]): one for one in found}.values():
-        text += f"| `{_short(one.test)}` | {one.meant or '**open**'} | {one.words} |\n".replace("|inf|", "inf")
+        text += f"| `{_short(one.test)}` | {one.does or '**open**'} | {one.words} |\n".replace("|inf|", "inf")
     return text
 
 

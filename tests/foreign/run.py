@@ -9,7 +9,7 @@ NAME=CHECKOUT: a suite of `suites.py`, and where its tests lie; CHECKOUT@REVISIO
 
 What differs is run again, without the other tests: what is then as before is unsteady. What still differs is probed: does it also under a
 dispatch mode that only passes calls on, with nanscope not there at all? Or only while tensors are held? What is left, and an incident that
-no row of `suites.py` says to be meant, is an open question, and the exit status is 1. Results stay in `--work`, one file a suite, and the
+no row of `suites.py` says to be true, is an open question, and the exit status is 1. Results stay in `--work`, one file a suite, and the
 page is made of all of them.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import page
-from suites import KNOWN, MEANT, SUITES, Suite, said_of
+from suites import KNOWN, TRUE, SUITES, Suite, said_of
 
 HERE = Path(__file__).resolve().parent
 NEVER = {"outcome": "absent", "raised": "", "seconds": 0.0, "told": None}
@@ -91,8 +91,10 @@ class Bench:
         code = f"import sys; sys.path.insert(0, ''); import torch, {self.suite.package} as it; print(getattr(it, '__version__', ''), torch.__version__)"
         done = subprocess.run([self.python, "-W", "ignore", "-c", code], cwd=self.checkout, check=True, capture_output=True, text=True)
         package, torch = ["", *done.stdout.split()][-2:]
+        own = (self.checkout / self.suite.package).is_dir()  # what is tested lies beside its tests, whatever is installed
         told = [path for name in ("version.txt", "VERSION") if (path := self.checkout / name).exists()]
-        return [self.revision or (told[0].read_text(encoding="utf-8").strip() if told else package), package, torch]
+        of = self.revision or (told[0].read_text(encoding="utf-8").strip() if told else package)
+        return [of, of if own else package, torch]
 
 
 def measure(bench: Bench, every: int) -> page.Result:
@@ -115,7 +117,7 @@ def measure(bench: Bench, every: int) -> page.Result:
         before, after / before if before else 0.0,
         [page.Differs(n, bare[n]["outcome"], watched[n]["outcome"], watched[n]["raised"], why.get(n, "")) for n in differ],
         [name for name in once if name not in differ],
-        [page.Said(name, i["sentence"], said_of(name, MEANT)) for name, said in told.items() for i in said["incidents"]],
+        [page.Said(name, i["sentence"], said_of(name, TRUE)) for name, said in told.items() for i in said["incidents"]],
         [page.Said(name, gap) for name, said in told.items() for gap in said["gaps"]],
         datetime.now(UTC).date().isoformat(),
     )  # fmt: skip
