@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import page
-from suites import KNOWN, TRUE, SUITES, Suite, said_of
+from suites import KNOWN, SUITES, TRUE, Suite, said_of
 
 HERE = Path(__file__).resolve().parent
 NEVER = {"outcome": "absent", "raised": "", "seconds": 0.0, "told": None}
