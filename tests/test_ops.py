@@ -107,9 +107,10 @@ def test_a_selector_gives_no_floating_numbers() -> None:
     """What says "which" gives bools or integers, so it can carry no NaN forward."""
     x, y = torch.tensor([[1.5, -2.0], [0.25, 4.0]]), torch.tensor([[1.0, -2.0], [3.0, 0.5]])
     other = {"one_hot": (torch.tensor([0, 1]),), "searchsorted": (x[0], y), "bucketize": (x, y[0])}
+    other |= dict.fromkeys(("bitwise_not", "_is_any_true", "_is_all_true"), (x.bool(),))
     binary = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "equal")
     for name in SELECTORS:
-        args = other.get(name, (x, y) if name in binary else (x.bool(),) if name == "bitwise_not" else (x,))
+        args = other.get(name, (x, y) if name in binary else (x,))
         result = getattr(torch.ops.aten, name)(*args)
         assert isinstance(result, bool) or not result.is_floating_point(), name
 
@@ -139,7 +140,7 @@ def test_a_call_knows_its_bare_name() -> None:
     assert "name" not in Call.__slots__
 
 
-SEEN_BY_THE_TAPE = ("UNWRITTEN_FACTORIES", "DATA_FACTORIES", "GRADIENT_NORMS", "SILENT", "OVERWRITES")
+SEEN_BY_THE_TAPE = ("UNWRITTEN_FACTORIES", "DATA_FACTORIES", "GRADIENT_NORMS", "SILENT", "OVERWRITES", "MADE_OF_PRODUCTS")
 FAMILIES = {name: family for name, family in vars(ops).items() if name.isupper() and isinstance(family, frozenset)}
 
 

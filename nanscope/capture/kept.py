@@ -22,23 +22,21 @@ from nanscope.capture.follow import FINE, Kinds, kinds_of, op_of
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.parts import Span
 from nanscope.program.local import has_memory, is_plain, local
-from nanscope.program.ops import ALL_SOFTMAXES
+from nanscope.program.ops import ALL_SOFTMAXES, BOUNDED, KEPT_OPERANDS, LETS_IN
 from nanscope.torch_inside import function_of, is_at_hand, is_flat, number_of
 
 MOST_NODES = 1 << 18  # that are walked over
 
 # What these give is bad where, and only where, what they were given is: it was made before.
 _TAME = frozenset(
-    {"view", "reshape_alias", "unsafe_view", "alias", "transpose", "t", "permute", "expand", "clone", "squeeze", "unsqueeze"}
-    | {"tanh", "sigmoid", "relu"}
+    {"view", "reshape_alias", "unsafe_view", "alias", "transpose", "t", "permute", "expand", "clone", "squeeze", "unsqueeze"} | BOUNDED
 )
 # Of these autograd keeps the operands, and not the result, which is had from them again.
 _AGAIN: Mapping[str, Callable[..., Tensor]] = {
-    **{name: getattr(torch, name) for name in ("log", "log2", "log10", "log1p", "abs", "sin", "cos", "mul", "div")},
+    **{name: getattr(torch, name) for name in KEPT_OPERANDS},
     "silu": torch.nn.functional.silu,
 }
 
-_MASKS = frozenset({"masked_fill", "where", "add", "sub", "index_put", "scatter", "fill"})  # they let in an infinity that is meant
 _HANDS_ON = frozenset({"RegisterPostBackwardFunction", "_NoopSaveInputs", "BackwardHookFunction"})  # functions that compute nothing
 
 MASKED = Kinds(neginf=True)
@@ -142,7 +140,7 @@ def first_kept(outputs: Iterable[Tensor], spans: Sequence[Span]) -> KeptBad | No
         else:
             break
         way.append((place, value))
-    if len(way) > 1 and op_of(place[0]) in _MASKS and kinds_of(value) == MASKED:  # what came of it is to blame
+    if len(way) > 1 and op_of(place[0]) in LETS_IN and kinds_of(value) == MASKED:  # what came of it is to blame
         (place, value), unknown = way[-2], []
     nodes = [place[0], *(node for node in unknown if not _is_weight(node))]
     between = dict.fromkeys(op_of(node) for node in nodes[1:] if op_of(node) not in _TAME)

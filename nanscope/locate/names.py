@@ -105,7 +105,7 @@ class Names:
         for call in self.program.readers(value):
             site, leaves = self.program.site_of(call), [leaf for read in call.inputs() if (leaf := self.program.leaf(read)) is not None]
             alone = all(leaf.origin == "parameter" or leaf.id == value for leaf in leaves)
-            if site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):
+            if call.module and site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):
                 return site.args[0]
         return None
 

@@ -180,6 +180,9 @@ DATA_FACTORIES = UNWRITTEN_FACTORIES | _family("empty_like empty_strided normal_
 GRADIENT_NORMS = _family("_foreach_norm linalg_vector_norm norm")  # what a clip divides by
 SILENT = _family("_assert_async _local_scalar_dense is_nonzero is_same_size record_stream resize_ set_")  # no value comes of them
 MADE_OF_PRODUCTS = _family("_trilinear")  # by calls that autocast casts, and it casts nothing before
+KEPT_OPERANDS = _family("abs cos div log log10 log1p log2 mul sin")  # autograd keeps these, and not the result
+BOUNDED = _family("relu sigmoid tanh")  # what they give is bad only where what they were given is
+LETS_IN = _family("add fill index_put masked_fill scatter sub where")  # by which masks of infinities come to what they mask
 OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they write to, without their underscore
 HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
 
