@@ -82,3 +82,19 @@ def test_a_signal_reaches_the_command_and_its_status_is_ours(tmp_path: Path) -> 
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, "told\n") and err.startswith("● nothing was watched")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are those of Unix")
+def test_a_signal_that_comes_while_the_command_is_started_reaches_it(tmp_path: Path) -> None:
+    """The command may speak, and be answered with a signal, before who starts it knows its number."""
+    script = """
+import os, signal, subprocess
+from nanscope.watching.target import run_command
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Slow
+run_command(["sh", "-c", "trap 'exit 7' TERM; while :; do sleep 0.1; done"])
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60, check=False).returncode in (7, 128 + signal.SIGTERM)

@@ -153,18 +153,23 @@ def run_command(argv: Sequence[Any], program: Any = None, env: Mapping[Any, Any]
     """
     with ExitStack() as undo:
         child: list[subprocess.Popen[bytes]] = []
+        early: list[int] = []  # signals that came while it was being started
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            undo.callback(signal.signal, number, signal.signal(number, _hand_on(child)))
+            undo.callback(signal.signal, number, signal.signal(number, _hand_on(child, early)))
         child.append(subprocess.Popen(argv, executable=program, env=env, close_fds=False, restore_signals=program is None))
+        for missed in early:
+            child[0].send_signal(missed)
         status = child[0].wait()
     raise SystemExit(128 - status if status < 0 else status)
 
 
-def _hand_on(child: Sequence[subprocess.Popen[bytes]]) -> Callable[[int, FrameType | None], None]:
+def _hand_on(child: Sequence[subprocess.Popen[bytes]], early: list[int]) -> Callable[[int, FrameType | None], None]:
     def handler(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and _from_terminal():
+            return
+        early.extend([] if child else [number])
         for process in child:
-            if number != signal.SIGINT or not _from_terminal():
-                process.send_signal(number)
+            process.send_signal(number)
 
     return handler
 
