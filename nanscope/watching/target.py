@@ -16,7 +16,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,10 @@ def run_command(argv: Sequence[Any], program: Any = None, env: Mapping[Any, Any]
         child.append(subprocess.Popen(argv, executable=program, env=env, close_fds=False, restore_signals=program is None))
         for missed in early:
             child[0].send_signal(missed)
-        status = child[0].wait()
+        status = None
+        while status is None:  # a signal that another thread was given, or that came just before, does not end a wait
+            with suppress(subprocess.TimeoutExpired):
+                status = child[0].wait(1.0)
     raise SystemExit(128 - status if status < 0 else status)
 
 
