@@ -19,7 +19,7 @@ from nanscope.causes import Cause
 from nanscope.locate.observe import observe_made
 from nanscope.program.program import Program
 from nanscope.snapshot.coverage import Status
-from nanscope.snapshot.observation import Kind, Observation, Phase, Row
+from nanscope.snapshot.observation import TEST, Kind, Observation, Phase, Row
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose, examine, verdict
 from nanscope.verdict.incident import Note
@@ -121,7 +121,7 @@ def test_a_replay_that_was_run_is_not_run_again() -> None:
     snapshot = overflowing()
     _, replayed, _ = examine(snapshot)
     told = replace(replayed, rows=replayed.rows[:1])
-    assert diagnose(snapshot, replayed=told).rows == told.rows
+    assert [row for row in diagnose(snapshot, replayed=told).rows if row.kind != TEST] == list(told.rows)
     assert examine(snapshot, told)[1] is told
 
 

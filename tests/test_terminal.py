@@ -80,7 +80,7 @@ def test_the_middle_of_a_long_chain_is_counted() -> None:
     """Twelve links are shown, the turn to backward once."""
     links = tuple(Link(f"value_{n}", n, math.inf, n > 5) for n in range(40))
     text = " ".join(render_text(Verdict((replace(incident(), chain=links),), steps=1)).split())
-    chain = text[text.index("value_0") : text.index("replay what")]
+    chain = text[text.index("value_0") : text.index("tested ")]
     assert chain.startswith("value_0 +inf → value_1 +inf")
     assert "value_5 +inf → backward: ∂ value_6 +inf → ∂ value_7 +inf → ∂ value_8 +inf → … 28 more … → ∂ value_37 +inf" in chain
     assert chain.endswith("∂ value_39 +inf ") and chain.count("backward") == 1

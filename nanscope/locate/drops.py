@@ -92,7 +92,12 @@ class Drops:
                 coefficient = coefficient or zero
                 if drop is not None:
                     drops.append(drop)
-                if len(call.outs) > 1 and out != self.program.output and not self.program.consumers.get(out):
+                if (
+                    len(call.outs) > 1
+                    and flow_of(call.op) is Flow.MOVE
+                    and out != self.program.output
+                    and not self.program.consumers.get(out)
+                ):
                     drops.append(Drop(index, "select", None, call.name))  # a piece that nobody takes
                     continue
                 if bool(kept.any()):

@@ -269,6 +269,6 @@ def vanishing_eps(trace: Trace, index: int) -> dict[tuple[int, int], float]:
                     if arg != 0 and held == 0:
                         found[(current, position)] = math.copysign(smallest(dtype), arg)
                     elif abs(arg) != 1 and abs(held) == 1:
-                        found[(current, position)] = math.copysign(1 - torch.finfo(dtype).eps, arg)
+                        found[(current, position)] = math.copysign(1 + math.copysign(torch.finfo(dtype).eps, abs(arg) - 1), arg)
         stack += [(producers[v], depth + 1) for v in call.inputs() if v in producers]
     return found

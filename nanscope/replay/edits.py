@@ -26,6 +26,7 @@ from nanscope.program.ops import (
     EXPONENTIALS,
     MEANS,
     NATURAL_LOGARITHMS,
+    NEEDS_MORE_THAN_ZERO,
     RESCALINGS,
     ROOTS,
     SOFTMAXES,
@@ -54,7 +55,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
     if not broadcasts(keep.shape, content.shape):
         return None
     excluded = float(keep.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
-    neutral = 1.0 if position == 1 else 0.0
+    neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
     masks = _masks(patch, mask)
 
     def inserts(ordinal: int) -> list[Insert]:
@@ -260,8 +261,9 @@ def upcast_fp32(patch: Patch) -> Variant | None:
     if index is None or patch.origin.dtype not in ("float16", "bfloat16"):
         return None
     program = patch.program
-    # `F.normalize(x)` is several calls: an epsilon that vanishes does so before the division
-    index = next(i for i, call in enumerate(program.calls) if i == index or call.site == program.calls[index].site >= 0)
+    # A line is several calls: an epsilon that vanishes does so before the division, and what it met was rounded before that.
+    line = _line_of(program, index)
+    index = next(i for i in range(len(program.calls)) if i == index or (line is not None and _line_of(program, i) == line))
     half = (torch.float16, torch.bfloat16)
     lifted: dict[int, int] = {}
     calls: list[Call] = list(program.calls[:index])
@@ -278,6 +280,11 @@ def upcast_fp32(patch: Patch) -> Variant | None:
     return Variant(
         "upcast_fp32", f"compute {patch.acting} and what follows in float32", replace(program, calls=tuple(calls)), patch.tensors
     )
+
+
+def _line_of(program: Program, index: int) -> tuple[str, int] | None:
+    site = program.site_of(program.calls[index])
+    return (site.file, site.line) if site is not None and site.line else None
 
 
 def _made_before(program: Program, value: int, index: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import AT_ONCE, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.ops import ADDITIONS, DIVISIONS, NEEDS_MORE_THAN_ZERO, Flow, flow_of
+from nanscope.program.ops import ADDITIONS, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
-from nanscope.replay.patch import Patch, Variant, broadcasts
+from nanscope.replay.further import ROUNDS, following
+from nanscope.replay.patch import Patch, Variant
+from nanscope.replay.refill import Fed, leaf_refilled, numbers, offending, refilled
 
 
 def results(program: Program, run: Run) -> dict[int, Tensor]:
@@ -28,87 +31,21 @@ def results(program: Program, run: Run) -> dict[int, Tensor]:
 def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Variant | None:
     """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64.
 
-    shift: added to what they become, to see what depends on it. alike: only those that are as bad as the origin is; another infinity
-    beside a NaN may stand there on purpose (a vocabulary mask).
+    shift: added to what they become, to see what depends on it. alike: see `offending`.
     """
+    name, label = "reference", "offending elements neutralised"
     if patch.origin.call is None:
-        return _leaf_repaired(patch, shift)
-    program, tensors = patch.program, patch.tensors
-    touched = False
-    for out in [patch.program.calls[index].outs[0] for index in patch.siblings()]:
-        if out is None:
-            continue
-        bad = offending(patch, out, alike=alike)
-        if not bool(bad.any()):
-            continue
-        for position in (0, 1):
-            index = program.producers.get(out)
-            arg = program.calls[index].args[position] if index is not None and position < len(program.calls[index].args) else None
-            if index is None or not isinstance(arg, Ref) or arg.id not in patch.values:
-                continue
-            content = patch.values[arg.id]
-            if flow_of(patch.call.op) is Flow.POINTWISE and content.dim() < bad.dim() and broadcasts(content.shape, bad.shape):
-                content = content.expand(bad.shape)  # one number for many elements, the healthy ones included
-            where = _at(bad, content)
-            if where is None:
-                continue
-            neutral = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (position == 1 and patch.op not in ADDITIONS) else 0.0
-            call = program.calls[index]
-            program, fresh = _filled(program, tensors, arg.id, where, _numbers(content, neutral, shift * (position + 1)), index)
-            args = tuple(Ref(fresh) if place == position else other for place, other in enumerate(call.args))
-            program = replace(program, calls=(*program.calls[: index + 1], replace(call, args=args), *program.calls[index + 2 :]))
-            touched = True
-    return Variant("reference", "offending elements neutralised", program, tensors) if touched else None
+        content, leaf = patch.values[patch.origin.value_id], patch.origin.leaf
+        if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+            return None
+        return leaf_refilled(patch, numbers(content, 0.0, shift), name, label)
 
+    def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
+        neutral = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (fed.position == 1 and patch.op not in ADDITIONS) else 0.0
+        where = fed.where
+        return None if where is None else (where, numbers(fed.content, neutral, shift * (fed.position + 1)))
 
-def _leaf_repaired(patch: Patch, shift: float) -> Variant | None:
-    """The same of what came in: its bad elements are 0 from the start, if it is no weight."""
-    value, leaf = patch.origin.value_id, patch.origin.leaf
-    content = patch.values[value]
-    if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
-        return None
-    mended = torch.where(torch.isfinite(content), content, _numbers(content, 0.0, shift))
-    return Variant("reference", "offending elements neutralised", patch.program, {**patch.tensors, value: mended})
-
-
-def _filled(program: Program, tensors: dict[int, Tensor], value: int, bad: Tensor, numbers: Tensor, index: int) -> tuple[Program, int]:
-    """Put in, before a call, what gives a value these numbers where it is bad. Returns the id of the result, too."""
-    mark, filling, fresh = (program.new_id() + n for n in range(3))
-    call = program.calls[index]
-    mended = Call("aten.where.self", (Ref(mark), Ref(filling), Ref(value)), (), (fresh,), call.site, call.grad)
-    tensors[mark], tensors[filling] = bad.clone(), numbers
-    leaves = (*program.leaves, Leaf(mark, "offending", "data", False), Leaf(filling, "neutral", "data", False))
-    return replace(program, leaves=leaves, calls=(*program.calls[:index], mended, *program.calls[index:])), fresh
-
-
-def _at(bad: Tensor, content: Tensor) -> Tensor | None:
-    """Return where an operand goes into bad elements of the result, None if the two do not broadcast, or the operand is a mask."""
-    if content.dtype is torch.bool or content.is_complex():
-        return None
-    if broadcasts(bad.shape, content.shape):
-        return bad.expand(content.shape)
-    return bad.int().sum_to_size(content.shape) > 0 if broadcasts(content.shape, bad.shape) else None
-
-
-def _numbers(content: Tensor, neutral: float, shift: float) -> Tensor:
-    """Return numbers around a shift beside a neutral one, no two alike: a softmax does not see what is added to a whole row."""
-    numbers = neutral + shift * torch.linspace(0.5, 1.5, content.numel(), device=content.device).reshape(content.shape)
-    return (numbers if content.is_floating_point() else numbers.ceil()).to(content.dtype)
-
-
-def offending(patch: Patch, value: int, *, alike: bool = False) -> Tensor:
-    """Return where a value is what does the harm: not finite, or, if the origin is a finite number, that number."""
-    content, worst = patch.values[value], patch.origin.value
-    if math.isfinite(worst):
-        bad = content == worst
-        if value == patch.origin.value_id:
-            bad[patch.origin.index] = True  # half precision was shown rounded
-        return bad
-    if not alike:
-        return ~torch.isfinite(content)
-    if math.isnan(worst):
-        return torch.isnan(content)
-    return torch.isinf(content) if patch.op in DIVISIONS else content == worst
+    return refilled(patch, filling, name, label, alike=alike)
 
 
 RESULT = -1  # stands for a program's output, whichever value an edit makes it
@@ -195,11 +132,15 @@ def _gradients(variant: Variant, dtype: torch.dtype | None) -> dict[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Spared:
-    """The program without the offending elements, and its gradients in float64. alike: of what `repaired` left them out."""
+    """The program without the offending elements, and its gradients in float64.
+
+    alike: of what `repaired` left them out. places: where it did; a step with two faults has two. bad: elements that are, all the same.
+    """
 
     variant: Variant
     grads: dict[int, Tensor]
     alike: bool
+    places: int
     bad: int
 
     @staticmethod
@@ -207,20 +148,42 @@ class _Spared:
         """Of the two ways to leave them out, the one that heals more."""
         best = None
         for alike in (True, False):
-            variant = repaired(patch, alike=alike)
-            grads = None if variant is None else _gradients(variant, torch.float64)
-            if variant is None or grads is None:
-                continue
-            found = _Spared(variant, grads, alike, sum(int((~torch.isfinite(grad)).sum()) for grad in grads.values()))
-            best = found if best is None or found.bad < best.bad else best
-            if not best.bad:
+            found = _Spared._of(patch, alike)
+            best = found if best is None or (found is not None and found.bad < best.bad) else best
+            if best is not None and not best.bad:
                 break
         return best
 
+    @staticmethod
+    def _of(patch: Patch, alike: bool) -> _Spared | None:
+        found = None
+        for variant in _repairs(patch, 0.0, alike):
+            grads = _gradients(variant, torch.float64)
+            if grads is None:
+                break
+            bad = sum(int((~torch.isfinite(grad)).sum()) for grad in grads.values())
+            found = _Spared(variant, grads, alike, 1 if found is None else found.places + 1, bad)
+            if not bad:
+                break
+        return found
+
     def shifted(self, patch: Patch) -> dict[int, Tensor] | None:
         """The gradients with other numbers in the place of the offending elements."""
-        variant = repaired(patch, SHIFT, alike=self.alike)
-        return None if variant is None else _gradients(variant, torch.float64)
+        variants = list(islice(_repairs(patch, SHIFT, self.alike), self.places))
+        return _gradients(variants[-1], torch.float64) if len(variants) == self.places else None
+
+
+def _repairs(patch: Patch, shift: float, alike: bool) -> Iterator[Variant]:
+    """Yield the program with its offending elements neutralised, then also with those of the next origin, and so on."""
+    known: set[int] = set()
+    there: Patch | None = patch
+    while there is not None and len(known) <= ROUNDS:
+        known.add(there.origin.value_id)
+        variant = repaired(there, shift, alike=alike)
+        if variant is None:
+            return
+        yield variant
+        there = following(variant, known)
 
 
 SHIFT = 0.5  # any number that is not 0

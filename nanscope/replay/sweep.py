@@ -32,10 +32,11 @@ from nanscope.program.numbers import exponent_limit
 from nanscope.program.ops import EXPONENTIALS
 from nanscope.replay.batch import RecordedBatch, batch_of
 from nanscope.replay.edits import clamp_exponent
+from nanscope.replay.further import Edit, everywhere
 from nanscope.replay.own_loss import Objective
 from nanscope.replay.patch import Patch, Variant, after
 from nanscope.replay.reference import repaired
-from nanscope.replay.tries import Bench, Edit, everywhere
+from nanscope.replay.tries import Bench
 from nanscope.replay.under import distortion, evaluate, own_gradient
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Row
@@ -216,7 +217,7 @@ def _after(bound: float) -> Edit:
 def _everywhere(edit: Edit) -> Edit:
     def both(patch: Patch) -> Variant | None:
         variant = edit(patch)
-        return None if variant is None else everywhere(variant, edit, patch)
+        return None if variant is None else everywhere(variant, edit, patch)[0]
 
     return both
 

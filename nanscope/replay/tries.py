@@ -7,15 +7,15 @@ should be. "Should be" is measured, too: the recorded program in float64, with e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanscope.causes import OF_A_BATCH
-from nanscope.errors import NanscopeError, ProgramError
+from nanscope.causes import OF_A_BATCH, Cause
+from nanscope.errors import ProgramError
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.spike import spike
@@ -26,11 +26,13 @@ from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.program.run import Run
+from nanscope.replay.counterfactual import otherwise
 from nanscope.replay.edits import CONTROLS, EDITS
+from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following, then
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
 from nanscope.replay.reproduction import NOT_COMPARED, Reproduction
-from nanscope.snapshot.observation import Row
+from nanscope.snapshot.observation import TEST, Row
 from nanscope.snapshot.step import Snapshot
 
 if TYPE_CHECKING:
@@ -49,6 +51,12 @@ class Replay:
     reproduction: Reproduction
     location: Location | None
     trace: Trace | None
+    bench: Bench | None = None
+
+    def without(self, cause: Cause) -> Row | None:
+        """Return what comes out with the counterfactual of a cause, None if it has none here; `works` says that this origin is gone."""
+        known = next((row for row in self.rows if row.kind == TEST and row.id == cause), None)
+        return known or (self.bench.without(cause) if self.bench is not None and self.location is not None else None)
 
     @property
     def reproduces(self) -> bool | None:
@@ -67,8 +75,6 @@ class Replay:
 
 NOTHING = Replay((), NOT_COMPARED, None, None)  # what cannot be run
 
-Edit: TypeAlias = Callable[[Patch], Variant | None]
-
 
 def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Edit]] = (), *, full: bool = True) -> Replay:
     """Run a snapshot under all variants.
@@ -79,6 +85,18 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Edit]] = (), *, full: 
     if not snapshot.program.calls:
         return NOTHING
     return Bench.of(snapshot).replay(edits, full=full)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What came of an edit. variant: the edited program; there: where that goes wrong next, None if nowhere or still at the origin."""
+
+    row: Row
+    variant: Variant | None = None
+    there: Patch | None = None
+
+
+FIRSTS = 3  # edits that help and do not heal, beside which a second one is tried
 
 
 @dataclass(frozen=True)  # without slots: what is derived is kept
@@ -119,11 +137,32 @@ class Bench:
             variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
             rows.append(self._judged(_try(variant, "float64", self.healthy, torch.float64)))
             rows += (self._standard() if full else []) + self.asked(edits) + (self._controls() if full else [])
-        return Replay(tuple(rows), self.reproduction, self.location, self.trace)
+        return Replay(tuple(rows), self.reproduction, self.location, self.trace, self)
+
+    def without(self, cause: Cause) -> Row | None:
+        """Return a row of the recorded step with what a cause says to be different, None if that cannot be made of it."""
+        row = None
+        try:
+            for variant in otherwise(self.patch, cause):
+                row = self._tested(variant)
+                if row.works:
+                    return row
+        except UNMADE:
+            pass
+        return row
+
+    def _tested(self, variant: Variant) -> Row:
+        """What comes out with a counterfactual; it works if this origin is gone, whatever goes wrong elsewhere."""
+        row = self._judged(_try(variant, TEST, None))
+        if row.works or self.snapshot.observation.suspect:
+            return row
+        there = following(variant, {self.patch.origin.value_id})
+        return replace(row, works=there is not None, then=then(there))
 
     def asked(self, edits: Sequence[tuple[str, Edit]]) -> list[Row]:
         """Return a row for each of the edits that somebody asked for, also where it cannot be made."""
-        return [self._tried(name, "asked", edit) or _unmade(name, "does not apply to this origin") for name, edit in edits]
+        tried = [(name, self._tried(name, "asked", edit)) for name, edit in edits]
+        return [_unmade(name, "does not apply to this origin") if one is None else one.row for name, one in tried]
 
     @cached_property
     def recorded(self) -> Row:
@@ -132,28 +171,41 @@ class Bench:
 
     def _standard(self) -> list[Row]:
         batch = self.trace.program.computes is not Computes.UPDATE
-        fitting = [(name, edit) for name, edit in EDITS.items() if batch or name not in OF_A_BATCH]
-        return [row for name, edit in fitting if (row := self._tried(name, "fix", edit)) is not None]
+        fitting = {name: edit for name, edit in EDITS.items() if batch or name not in OF_A_BATCH}
+        tries = [tried for name, edit in fitting.items() if (tried := self._tried(name, "fix", edit)) is not None]
+        rows = [tried.row for tried in tries]
+        return rows if any(row.works for row in rows) else [*rows, *self._pairs(tries, fitting)]
+
+    def _pairs(self, tries: Sequence[_Tried], edits: Mapping[str, Edit]) -> Iterator[Row]:
+        """Yield what comes out where two edits heal a step that none heals alone: for a first one, the second that changes least."""
+        helped = [tried for tried in tries if tried.there is not None and not tried.row.works]
+        for first in helped[:FIRSTS]:
+            assert first.variant is not None and first.there is not None
+            both = [self._judged(_try(variant, "fix", self.healthy)) for variant in beside(first.variant, first.there, edits)]
+            working = [row for row in both if row.works]
+            if working:
+                yield min(working, key=lambda row: math.inf if row.distortion is None else row.distortion)
 
     def _controls(self) -> list[Row]:
         origin = self.patch.origin
         if not origin.born and origin.leaf is not None and origin.leaf.origin != "data":
             return []  # nobody edits after what is no call
-        return [row for name, edit in CONTROLS.items() if (row := self._tried(name, "control", edit)) is not None]
+        return [tried.row for name, edit in CONTROLS.items() if (tried := self._tried(name, "control", edit)) is not None]
 
-    def _tried(self, name: str, kind: str, edit: Edit) -> Row | None:
+    def _tried(self, name: str, kind: str, edit: Edit) -> _Tried | None:
         """What comes out under one edit; None if it does not apply here."""
         try:
             variant = edit(self.patch)
-        except _UNMADE as error:  # an edit that cannot be made here is not worth losing the verdict for
-            return _unmade(name, str(error)) if kind == "asked" else None
+        except UNMADE as error:  # an edit that cannot be made here is not worth losing the verdict for
+            return _Tried(_unmade(name, str(error))) if kind == "asked" else None
         if variant is None:
             return None
-        row = _try(variant, kind, self.healthy)
+        row, there = _try(variant, kind, self.healthy), None
         if kind == "fix" and not row.works:
-            again = everywhere(variant, edit, self.patch)
+            again, there = everywhere(variant, edit, self.patch)
             row = row if again is variant else _try(again, kind, self.healthy)
-        return self._judged(row)
+            row, variant = replace(row, then=then(there)), again
+        return _Tried(self._judged(row), variant, there)
 
     def _judged(self, row: Row) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
@@ -162,35 +214,8 @@ class Bench:
         return row if self.trace.program.computes is Computes.LOSS else replace(row, loss=None)
 
 
-_UNMADE = (NanscopeError, RuntimeError, ValueError, IndexError, StopIteration)
-
-
 def _unmade(name: str, why: str) -> Row:
     return Row(name, name, "asked", None, 0, 0, None, False, why)
-
-
-ROUNDS = 3  # further places at which one edit is tried
-
-
-def everywhere(variant: Variant, edit: Edit, patch: Patch) -> Variant:
-    """Make the same edit where the next origin is, if the first one uncovers another of its kind (`err_a` and `err_b` both overflow)."""
-    seen = {patch.origin.value_id}
-    found = variant
-    for _ in range(ROUNDS):
-        try:
-            trace = Trace.of(found.program, found.tensors)
-            location = locate(trace)
-            if location is None or location.origin.value_id in seen:
-                break
-            seen.add(location.origin.value_id)
-            more = edit(Patch(trace, location.origin))
-        except _UNMADE:
-            break
-        if more is None:
-            break
-        site = location.origin.site
-        found = replace(more, label=f"{found.label}; the same {f'at line {site.line}' if site else 'elsewhere'}")
-    return found
 
 
 def _try(variant: Variant, kind: str, healthy: Healthy | None, dtype: torch.dtype | None = None) -> Row:

@@ -14,7 +14,7 @@ from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
 from nanscope.report.history import panels_of
 from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
-from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction
+from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction, tested
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
 from nanscope.snapshot.observation import Origin
@@ -206,6 +206,7 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
         ("role", f"{place.role}{f': {meaning}' if meaning else ''}" if place.role else ""),
         ("module", place.module or ""),
         ("cause", f"{incident.cause}"),
+        ("tested", tested(incident, limits.text)),
     )
     return tuple((name, clean(words, limits.text)) for name, words in pairs if words)
 

@@ -20,7 +20,7 @@ from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, where_in
-from nanscope.report.tried import HEADS, groups_of
+from nanscope.report.tried import HEADS, groups_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
@@ -125,6 +125,8 @@ def _facts(incident: Incident) -> RenderableType:
         facts.add_row("", f"inside {clean(o.module)}")
     if incident.chain:
         facts.add_row("chain", _chain(incident))
+    if test := tested(incident):
+        facts.add_row("tested", test)
     if incident.loss_words:
         facts.add_row("objective", clean(incident.loss_words))
     for index, remedy in enumerate(incident.remedies):

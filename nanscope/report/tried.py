@@ -15,7 +15,7 @@ from typing import Any
 
 from nanscope.plain import show
 from nanscope.report.clean import LIMITS, WHOLE, Limits, clean, numeral, real
-from nanscope.snapshot.observation import Row
+from nanscope.snapshot.observation import TEST, Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
 
@@ -46,12 +46,20 @@ class Group:
 
 
 ASKED, NOT_RUN = "asked for", "not run"
+UNSHOWN = "causes that were tested, and are not it"
 WRONG, HIDDEN = "tempting, and wrong", "pass here, but mend the result and not its cause"
-_OWN = {"recorded": "as it was", "float64": "as it was", "fix": "fixes", "control": ""}  # a control stands under what came of it
-_ORDER = ("as it was", "fixes", ASKED, WRONG, HIDDEN, NOT_RUN)
+_OWN = {  # a control stands under what came of it
+    "recorded": "as it was",
+    "float64": "as it was",
+    "fix": "fixes",
+    "control": "",
+    TEST: UNSHOWN,
+}
+_ORDER = ("as it was", "fixes", ASKED, WRONG, HIDDEN, UNSHOWN, NOT_RUN)
 _OUTCOMES = {  # by kind of row, and whether it works
     ("float64", True): ("reference", "quiet"),
     ("float64", False): ("fails even in float64", "quiet"),
+    (TEST, False): ("✗ still there", "quiet"),
     ("control", True): ("finite here, but the bad value is only hidden", "quiet"),
     ("control", False): ("✗ tempting, and wrong", "harm"),
 }
@@ -60,6 +68,14 @@ _OUTCOMES = {  # by kind of row, and whether it works
 def best_of(incident: Incident) -> Fix | None:
     """Return the first fix that is proven: it was run, works, and leaves the healthy tokens alone."""
     return next((fix for fix in incident.fixes if fix.executed and fix.proven), None)
+
+
+def tested(incident: Incident, limit: int = WHOLE.text) -> str:
+    """Return the test that the cause has passed, "" if none was run: "with lens as 1 where it is 0: this origin is gone"."""
+    test = next((row for row in incident.rows if row.kind == TEST and row.works), None)
+    if test is None:
+        return ""
+    return clean(f"{test.label}: this origin is gone" + (f", and the next is {test.then}" if test.then else ""), limit)
 
 
 def groups_of(incident: Incident, limits: Limits = LIMITS[0]) -> tuple[Group, ...]:
@@ -80,7 +96,8 @@ def _table(incident: Incident, limits: Limits) -> list[tuple[str, Row, Tried]]:
     """Every row with the heading that it stands under and as it is shown, in the order of the headings."""
     best = best_of(incident)
     chosen = next((row for row in incident.rows if best and row.kind != "control" and (row.id, row.label) == (best.id, best.label)), None)
-    lines = [(_title(row), row, _tried(row, row is chosen, limits)) for row in incident.rows[: limits.rows]]
+    shown = [row for row in incident.rows if not (row.kind == TEST and row.works)]  # that of the cause is told with it
+    lines = [(_title(row), row, _tried(row, row is chosen, limits)) for row in shown[: limits.rows]]
     return sorted(lines, key=lambda line: _ORDER.index(line[0]))
 
 
@@ -120,7 +137,7 @@ def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
     if (row.kind, row.works) in _OUTCOMES:
         return _OUTCOMES[row.kind, row.works]
     if not row.works:
-        return "✗", "harm"
+        return f"✗ then {clean(row.then, 60)}" if row.then else "✗", "harm"
     return (("✓ best" if best else "✓"), "proven") if row.proven else (f"≈ {price(row.distortion)}", "quiet")
 
 

@@ -200,16 +200,20 @@ class Past:
 NO_PAST = Past()
 
 
+TEST = "cause"  # the kind of a row that tests one
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One way of running the step.
 
-    kind: "recorded", "float64", "fix", "control" (a tempting wrong one) or "asked" (by --edit).
+    kind: "recorded", "float64", "fix", "control" (a tempting wrong one), "asked" (by --edit) or "cause" (what a cause says to be different,
+    where `works` says that this origin is gone, whatever may go wrong elsewhere).
     loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
     gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
     measured.
     works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
-    note: why it could not be run, or what is remarkable.
+    note: why it could not be run, or what is remarkable. then: where it goes wrong next, if that is another place ("div at line 12").
     """
 
     id: str
@@ -222,6 +226,7 @@ class Row:
     works: bool
     note: str = ""
     largest: float | None = None
+    then: str = ""
 
     @property
     def proven(self) -> bool:

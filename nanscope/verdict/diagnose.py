@@ -9,7 +9,7 @@ so that every report tells the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nanscope.errors import ProgramError
@@ -19,16 +19,16 @@ from nanscope.locate.observe import observe
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.roles import Role
 from nanscope.snapshot.coverage import Gap
-from nanscope.snapshot.observation import UNMADE, Kind, Observation, Phase, Row
+from nanscope.snapshot.observation import TEST, UNMADE, Kind, Observation, Phase, Row
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import number
+from nanscope.verdict.because import because
 from nanscope.verdict.fixes import fixes_of
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.map import picture_of
 from nanscope.verdict.remedies import known, remedies
-from nanscope.verdict.rules import cause_of
 from nanscope.verdict.sentence import sentence
 from nanscope.verdict.standing import Ranks
 from nanscope.version import __version__
@@ -113,7 +113,7 @@ def examine(
         observed = replace(seen, phase=seen.phase or phase)
         if seen.origin.op == UNMADE and snapshot.reached.bad_weights:  # no loss is to blame, and the weights are what is spoilt
             observed = replace(observed, phase=Phase.WEIGHTS, origin=replace(seen.origin, role=Role.WEIGHTS))
-        replayed = replace(replayed, rows=tuple(_again(row, replayed) for row in seen.tried) or replayed.rows)
+        replayed = replace(replayed, rows=tuple(_again(row, replayed) for row in seen.tried) or replayed.rows, bench=None)
     return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
 
 
@@ -139,7 +139,7 @@ def diagnose(
     seen, replayed, problem = examine(snapshot, replayed, poisoned_at=poisoned_at, source=source)
     if problem:
         snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", problem)))
-    cause = cause_of(seen)
+    cause, tests = because(seen, replayed)
     framework = recognise({site.file for site in snapshot.program.sites} | {f"/{snapshot.objective.get('site', '')}"})
     fixes, rejected = fixes_of(seen, cause, replayed.rows)
     phase = str(seen.phase)
@@ -150,7 +150,7 @@ def diagnose(
         "stepped": snapshot.reached.stepped,
         **({"optimizer": snapshot.reached.optimizer} if snapshot.reached.optimizer else {}),
     }
-    found = [Note(slug, text, snapshot.step) for slug, text in snapshot.notes]
+    found = [Note(slug, text, snapshot.step) for slug, text in (*snapshot.notes, *_second_fault(replayed.rows))]
     return Incident(
         step=snapshot.step,
         rank=snapshot.rank,
@@ -168,7 +168,7 @@ def diagnose(
         remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective)),
         notes=tuple(found),
         snapshot=path,
-        rows=replayed.rows,
+        rows=(*(row for row in replayed.rows if row.kind != TEST), *tests),
         reproduction=replayed.reproduction,
         suspect=seen.suspect,
         history=snapshot.history,
@@ -184,6 +184,15 @@ def diagnose(
         micro_batches=snapshot.reached.micro_batches,
         worker=snapshot.worker,
     )
+
+
+def _second_fault(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield a note where the step has two faults: no edit at the origin heals it, and one uncovers another origin."""
+    edits = [row for row in rows if row.kind == "fix"]
+    first = next((row for row in edits if row.then), None)
+    if first is not None and not any(row.works and row.id not in {one.id for one in edits if one.then} for row in edits):
+        both = " Both edits together heal it." if any(row.works for row in edits) else ""
+        yield "second_fault", f"a second fault: with {first.id} the step goes wrong at the next place, {first.then}.{both}"
 
 
 _STEPPED = {

@@ -1,9 +1,9 @@
-"""The rules: what is known of an origin in, the cause out. The first rule that fits decides, so the special ones come first."""
+"""The rules: what is known of an origin in, its possible causes out, in the order in which they are tested: the special ones first."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,10 +58,18 @@ class Rule(NamedTuple):
         return self.phase in (None, seen.phase) and (self.ops is None or seen.origin.op in self.ops) and self.when(seen)
 
 
+def causes_of(seen: Observation, rules: tuple[Rule, ...] | None = None) -> Iterator[Cause]:
+    """Yield the causes whose rules fit what was observed, and whose facts hold, in the order in which they are to be tested; none twice.
+
+    rules: other than `RULES`.
+    """
+    fitting = dict.fromkeys(rule.cause for rule in (RULES if rules is None else rules) if rule.fits(seen))
+    return (cause for cause in fitting if GROUNDS[cause].hold(seen))
+
+
 def cause_of(seen: Observation, rules: tuple[Rule, ...] | None = None) -> Cause:
-    """Return the cause of what was observed: that of the first rule that fits, if its facts hold. rules: other than `RULES`."""
-    fitting = (rule.cause for rule in (RULES if rules is None else rules) if rule.fits(seen))
-    return next((cause for cause in fitting if GROUNDS[cause].hold(seen)), Cause.UNKNOWN)
+    """Return the first cause of what was observed that nothing is known against, without a test."""
+    return next(causes_of(seen, rules), Cause.UNKNOWN)
 
 
 _OF_A_SEQUENCE = (Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.LOG_RATIO, Role.LOSS, None)  # what one exponent of a sequence may be

@@ -22,6 +22,7 @@ from nanscope.program.run import Run
 from nanscope.replay.tries import replay
 from nanscope.roles import Role, role_of
 from nanscope.snapshot.step import Snapshot
+from nanscope.verdict.because import because
 from nanscope.watching.look import LARGEST_CALL, Look
 
 
@@ -37,7 +38,8 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     if look.location is not None and look.trace is not None and narrowed and not _same_origin(look.location, program, tensors):
         seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
-            seen = replace(seen, tried=replay(snapshot).rows)
+            replayed = replay(snapshot)
+            seen = replace(seen, tried=(*replayed.rows, *because(seen, replayed)[1]))
     return replace(
         snapshot,
         program=program,

@@ -1,0 +1,157 @@
+"""What each cause says would have to be different, as a change of the recorded program that can be run.
+
+A cause is an intervention: with the divisor 1 where it was 0, with the masked elements taken out before the op, in float32 instead of
+half, the harm is gone at this origin, or the cause is not this one. The change is as narrow as the claim: where a fix would edit a line,
+a counterfactual touches the offending elements of this one step.
+
+    otherwise(patch, Cause.ZERO_DIV_ZERO)      the program in which nothing is divided by 0, None if that cannot be told of this origin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from nanscope.causes import Cause
+from nanscope.program.calls import Ref
+from nanscope.program.numbers import exponent_limit
+from nanscope.program.ops import ALL_SOFTMAXES, DIVISIONS, EXPONENTIALS
+from nanscope.replay.edits import (
+    CLAMP,
+    clamp_denominator,
+    guard_empty,
+    guard_small_group,
+    mask_before_op,
+    representable_eps,
+    safe_softmax,
+    upcast_fp32,
+)
+from nanscope.replay.patch import Insert, Patch, Variant, after
+from nanscope.replay.reference import repaired
+from nanscope.replay.refill import Fed, leaf_refilled, numbers, refilled
+
+
+def otherwise(patch: Patch, cause: Cause) -> Iterator[Variant]:
+    """Yield the program as it would have to be for a step to be healthy here if the cause is this one, the narrowest change first.
+
+    Nothing where the cause has no such program (a clip, another rank), or it cannot be made of this one.
+    """
+    for change in COUNTERFACTUALS.get(cause, ()):
+        variant = change(patch)
+        if variant is not None:
+            yield replace(variant, id=str(cause))
+
+
+def _bounded(patch: Patch) -> Variant | None:
+    """The exponent is within what its dtype can take; of a power, whose base may be anything, it is 1."""
+    if patch.op not in EXPONENTIALS | {"pow"}:
+        return None
+    raises = patch.op == "pow"
+    position = int(raises)
+    bound = 1.0 if raises else min(CLAMP, exponent_limit(patch.values[patch.origin.value_id].dtype) / 2)
+
+    def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
+        where = fed.where
+        return (where, fed.content.clamp(-bound, bound)) if where is not None and fed.position == position else None
+
+    return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} within ±{bound:.3g} there")
+
+
+def _divided(patch: Patch) -> Variant | None:
+    """What is divided by is 1 where it is 0, whether that has done harm or not."""
+    position = DIVISIONS.get(patch.op)
+    if position is None or patch.origin.call is None:
+        return None
+    if position < len(patch.call.args) and patch.call.args[position] == 0:  # a number of the code
+        calls = list(patch.program.calls)
+        for index in patch.siblings():
+            calls[index] = replace(calls[index], args=(*calls[index].args[:position], 1.0, *calls[index].args[position + 1 :]))
+        return Variant("", "divided by 1 instead of 0", replace(patch.program, calls=tuple(calls)), patch.tensors)
+
+    def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
+        zero = fed.content == 0
+        return (zero, numbers(fed.content, 1.0)) if fed.position == position and bool(zero.any()) else None
+
+    return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} as 1 where it is 0")
+
+
+def _in_domain(patch: Patch) -> Variant | None:
+    """What a logarithm or a root is taken of is 1 where it is not above 0, whether that has done harm or not."""
+    if patch.origin.call is None:
+        return None
+    if patch.call.args and isinstance(patch.call.args[0], (int, float)):  # of a power, a number of the code
+        calls = list(patch.program.calls)
+        for index in patch.siblings():
+            calls[index] = replace(calls[index], args=(1.0, *calls[index].args[1:]))
+        return Variant("", f"with 1 instead of {patch.call.args[0]:g}", replace(patch.program, calls=tuple(calls)), patch.tensors)
+    edge = -1.0 if patch.op == "log1p" else 0.0
+    position = 1 if patch.op == "xlogy" else 0
+
+    def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
+        if fed.position != position or not fed.content.is_floating_point():
+            return None
+        where = fed.content <= edge if fed.where is None else (fed.content <= edge) | fed.where
+        return where, numbers(fed.content, 1.0)
+
+    return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} as 1 where it is not above {edge:g}")
+
+
+def _harmless(patch: Patch) -> Variant | None:
+    """The operands are ordinary numbers there."""
+    variant = repaired(patch, alike=True)
+    return None if variant is None else replace(variant, label=f"with ordinary numbers there, before {patch.acting}")
+
+
+def _softmax(patch: Patch) -> Variant | None:
+    """A row with a finite number in it."""
+    return _harmless(patch) if patch.op in ALL_SOFTMAXES else None
+
+
+def _unmasked(patch: Patch) -> Variant | None:
+    """What the mask excludes does not reach the op; where nobody knows the mask, the elements that it excludes. A step whose origin no
+    mask excludes stays as it is."""
+    if not patch.origin.drops:
+        return Variant("", "without what a mask excludes", patch.program, patch.tensors)
+    return mask_before_op(patch) or _harmless(patch)
+
+
+def _clean(patch: Patch) -> Variant | None:
+    """What came in is finite, and not out of scale."""
+    content, value = patch.values[patch.origin.value_id], patch.origin.value_id
+    if patch.origin.call is not None or not content.is_floating_point():
+        return None
+    label = f"with {patch.result} as 0 there"
+    if value in patch.tensors:
+        return leaf_refilled(patch, numbers(content, 0.0), "", label)
+    finite: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
+    return Variant("", label, after(patch, finite), patch.tensors)  # put together by calls, out of data
+
+
+COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] = {
+    Cause.EXP_OVERFLOW: (_bounded,),
+    Cause.SEQ_RATIO_OVERFLOW: (_bounded,),
+    Cause.INF_TIMES_ZERO_MASK: (_unmasked,),
+    Cause.NAN_TIMES_ZERO_MASK: (_unmasked,),
+    Cause.INF_TIMES_ZERO_COEF: (_harmless,),
+    Cause.INF_MINUS_INF: (_harmless,),
+    Cause.WHERE_GRAD_TRAP: (_harmless,),
+    Cause.LOG_ZERO: (_in_domain, _harmless),
+    Cause.PLOGP_ZERO: (_harmless,),
+    Cause.ZERO_DIV_ZERO: (_divided,),
+    Cause.ZERO_DENOMINATOR: (_divided,),
+    Cause.EMPTY_MASK_MEAN: (guard_empty, _divided),
+    Cause.STD_SINGLE: (guard_small_group,),
+    Cause.SQRT_ZERO_GRAD: (_in_domain, _harmless),
+    Cause.SQRT_NEGATIVE: (_in_domain, _harmless),
+    Cause.CANCELLATION_SPIKE: (clamp_denominator,),
+    Cause.FULLY_MASKED_SOFTMAX: (safe_softmax, _softmax),
+    Cause.FP16_OVERFLOW: (upcast_fp32,),
+    Cause.EPS_UNDERFLOW: (representable_eps, upcast_fp32),
+    Cause.MAGNITUDE_OVERFLOW: (_harmless,),
+    Cause.BAD_INPUT: (_clean,),
+    Cause.UNINITIALIZED: (_clean,),
+    Cause.POISONED_WEIGHTS: (_clean,),
+    Cause.HW_BITFLIP: (_clean,),
+}
