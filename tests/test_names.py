@@ -233,3 +233,62 @@ def test_each_value_is_asked_once(op: str, often: int, more: tuple[Arg, ...]) ->
     """However long a program is, and however many ways lead back from a value: two at every call would be 2^200 in all."""
     names = Names(of_itself(op, often, *more))
     assert names.role(often) == Role.LOSS and names.name(0) is None
+
+
+def origin_name(loss: Callable[..., Tensor], *args: Tensor) -> str | None:
+    location = record(loss, *args).location
+    assert location is not None
+    return location.origin.variable
+
+
+def test_what_a_list_hands_over_has_its_own_name() -> None:
+    """`torch.cat([a, batch["b"]])` reads b, and not a list."""
+    bad = torch.ones(SHAPE)
+    bad[1, 2] = math.nan
+    batch = {"scan": bad, "other": ones()}
+    assert (
+        origin_name(lambda x: (torch.cat([batch["other"], batch["scan"]]) * x).sum(), torch.ones(4, 3, requires_grad=True))
+        == "batch['scan']"
+    )
+
+
+def test_a_tensor_keeps_its_name_when_an_element_is_set() -> None:
+    """Setting an element gives it no other name."""
+
+    def loss(x: Tensor) -> Tensor:
+        scan = torch.linspace(0.1, 0.7, 6).reshape(SHAPE) * 2
+        scan[1, 2] = math.inf
+        return (x * scan).sum() * 1.0
+
+    assert origin_name(loss, torch.zeros(SHAPE, requires_grad=True)) == "scan"
+
+
+def test_what_a_constant_scales_is_called_by_its_own_name() -> None:
+    """`batch["latents"] * SCALE` arrives as one tensor and a number."""
+    SCALE = 0.18
+
+    def loss(x: Tensor) -> Tensor:
+        batch = {"latents": torch.linspace(0.1, 0.7, 6).reshape(SHAPE).sqrt()}
+        latents = batch["latents"] * SCALE
+        return (latents + x).sum()
+
+    made = record(loss, leaf(*SHAPE))
+    root = made.program.maker(made_by(made, "mul"))
+    assert root is not None
+    assert Names(made.program).name(next(root.inputs())) == "batch['latents']"
+
+
+def test_an_infinity_that_was_put_beside_numbers_came_in() -> None:
+    """Beside nothing but 0 it is a mask, and so it is among logits."""
+
+    def loss(x: Tensor, beside: float) -> Tensor:
+        scan = torch.full(SHAPE, beside)
+        scan[1, 2] = -math.inf
+        return (x * scan).sum()
+
+    found = record(lambda x: loss(x, 0.3), torch.zeros(SHAPE, requires_grad=True)).location
+    assert found is not None
+    assert (found.phase, found.origin.index, found.origin.variable) == ("input", (1, 2), "scan")
+    mask = record(lambda x: loss(x, 0.0), torch.zeros(SHAPE, requires_grad=True)).location
+    assert mask is not None
+    assert (mask.phase, mask.origin.op) == ("forward", "mul")

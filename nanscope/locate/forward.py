@@ -286,9 +286,23 @@ def _is_write(trace: Trace, value: int) -> bool:
 
 
 def _is_record(trace: Trace, written: Sequence[Spot]) -> bool:
-    """Is a single −inf among log-probs that somebody reported? Masks are filled; whoever sets an element notes down what came in."""
+    """Is a single −inf, among log-probs that somebody reported or among other numbers of the batch, one that came in? Masks are filled, or
+    stand beside nothing but 0; whoever sets an element notes down what came in."""
     made = {call.name for value, _ in written if (call := trace.program.maker(value)) is not None}
-    return trace.names.role(written[0][0]) in _REPORTED and "scatter" in made and not made & FILLS
+    value = written[0][0]
+    if "scatter" not in made or made & FILLS:
+        return False
+    role = trace.names.role(value)
+    of_data = not any(leaf.diff for leaf in trace.program.slice(value).leaves)
+    return role in _REPORTED or (of_data and role not in _MASKED and not _only_zeros(trace.values[value]))
+
+
+_MASKED = (Role.LOGITS, Role.ATTENTION, Role.ROUTER, Role.MASK)  # where −inf says that something does not count
+
+
+def _only_zeros(tensor: Tensor) -> bool:
+    finite = tensor[torch.isfinite(tensor)]
+    return finite.numel() == 0 or bool((finite == 0).all())
 
 
 def _came(trace: Trace, value: int, flat: int) -> Birth:
@@ -298,7 +312,4 @@ def _came(trace: Trace, value: int, flat: int) -> Birth:
         return Birth.FED
     if leaf.origin in ("opaque", "cut") or (leaf.diff and leaf.origin == "module"):
         return Birth.INTENDED  # the model masks its own logits
-    tensor = trace.values[value]
-    finite = tensor[torch.isfinite(tensor)]
-    only_mask = finite.numel() == 0 or bool((finite == 0).all())
-    return Birth.INTENDED if only_mask or trace.names.role(value) is Role.LOGITS else Birth.FED
+    return Birth.INTENDED if _only_zeros(trace.values[value]) or trace.names.role(value) is Role.LOGITS else Birth.FED

@@ -3,20 +3,24 @@ names in the code, then by how they are computed."""
 
 from __future__ import annotations
 
+import ast
 import re
 
 from nanscope.frameworks.table import site_in
-from nanscope.program.calls import Call, Ref, Site
+from nanscope.program.calls import Arg, Call, Ref, Site, refs
 from nanscope.program.ops import (
     COMMUTATIVE,
+    COPIES,
     LOG_SOFTMAXES,
     NATURAL_EXPONENTIALS,
     NATURAL_LOGARITHMS,
     RESCALINGS,
     SCORE_KEEPERS,
+    SETS,
     SHIFTS,
     SUMS,
     TOPS,
+    WRITES,
     carries,
 )
 from nanscope.program.program import Program
@@ -27,6 +31,19 @@ LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, R
 _SPREAD = re.compile(r"(^|_)(std|sigma|var|variance|scale|alpha|temperature)($|_)")
 
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
+
+_NUMBER = re.compile(r"[-+]?[\d.][\w.+-]*|([A-Za-z_]\w*\.)*_?[A-Z][A-Z0-9_]+")  # 0.1 or a constant: VAE_SCALE, config.BETA
+
+
+def _listed_as(word: str, items: tuple[Arg, ...], value: int) -> str:
+    """What the code calls a value that it hands over in a list: `[a, batch["b"]]`."""
+    try:
+        parsed = ast.parse(word, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    words = [ast.unparse(item) for item in parsed.elts] if isinstance(parsed, (ast.List, ast.Tuple)) else []
+    position = next((n for n, item in enumerate(items) if value in refs(item)), None)
+    return words[position] if position is not None and len(words) == len(items) else ""
 
 
 class Names:
@@ -87,7 +104,8 @@ class Names:
         """Return the variable a value is bound to, None for an intermediate result."""
         leaf = self.program.leaf(value)
         if leaf is not None:
-            return leaf.name or self._copied_as(value) or self._handed_over(value)
+            listed = leaf.name is not None and leaf.name.startswith(("[", "("))  # `torch.cat([a, b])` reads one of them
+            return (self._read_as(value) if listed else leaf.name) or self._copied_as(value) or self._handed_over(value)
         index = self.program.producers.get(value)
         if index is None:
             return None
@@ -95,7 +113,17 @@ class Names:
         site = self.program.site_of(call)
         if site is not None and site.name is not None and self._is_last(index):
             return site.name
-        return self._read_as(value) or self._handed_over(value)
+        return self._read_as(value) or self._handed_over(value) or self._written_to(value)
+
+    def _written_to(self, value: int) -> str | None:
+        """What the code calls a tensor of which it has set an element: `scan[3, 7] = x` gives it no other name."""
+        made = self.program.maker(value)
+        site, wrote = None if made is None else made.site, False
+        while made is not None and made.site == site and made.name in WRITES | COPIES:
+            wrote = wrote or made.name in SETS
+            value = next(made.inputs(), value)
+            made = self.program.maker(value)
+        return self.name(value) if wrote else None
 
     def _copied_as(self, value: int) -> str | None:
         """What an unnamed leaf is called further on, where it was only copied on its way: `batch.old_logps`, made by `torch.tensor`."""
@@ -125,10 +153,14 @@ class Names:
             words = list(site.args)
             tensors = [arg for arg in call.args if isinstance(arg, Ref)]
             if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
-                words = [word for word in words if role_of(word) is not None]  # `0.1 * x` arrives as x, 0.1
+                words = [word for word in words if role_of(word) is not None] or [word for word in words if not _NUMBER.fullmatch(word)]
+                words = words if len(words) == 1 else []  # `0.1 * x` arrives as x, 0.1
             for position, arg in enumerate(call.args):
-                if isinstance(arg, Ref) and arg.id == value and position < len(words) and _PLAIN.fullmatch(words[position]):
-                    return words[position]
+                word = words[position] if position < len(words) else ""
+                if isinstance(arg, tuple):
+                    word = _listed_as(word, arg, value)
+                if value in refs(arg) and _PLAIN.fullmatch(word):
+                    return word
         return None
 
     def _read_role(self, value: int) -> Role | None:
