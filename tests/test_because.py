@@ -82,3 +82,26 @@ def test_one_fault_is_not_called_two() -> None:
     incident = diagnose(overflowing(0))
     assert not incident.notes
     assert all("; and at line" not in fix.label for fix in incident.fixes)
+
+
+def first_fix(snapshot: Snapshot) -> str:
+    return diagnose(snapshot).fixes[0].id
+
+
+def test_a_mask_of_the_code_is_filled_with_a_finite_number() -> None:
+    """Where the code writes −inf itself, that is what people can change; where a library does, the softmax is."""
+
+    def own(x: Tensor) -> Tensor:
+        scores = x.masked_fill(MASK < 2, -math.inf)
+        return scores.softmax(-1).sum()
+
+    assert first_fix(record(own, leaf(2, 3)).snapshot()) == "finite_mask_fill"
+    assert first_fix(record(lambda x: x.masked_fill(MASK < 2, -math.inf).softmax(-1).sum(), leaf(2, 3)).snapshot()) == "finite_mask_fill"
+
+
+def test_a_temperature_that_half_precision_cannot_stand_is_a_setting() -> None:
+    """float32 holds the quotient, and the gradient leaves the range all the same."""
+    snapshot = record(
+        lambda x: (x / 1e-5).log_softmax(-1)[:, 0].sum(), torch.linspace(0.5, 4, 6).reshape(2, 3).half().requires_grad_()
+    ).snapshot()
+    assert first_fix(snapshot) == "validate_config"

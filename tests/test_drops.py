@@ -217,3 +217,22 @@ def test_what_a_mask_is_made_of_is_asked_once() -> None:
     names = Counting(recorded.program)
     assert Drops(recorded.program, recorded.run, names).is_mask(made_by_last(recorded, "where"), None)
     assert names.asked < 50
+
+
+def test_a_key_that_attention_gives_no_weight_is_left_out() -> None:
+    """Of a padded row in a product with the weights of a softmax nothing comes to the queries that mask it."""
+
+    def loss(hidden: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
+        bad = hidden.log()
+        scores = (bad @ bad.t()).masked_fill(~keep, -INF)
+        return ((scores.softmax(-1) @ bad) * mask).sum() / mask.sum()
+
+    hidden = torch.rand(3, 4) + 0.5
+    hidden[2] = -1.0
+    keep = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
+    location = record(loss, hidden.requires_grad_(), keep, torch.tensor([[1.0], [1.0], [0.0]])).location
+    assert location is not None
+    assert (location.origin.op, location.origin.index, location.origin.masked) == ("log", (2, 0), True)
+    counted = record(loss, hidden, keep, torch.ones(3, 1)).location
+    assert counted is not None
+    assert counted.origin.masked is False

@@ -255,3 +255,17 @@ def test_calls_are_put_behind_what_they_read() -> None:
     assert in_order(program).calls == (*calls, late, read)
     with pytest.raises(NanscopeError, match="depends on the value"):
         in_order(replace(program, calls=(read, replace(late, args=(Ref(many + 1), Ref(1))), *calls)))
+
+
+def test_a_mask_of_tokens_masks_all_numbers_of_a_token() -> None:
+    """What has one more dimension than the mask is masked token by token."""
+    teacher = torch.full((2, 3, 2), -1.0)
+    teacher[1, 2, 0] = -INF
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+
+    def loss(student: Tensor) -> Tensor:
+        return torch.nan_to_num(student.exp() * (student - teacher), posinf=0.0).sum(-1)[mask].sum()
+
+    row = {row.id: row for row in record(loss, leaf(2, 3, 2)).replay().rows}["mask_before_op"]
+    assert row.works, row
+    assert row.distortion == 0

@@ -18,7 +18,21 @@ from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Ref, refs
 from nanscope.program.flow import spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import CLAMPS, DIFFERENCES, EXTREMA, PAYLOAD, REPLACEMENTS, SELECTIONS, SELECTORS, SHIFTS, Flow, carries, flow_of
+from nanscope.program.ops import (
+    ALL_SOFTMAXES,
+    CLAMPS,
+    DIFFERENCES,
+    EXTREMA,
+    PAYLOAD,
+    PLAIN_MATMULS,
+    REPLACEMENTS,
+    SELECTIONS,
+    SELECTORS,
+    SHIFTS,
+    Flow,
+    carries,
+    flow_of,
+)
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.roles import Role
@@ -132,6 +146,9 @@ class Drops:
         """Return which marked elements of a result still count, what took the others out, and the name of a coefficient that is 0."""
         if call.name == "mul":
             return self._multiplied(index, call, mark, marked, own_operands)
+        if call.name in PLAIN_MATMULS:
+            lost, weights = self._not_attended(call, mark, marked)
+            return (mark & ~lost, Drop(index, "mask", None, weights), None) if bool(lost.any()) else (mark, None, None)
         if call.name in EXTREMA and len(call.args) == 2:
             lost, how = self._outdone(call, out, mark, marked), "clip"
         elif call.name in CLAMPS and isinstance(source := call.args[0], Ref):
@@ -158,6 +175,24 @@ class Drops:
                 return mark & ~zero, self._by_mask(index, other, zero), None
             return mark, None, self.names.name(other) or "a coefficient"
         return mark, None, None
+
+    def _not_attended(self, call: Call, mark: Tensor, marked: Mapping[int, Tensor]) -> tuple[Tensor, str | None]:
+        """The marked elements of a product with the weights of a softmax that give what is marked a weight of exactly 0, and the name of
+        the weights: a key that a mask takes out of attention."""
+        weights, content = (arg.id if isinstance(arg, Ref) else -1 for arg in call.args[:2])
+        if content not in marked or weights not in self.run.values or not self._is_attention(weights):
+            return mark & False, None
+        reached = (self.run.values[weights] != 0).float() @ marked[content].float() > 0
+        if weights in marked:
+            reached |= marked[weights].any(-1, keepdim=True)
+        return mark & ~reached, self.names.name(weights) or "the attention weights"
+
+    def _is_attention(self, value: int) -> bool:
+        """Is it what a softmax has made, moved and copied as it may be?"""
+        call = self.program.maker(value)
+        while call is not None and carries(call.op):
+            call = self.program.maker(next(call.inputs(), -1))
+        return call is not None and call.name in ALL_SOFTMAXES
 
     def _outdone(self, call: Call, out: int, mark: Tensor, marked: Mapping[int, Tensor]) -> Tensor:
         """The marked elements of a minimum or maximum that come from the other side.

@@ -16,6 +16,7 @@ from nanscope.program.numbers import at, smallest
 from nanscope.program.ops import (
     BOUNDING,
     CHOICES,
+    CONSTANT_PAYLOADS,
     COPIES,
     DIFFERENCES,
     DIVISIONS,
@@ -59,6 +60,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
+        filled=call is not None and _filled(trace, call),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
 
@@ -152,6 +154,19 @@ def _is_of_one(trace: Trace, call: Call) -> bool:
     site = trace.program.site_of(call)
     drawn = site is not None and ("distributions" in Path(site.file).parts or ".log_prob(" in site.expression)
     return drawn or (call.name in SUMS and call.outs[0] is not None and read == trace.values[call.outs[0]].numel())
+
+
+def _filled(trace: Trace, call: Call) -> bool:
+    """Is the first operand bad by an infinity that a line of the code puts in, and not the call's own?"""
+    value = next(call.inputs(), None)
+    for _ in range(NEAR):
+        made = trace.program.maker(value) if value is not None else None
+        if made is None or made.site == call.site:
+            return False
+        if any(isinstance(arg, float) and math.isinf(arg) for arg in made.args) and made.name in CONSTANT_PAYLOADS:
+            return True
+        value = next(made.inputs(), None) if carries(made.op) else None
+    return False
 
 
 def _ancestors(program: Program, value: int) -> set[str]:

@@ -150,6 +150,7 @@ ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # 
 TOO_MANY_TO_NAME = SUMS | SPREADS | _family("_log_softmax _softmax logsumexp")  # operands that a sentence does not list
 MATRIX_VECTORS = _family("addmv mv")
 BATCHED_MATMULS = _family("baddbmm bmm")
+PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
 WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
 UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
 

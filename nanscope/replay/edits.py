@@ -52,15 +52,18 @@ def mask_before_op(patch: Patch) -> Variant | None:
     keep, content = patch.values[mask.by], patch.values[target]
     if _descends(patch.program, mask.by, target):
         return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
-    if not broadcasts(keep.shape, content.shape):
+    deeper = 0 if broadcasts(keep.shape, content.shape) else content.dim() - keep.dim()
+    shaped = keep.reshape(*keep.shape, *(1,) * deeper)  # tokens, of which each has several numbers
+    if deeper < 0 or not broadcasts(shaped.shape, content.shape):
         return None
-    excluded = float(keep.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
+    excluded = float(shaped.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
     neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
     masks = _masks(patch, mask)
 
     def inserts(ordinal: int) -> list[Insert]:
         by = masks[ordinal] if ordinal < len(masks) else masks[0]
-        return [("aten.ne.Scalar", (Ref(by), excluded)), ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+        compared: list[Insert] = [("aten.ne.Scalar", (Ref(by), excluded))]
+        return [*compared, *[("aten.unsqueeze.default", (Ref(-2), -1))] * deeper, ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
 
     name = mask.name or "the mask"
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
@@ -249,7 +252,8 @@ def safe_softmax(patch: Patch) -> Variant | None:
     if patch.op not in SOFTMAXES or patch.origin.call is None:
         return None
     calls = list(patch.program.calls)
-    calls[patch.origin.call] = replace(patch.call, op="aten._safe_softmax.default", args=patch.call.args[:2], kwargs=())
+    for index in patch.siblings():
+        calls[index] = replace(calls[index], op="aten._safe_softmax.default", args=calls[index].args[:2], kwargs=())
     return Variant(
         "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), patch.tensors
     )

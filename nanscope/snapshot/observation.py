@@ -159,7 +159,8 @@ class Facts:
     taken of. dropped: forward takes its value out. zero_is_mask: the origin itself is a product with a mask that is 0.
     extent: how much of a tensor that came in is bad. selects_nothing: it divides a sum over what a mask lets through, and that is nothing.
     cancelled: what it divides by, or takes the root of, is a difference of much larger numbers, as small as their rounding errors.
-    exponential: it is a power whose exponent varies, and is what made it large.
+    exponential: it is a power whose exponent varies, and is what made it large. filled: the −inf that it was made from are a number of the
+    code, written by another call than the origin's.
     """
 
     coefficient: bool = False
@@ -178,6 +179,7 @@ class Facts:
     selects_nothing: bool = False
     cancelled: bool = False
     exponential: bool = False
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanscope.causes import ADVICE, CAUSES, OF_A_BATCH, Cause
-from nanscope.program.ops import GATHERS, LOG_SOFTMAXES
+from nanscope.program.ops import DIVISIONS, GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
+from nanscope.verdict.grounds import divisor
 from nanscope.verdict.incident import Fix
 
 
@@ -37,6 +38,10 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     wanted = CAUSES[cause].fixes
     if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
+    elif cause is Cause.FULLY_MASKED_SOFTMAX and seen.facts.filled:
+        wanted = ("finite_mask_fill", "safe_softmax")  # the code's own −inf is what people can change
+    elif cause is Cause.FP16_OVERFLOW and seen.origin.op in DIVISIONS and seen.facts.setting and abs(divisor(seen)) < 1:
+        wanted = ("validate_config", *wanted)  # what divides a number of half precision out of its range
     elif cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
         wanted = ("stable_function", "upcast_fp32", "clamp_input")
     if seen.phase is Phase.OPTIMIZER:
