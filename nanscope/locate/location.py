@@ -18,8 +18,8 @@ from nanscope.locate.forward import Birth, bad_sources, first_alike, flipped_wei
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
-from nanscope.program.numbers import first_nonfinite
-from nanscope.program.ops import SELECTORS, Flow, flow_of
+from nanscope.program.numbers import at, first_nonfinite
+from nanscope.program.ops import CLAMPS, SELECTORS, Flow, flow_of
 from nanscope.snapshot.observation import Phase
 
 _PHASES = {Computes.GRADIENT: Phase.BACKWARD, Computes.UPDATE: Phase.OPTIMIZER, Computes.ACTIVATION: Phase.FORWARD}
@@ -60,7 +60,8 @@ def _backward(trace: Trace, leaf: int) -> Location:
 def spotted(trace: Trace) -> Location | None:
     """Return the first overflow, invalid or divide-by-zero of a forward pass that did no harm, None if there is none.
 
-    Only values that were born from finite operands count: what is infinite on purpose is not worth a word.
+    Only values that were born from finite operands count: what is infinite on purpose is not worth a word. If there is none, an infinity
+    of the batch that counts and was clamped.
     """
     for call in trace.program.calls:
         if flow_of(call.op) in (Flow.MOVE, Flow.CREATE) or call.name in SELECTORS:
@@ -70,6 +71,19 @@ def spotted(trace: Trace) -> Location | None:
             if out is None or flat is None or bad_sources(trace, call, out, flat) or is_intended(trace, call):
                 continue
             return Location(Phase.FORWARD, element_at(trace, out, flat), ())
+    return _bounded(trace)
+
+
+def _bounded(trace: Trace) -> Location | None:
+    """Return an infinity that came in, counts, and has become the bound of a clamp: the token trains with a number that nobody has seen."""
+    for call in trace.program.calls:
+        value, out = (next(call.inputs(), None), call.outs[0]) if call.name in CLAMPS else (None, None)
+        flat = first_nonfinite(trace.values[value]) if value is not None else None
+        if value is None or out is None or flat is None or is_masked(trace, out, flat):
+            continue
+        root = walk_back(trace, value, flat)
+        if root.birth is Birth.FED and math.isfinite(at(trace.values[out], flat)):
+            return Location(Phase.INPUT, element_at(trace, root.value, root.flat, fed=True), (crossing_at(trace, out, flat),))
     return None
 
 

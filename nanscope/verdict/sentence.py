@@ -75,6 +75,10 @@ def absorbed(location: Location, step: int) -> str:
     name = last_word(o.variable) if o.variable else (site.expression if site else "") or o.op
     outside = " at a position that the loss does not count" if o.masked else ""
     where = _where(site.file, site.line) if site else _where(None, None)
+    if location.phase is Phase.INPUT:
+        bound = number(location.chain[0].value)
+        came = f"{name} came in as {number(o.value)} at {show_index(o.index)} ({where}, step {step})"
+        return f"{came}, and a clamp made {bound} of it: that is what its token trains with"
     return (
         f"{name} was {number(o.value)} at {show_index(o.index)}{outside} ({where}, step {step}), "
         "and it was absorbed: loss is finite, weights and gradients stayed clean"

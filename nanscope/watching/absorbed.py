@@ -7,6 +7,8 @@ from nanscope.watching.examine import Examiner
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 
+FRUITLESS = 8
+
 
 class Absorbed:
     """Notes it, or, where hooks kept it from the weights, that nobody knows."""
@@ -14,6 +16,7 @@ class Absorbed:
     def __init__(self, examiner: Examiner, logbook: Logbook) -> None:
         self._examiner, self._logbook = examiner, logbook
         self._told: set[tuple[str, int]] = set()
+        self._fruitless = 0  # searches in a row that found nothing: a loss may be large in every step of a healthy run
 
     def note(self, recording: Recording, step: int) -> None:
         """A value overflowed, or a gradient was not finite and did not arrive."""
@@ -21,7 +24,8 @@ class Absorbed:
         if vanished is not None and vanished[1]:
             text = f"what the gradient of {vanished[0]} would have done to the weights: it was not finite, and hooks let nothing through"
             self._logbook.gap("hidden-by-hook", text, step)
-        location = self._examiner.absorbed(recording) if self._logbook.takes_notes() else None
+        location = self._examiner.absorbed(recording) if self._logbook.takes_notes() and self._fruitless < FRUITLESS else None
+        self._fruitless = 0 if location is not None else self._fruitless + 1
         if location is None or location.origin.site is None:
             if vanished is not None and not vanished[1]:
                 text = f"the gradient of {vanished[0]} was not finite, and nothing of that arrived in a weight"

@@ -17,6 +17,8 @@ from nanscope.snapshot.history import Entry
 from nanscope.snapshot.step import Stepped
 from nanscope.watching.counts import Counts
 
+HUGE = 1e6  # a loss in whose first steps something may be seen that is no overflow yet: an infinity that a clamp has bounded
+
 SAME = 1e-5  # relative; a clip that did nothing
 
 
@@ -49,8 +51,9 @@ class Line:
 
     @property
     def overflowed(self) -> bool:
-        """Was an exponent beyond what e may be raised to?"""
-        return self.reading is not None and self.reading.headroom is not None and self.reading.headroom < 0
+        """Was an exponent beyond what e may be raised to, or is the loss what no mean over tokens comes to?"""
+        beyond = self.reading is not None and self.reading.headroom is not None and self.reading.headroom < 0
+        return beyond or (self.loss is not None and abs(self.loss) > HUGE)
 
     def measure(self, grads: list[Tensor], tape: Tape, scale: object, by_hand: bool) -> float:
         """Take the norm of the gradients that reach an optimizer, and that which the trainer's clip took before; return the first.
