@@ -276,6 +276,32 @@ def test_the_line_inside_a_model_without_gradient_is_found(tmp_path: Path) -> No
     assert (incident.phase, incident.origin.op) == ("forward", "log") and "forward" in str(incident.origin.function)
 
 
+class Samples(nn.Module):
+    """A policy whose temperature acts in evaluation mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x)
+        return logits if self.training else logits * 0 / (logits * 0)
+
+
+def test_a_model_that_was_switched_since_runs_again_in_the_mode_that_it_had(tmp_path: Path) -> None:
+    """What a policy in evaluation mode made of the old log-probs is looked into as evaluation, and the policy stays in training mode."""
+    model, x = Samples(), torch.ones(2, 3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model.eval()
+        with torch.no_grad():
+            old = model(x)
+        model.train()
+        (model(x) - old).exp().mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.function) == ("forward", "div", "Samples.forward"), incident.sentence
+    assert model.training and not slugs(incident)
+
+
 def test_a_model_without_gradient_that_cannot_run_again_is_still_the_origin(tmp_path: Path) -> None:
     """It was given something that may be large and is not ours to keep: NaN came out of it, and nobody kept the thing."""
 

@@ -52,7 +52,7 @@ WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")  # parts of names: of
 _HOOK_WARNING = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE), Warning, None, 0)
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-Began = tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool]  # generators, autocast, gradients: see `ModuleCall`
+Began = tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool, bool | None]  # generators, autocast, gradients, mode: see `ModuleCall`
 
 
 class Compiled(nn.Module):
@@ -73,9 +73,10 @@ class ModuleCall:
     args, kwargs: None where they were too large to hold, or may hold on to more than tensors. outputs: addresses of its output tensors, in
     order; the tensors themselves are not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU
     generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad:
-    were gradients enabled? number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors.
-    caller: the trainer's function that made it, and its instruction. roots: addresses of those outputs that have a gradient. told: is it
-    known what it returned? Before torch 2.13 torch does not tell that of a function: its outputs are looked for when it is made again.
+    were gradients enabled? training: was it in training mode? None for a function. number: of all calls. holding: what is on the account
+    for it. made: weak handles on its output tensors. caller: the trainer's function that made it, and its instruction. roots: addresses of
+    those outputs that have a gradient. told: is it known what it returned? Before torch 2.13 torch does not tell that of a function: its
+    outputs are looked for when it is made again.
     """
 
     module: nn.Module
@@ -86,6 +87,7 @@ class ModuleCall:
     rng: tuple[Tensor, ...]
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     grad: bool = True
+    training: bool | None = None
     number: int = 0
     holding: Holding | None = None
     made: list[Any] = field(default_factory=list)
@@ -270,7 +272,7 @@ class ModuleWatch:
 
     def begin_function(self) -> Began | None:
         """A function that torch has compiled is called: return what `end_function` is told; None where it is a part of something else."""
-        return None if self.busy or self._open is not None or is_traced() or is_ours() else _began(False)
+        return None if self.busy or self._open is not None or is_traced() or is_ours() else _began(None)
 
     def end_function(self, function: Compiled, began: Began, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned) -> None:
         """It has returned."""
@@ -425,10 +427,10 @@ class ModuleWatch:
         self._outputs = _outputs_of((*self._beside, *self._waiting))
 
 
-def _began(training: bool) -> Began | None:
+def _began(training: bool | None) -> Began | None:
     """What a call begins with; None in a transform (vmap, grad), which hands over tensors that stand for others."""
     grad = torch.is_grad_enabled()
-    return (rng_state() if grad or training else (), autocast_state(), grad) if transform() is None else None
+    return (rng_state() if grad or training else (), autocast_state(), grad, training) if transform() is None else None
 
 
 def _bytes(tensor: Tensor) -> int:

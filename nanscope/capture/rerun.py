@@ -316,6 +316,8 @@ class Reruns:
                 self.budget, lambda parameter: cloned(parameter) if memory_of(parameter) in copied else lent(parameter), names=names
             )
             twin, args, kwargs, own_seeds = copies.of((module, call.args or (), call.kwargs, dict(seeds or {})))
+            if call.training not in (None, twin.training):
+                twin.train(call.training)  # it has been switched since, as between a rollout and an update
             seen = eye()
             if isinstance(seen, Tape):
                 seen.is_parameter = functools.partial(self._parameter_name, copies)
