@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import leaf, record
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional
 
 from nanscope.locate.location import spotted
@@ -133,7 +134,25 @@ def weighed(logps: Tensor, weight: Tensor) -> Tensor:
     return spread.sum()
 
 
+def scored_twice(p: Tensor, q: Tensor) -> Tensor:
+    old = torch.log(q * 1)
+    new = torch.log(p)
+    return (new - old).exp().mean()
+
+
+def categorical_kl(logits: Tensor, old: Tensor) -> Tensor:
+    return 0.0 * kl_divergence(Categorical(logits=old), Categorical(logits=logits)).mean()
+
+
 CASES = [
+    Case("the first of two", scored_twice, lambda: (torch.tensor([0.5, 0.0]).requires_grad_(), torch.tensor([0.5, 0.0])), Phase.FORWARD, "log", (1,), False, None, "old"),
+    Case("infinite by decision", categorical_kl, lambda: (torch.tensor([[0.0, -200.0]], requires_grad=True), torch.zeros(1, 2)), Phase.FORWARD, "index_put", (0, 1), False, Role.KL),
+    Case(
+        "-inf of the batch, twice",
+        lambda logps, ref_logps, old_logps: ((ref_logps - old_logps) * logps).sum(),
+        lambda: (leaf(3), torch.tensor([0.0, -INF, 0.0]), torch.tensor([0.0, -INF, 0.0])),
+        Phase.INPUT, "input", (1,), False, Role.REF_LOG_PROBS, "ref_logps",
+    ),
     Case("a learned power", powered, lambda: (torch.tensor([[2.0, 0.6], [3.0, -0.5]]), torch.tensor(2.0).requires_grad_()), Phase.BACKWARD, "pow", (1, 1), False),
     Case("a learned scale", weighed, lambda: (torch.tensor([0.5, 0.0, 2.0]), torch.ones(1).requires_grad_()), Phase.BACKWARD, "log", (1,), True),
     Case("mask multiplies", multiplied, lambda: (*logps_with(1, 3, -200.0), hole(1, 3)), Phase.FORWARD, "exp", (1, 3), True, Role.RATIO, "ratio"),

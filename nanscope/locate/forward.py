@@ -20,7 +20,7 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import FILLS, LITERALS, MASK_ARITHMETIC, SHRINKING, WRITES, Flow, flow_of
+from nanscope.program.ops import COMPARISONS, FILLS, LITERALS, MASK_ARITHMETIC, SHRINKING, WRITES, Flow, flow_of
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
@@ -178,8 +178,9 @@ def _bad_part(call: Call, source: Source, tensor: Tensor) -> Tensor:
 
 
 def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot], depth: int) -> Root:
-    """Infinities met here and became NaN. Whose fault: an overflow's, if there is one; on purpose: this call's."""
+    """Infinities met here and became NaN. Whose fault: an overflow's, of several the first that was made; on purpose: this call's."""
     roots = [walk_back(trace, v, f, depth + 1) for v, f in bad[:4]] if depth < 4 else []
+    roots.sort(key=lambda root: trace.program.producers.get(root.value, -1))
     wanted = [Birth.BORN] if any(root.birth is Birth.INTENDED for root in roots) else [Birth.BORN, Birth.FED]
     for birth in wanted:
         for root in roots:
@@ -269,8 +270,21 @@ def _root_of_element(trace: Trace, path: Sequence[Spot], birth: Birth, moves: Se
         tensors = [depth for depth, (value, _) in enumerate(path) if trace.values[value].numel() > 1]
         depth = _last_write(trace, path, tensors[-1]) if tensors else None
         if depth is not None and (birth is Birth.FED or _is_record(trace, moves[depth:])):
-            return Root(Birth.FED, tuple(path[: depth + 1]))
+            return Root(Birth.BORN if _is_decided(trace, path[depth][0]) else Birth.FED, tuple(path[: depth + 1]))
     return None
+
+
+def _is_decided(trace: Trace, written: int) -> bool:
+    """Was it a comparison of computed numbers that chose where to write? `kl[q.probs == 0] = inf` made that, and no batch brought it."""
+    write = trace.program.maker(written)
+    waiting = [value for value in write.inputs() if trace.values[value].dtype is torch.bool] if write is not None else []
+    while waiting:
+        made = trace.program.maker(waiting.pop())
+        if made is not None and made.name in COMPARISONS:
+            compared = trace.program.maker(next(iter(made.inputs())))
+            return compared is not None and flow_of(compared.op) not in (Flow.MOVE, Flow.CREATE)
+        waiting += [] if made is None else [value for value in made.inputs() if trace.values[value].dtype is torch.bool]
+    return False
 
 
 def _last_write(trace: Trace, path: Sequence[Spot], depth: int) -> int:
@@ -312,4 +326,5 @@ def _came(trace: Trace, value: int, flat: int) -> Birth:
         return Birth.FED
     if leaf.origin in ("opaque", "cut") or (leaf.diff and leaf.origin == "module"):
         return Birth.INTENDED  # the model masks its own logits
-    return Birth.INTENDED if _only_zeros(trace.values[value]) or trace.names.role(value) is Role.LOGITS else Birth.FED
+    role = trace.names.role(value)
+    return Birth.INTENDED if role not in _REPORTED and (_only_zeros(trace.values[value]) or role is Role.LOGITS) else Birth.FED

@@ -93,6 +93,7 @@ SELECTORS = _family("""
 # What says of each element whether it is a number; so does a comparison with itself.
 CHECKS = _family("isfinite isinf isnan")
 EQUALITIES = _family("eq ne")
+COMPARISONS = EQUALITIES | _family("ge gt le lt")
 
 # The same elements, at most in another dtype.
 COPIES = _family("_to_copy alias clone contiguous detach lift lift_fresh")
