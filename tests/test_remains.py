@@ -56,7 +56,8 @@ def test_statistics_that_went_bad_while_the_loss_was_fine(tmp_path: Path) -> Non
         model = train(lambda model: model[1].running_mean[2:].fill_(math.nan))  # type: ignore[operator,union-attr,index]
     incident = scope.verdict.incidents[0]
     assert (incident.step, incident.phase, incident.cause) == (3, "weights", Cause.POISONED_WEIGHTS)
-    assert "the buffer 1.running_mean is NaN at [2] of [8] after the update." in scope.verdict.sentence
+    told = "the buffer 1.running_mean is NaN at [2] of [8] after the update: model[1].running_mean[2:].fill_(math.nan) wrote it there"
+    assert told in scope.verdict.sentence and "and it was finite in step 2" in scope.verdict.sentence
     assert [note.slug for note in incident.notes] == ["left_behind"] and model is not None
     assert (scope.steps, scope.bad_steps) == (4, 1) and [entry.nonfinite for entry in scope.history.entries] == [False, False, True, False]
 
@@ -68,7 +69,8 @@ def test_statistics_of_a_model_that_nobody_optimizes(tmp_path: Path) -> None:
         for _ in range(2):
             model(torch.randn(6, 4)).sum().backward()
             model[1].running_var[0] = math.inf  # type: ignore[index,operator]
-    assert "the buffer 1.running_var is +inf at [0] of [8] when the block ended." in scope.verdict.sentence
+    told = "the buffer 1.running_var is +inf at [0] of [8] when the block ended: model[1].running_var[0] wrote it there, test_remains.py:"
+    assert told in scope.verdict.sentence
 
 
 def test_weights_that_were_spoilt_after_the_last_step(tmp_path: Path) -> None:
@@ -254,6 +256,92 @@ def test_statistics_that_go_bad_after_or_in_a_bad_step_are_told(kind: str, tmp_p
             if torch.isfinite(loss):
                 optimizer.step()
     found = [(i.step, i.phase, i.consequence_of) for i in scope.verdict.incidents]
-    assert found == ([(5, "input", None), (6, "weights", 5)] if dropped else [(5, "forward", None), (7, "weights", None)])
+    assert found == ([(5, "input", None), (6, "weights", 5)] if dropped else [(5, "forward", None), (7, "forward", None)])
     assert scope.verdict.status == "non-finite" and "the buffer 1.running_" in scope.verdict.incidents[1].sentence
+    if dropped:
+        assert (scope.verdict.incidents[0].origin.variable, scope.verdict.incidents[0].origin.index) == ("batch", (1, 2))
     assert "every step was fine" not in str(scope.verdict.to_json())
+
+
+class Scaled(nn.Module):
+    """Observations by their running scale. when: it is updated, before the observations are scaled, or afterwards."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.layer, self.when = nn.Linear(4, 2), when
+        self.register_buffer("scale", torch.ones(4))
+
+    def update(self, x: torch.Tensor) -> None:
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * (x.square().mean(0) - x.mean(0) ** 2))  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.when == "before":
+            self.update(x)
+        out: torch.Tensor = self.layer(x / self.scale.sqrt())  # type: ignore[operator]
+        if self.when == "after":
+            self.update(x)
+        return out
+
+
+def scaled(out: Path, when: str, spoils: Callable[[Scaled, torch.Tensor], object], step: int = 2) -> nanscope.Scope:
+    """Four steps. spoils: is called before one of them with the model and the batch."""
+    torch.manual_seed(0)
+    model = Scaled(when)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with nanscope.watch(model, out=out) as scope:
+        for number in range(1, 5):
+            x = torch.randn(6, 4)
+            if number == step:
+                spoils(model, x)
+            optimizer.zero_grad()
+            model(x).square().mean().clamp(max=1e3).backward()
+            optimizer.step()
+    return scope
+
+
+def outlier(model: Scaled, x: torch.Tensor) -> None:
+    x[3, 1] = 3e20
+
+
+def test_the_call_that_spoilt_a_buffer_is_found_although_the_loss_was_fine(tmp_path: Path) -> None:
+    """The forward pass of that step runs once more with finite statistics, and makes them bad again: there is the origin."""
+    (incident, *_) = scaled(tmp_path, "after", outlier).verdict.incidents
+    assert (incident.step, incident.phase, incident.origin.op, incident.origin.index) == (2, "forward", "pow", (3, 1)), incident.sentence
+    assert incident.origin.function == "Scaled.update" and "the buffer scale keeps it" in incident.sentence
+
+
+def test_the_call_that_spoilt_a_buffer_is_found_where_the_loss_reads_it_at_once(tmp_path: Path) -> None:
+    """It was fine when the step began: it is not told as having been bad before."""
+    (incident, *_) = scaled(tmp_path, "before", outlier).verdict.incidents
+    assert (incident.step, incident.phase, incident.origin.op, incident.origin.index) == (2, "forward", "pow", (3, 1)), incident.sentence
+
+
+def test_a_kernel_that_writes_statistics_without_saying_so_is_found(tmp_path: Path) -> None:
+    """A batch norm whose batch is too large: its running variance is infinite, and its line is known."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(3):
+            x = torch.randn(6, 4)
+            x[3, 2] = 1e25 if step == 1 else 0
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.origin.op, incident.origin.index) == (2, "forward", "native_batch_norm", (2,))
+    assert "the buffer 0.running_var keeps it" in incident.sentence
+
+
+def load(model: Scaled, x: torch.Tensor) -> None:
+    model.load_state_dict({**model.state_dict(), "scale": torch.tensor([1.0, math.nan, 1.0, 1.0])})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_buffer_that_was_loaded_is_no_batch(when: str, tmp_path: Path) -> None:
+    """A checkpoint brought it: the line that loaded it, and the last step in which it was finite."""
+    (incident, *_) = scaled(tmp_path, when, load).verdict.incidents
+    assert (incident.step, incident.phase, incident.cause) == (2, "weights", Cause.POISONED_WEIGHTS), incident.sentence
+    assert (incident.origin.op, incident.origin.variable, incident.origin.index) == ("buffer", "scale", (1,))
+    assert "model.load_state_dict(" in incident.sentence and "it was finite in step 1" in incident.sentence

@@ -59,6 +59,15 @@ def cloned(tensor: Tensor) -> Tensor:
     return twin if tensor.is_leaf else twin.view_as(twin)  # what has a history seems to have one
 
 
+def mended(tensor: Tensor) -> Tensor:
+    """Return the same with finite numbers, as its other elements are, in place of what is none."""
+    twin = cloned(tensor)
+    fine = torch.isfinite(twin)
+    with torch.no_grad():
+        twin[~fine] = twin[fine].median() if bool(fine.any()) else 1.0
+    return twin
+
+
 class Copies:
     """The copies of one run; each thing is copied once.
 

@@ -226,6 +226,10 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wanted.append(lambda k: k.posinf)
         if not kinds.nan:  # of a NaN an -inf is no cause but a mask, unless nothing else is there: then the call made it
             wanted.append(lambda k: k.neginf)
+        elif not any(fits(self.marks[number].kinds) for fits in wanted for number in mark.reads if number >= 0):
+            negative = (number for number in mark.reads if number >= 0 and self._came_of_infinity(self.marks[number]))
+            if not any(fits(mark.outside) for fits in wanted) and (number := next(negative, None)) is not None:
+                return number  # it is +inf with the sign turned
         for fits in wanted:
             for number in mark.reads:
                 if number >= 0 and fits(self.marks[number].kinds):
@@ -233,6 +237,9 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if fits(mark.outside):
                 return -1
         return None
+
+    def _came_of_infinity(self, mark: Mark) -> bool:
+        return mark.kinds.neginf and (mark.outside.posinf or any(self.marks[read].kinds.posinf for read in mark.reads if read >= 0))
 
     def left(self, found: MadeBackward) -> LeftBehind | None:
         """Return what a node's forward call had made bad, if the bad gradient is of the same element; None if there is no such thing."""

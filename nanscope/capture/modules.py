@@ -203,6 +203,7 @@ class ModuleWatch:
         self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
         self.caller: Callable[[], tuple[CodeType | None, int]] = lambda: (None, -1)
         self.came_out: Callable[[str, Iterable[Tensor]], bool] = lambda name, tensors: True  # see `Tape.came_out`
+        self.spoilt: Callable[[], list[Tensor]] = list  # see `Remains.spoilt`
         self.failsafe = failsafe
         self._suspend, self._resume = suspend, resume
         self.noting: Parts | None = None  # `parts`, while a model is called with gradients enabled
@@ -373,6 +374,12 @@ class ModuleWatch:
         place = place_of(tensor)
         known = (*self.parameters().values(), *self._parameters_of(self._without).values()) if place != NOWHERE else ()
         return next((name for name, parameter in known if place_of(parameter) == place), None)
+
+    def buffer_at(self, tensor: Tensor) -> str | None:
+        """Return the name of the buffer of a model that lies where a tensor does, None if none does."""
+        place = place_of(tensor)
+        models = (*list(self.seen), *list(self._without)) if place != NOWHERE else ()
+        return next((name for model in models for name, buffer in model.named_buffers() if place_of(buffer) == place), None)
 
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""

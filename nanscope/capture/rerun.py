@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from nanscope.capture.alone import NotIsolated
-from nanscope.capture.copies import Copies, cloned, lent
+from nanscope.capture.copies import Copies, cloned, lent, mended
 from nanscope.capture.follow import Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.glue import Glue
 from nanscope.capture.mode import TapeMode
@@ -36,11 +36,11 @@ from nanscope.capture.modules import (
 from nanscope.capture.reach import Reach
 from nanscope.capture.seal import Seal, Written, sealed
 from nanscope.capture.tape import Tape
-from nanscope.program.calls import Arg, Leaf, substitute
+from nanscope.program.calls import Arg, Computes, Leaf, substitute
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import is_near, same_bits
 from nanscope.program.program import Program, join
-from nanscope.torch_inside import sequence_number, weak_tensor
+from nanscope.torch_inside import buffers_of, sequence_number, weak_tensor
 
 Eye = TypeVar("Eye", Tape, Follower)
 
@@ -50,7 +50,8 @@ class Again(Generic[Eye]):
     """A call of a module made again.
 
     eye: what has followed it. module: the copy that ran. given: copies of what a function was given. outputs: in order. seeds: copies of
-    what was asked for. stale: why it cannot be the call that was recorded, "" if nothing speaks against it.
+    what was asked for. stale: why it cannot be the call that was recorded, "" if nothing speaks against it. mended: it began with finite
+    numbers in buffers that the calls of the step have spoilt.
     """
 
     eye: Eye
@@ -60,6 +61,20 @@ class Again(Generic[Eye]):
     outputs: list[Tensor]
     seeds: Mapping[Address, Tensor]
     stale: str
+    mended: bool
+
+    def original(self, value: int, tensor: Tensor) -> Tensor:
+        """Return what a leaf is the copy of. tensor: its content, which is held somewhere else where the module has written to it since."""
+        found = self.copies.original(tensor)
+        if found is not tensor or not isinstance(self.eye, Tape):
+            return found
+        place = self.eye.places([value])[value]
+        return next((original for original, copy in self.copies.pairs() if place_of(copy) == place), tensor)
+
+    def twin_of(self, module: nn.Module, owner: nn.Module, name: str) -> Tensor | None:
+        """Return what a buffer of a part of the module has become in the copy."""
+        path = next(path for path, part in module.named_modules() if part is owner)
+        return buffers_of(self.module.get_submodule(path)).get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +144,12 @@ class Reruns:
                 for old in [leaf.id for leaf in part.leaves] + [out for c in part.calls for out in c.outs if out is not None]:
                     mapping.setdefault(old, offset + old)
                 for leaf in part.leaves:
-                    origin = address(again.copies.original(own[leaf.id]))
+                    original = again.original(leaf.id, own[leaf.id])
+                    origin = address(original)
                     known, glue = current.get(origin), None if again.stale else self.glue_of(origin, leaf.diff)
                     if glue is not None and leaf.origin != "parameter" and leaf.id not in outputs:
                         between[leaf.id] = glue
-                        if own[leaf.id].stride() == again.copies.original(own[leaf.id]).stride():
+                        if own[leaf.id].stride() == original.stride():
                             mapping[leaf.id] = glue.program.output
                         continue
                     if known is not None and leaf.origin != "parameter" and leaf.id not in outputs:
@@ -144,7 +160,7 @@ class Reruns:
                         current.setdefault(origin, mapping[leaf.id])
             for _, part, own in made:
                 own_leaves = (leaf for leaf in part.leaves if leaf.id not in between)
-                leaves_of = tuple(self._as_made(leaf, again.copies.original(own[leaf.id])) for leaf in own_leaves)
+                leaves_of = tuple(self._as_made(leaf, again.original(leaf.id, own[leaf.id])) for leaf in own_leaves)
                 parts.insert(0, _renumber(replace(part, leaves=leaves_of), mapping))
             for leaf_id, glue in between.items():
                 parts.insert(0, glue.leading_to(mapping[leaf_id]))
@@ -236,6 +252,27 @@ class Reruns:
                 return found, part_of(made.number, again.eye.spans), again.eye.left(made)
         return None
 
+    def written(self, owner: nn.Module, name: str) -> tuple[Program, dict[int, Tensor]] | Made | None:
+        """Run the modules once more that may have written to a buffer, as if it were finite, and return how they made it bad, as a program
+        or as the call that did; None if none of them does."""
+        original = buffers_of(owner).get(name)
+        for call in reversed(self.calls if any(buffer is original for buffer in self.watch.spoilt()) else []):
+            if call.args is None or not any(part is owner for model in call.models for part in model.modules()):
+                continue
+            with self._again(call, self._tape) as taped:
+                buffer = taped.twin_of(_without_others(call.module), owner, name)
+                value = taped.eye.find(buffer) if buffer is not None and kinds_of(buffer) else None
+                if value is not None and value.leaf is None:
+                    program, tensors = taped.eye.program(value)
+                    leaves = tuple(self._as_made(leaf, taped.original(leaf.id, tensors[leaf.id])) for leaf in program.leaves)
+                    return replace(program, leaves=leaves, computes=Computes.ACTIVATION), tensors
+            with self._again(call, Follower) as followed:
+                buffer = followed.twin_of(_without_others(call.module), owner, name)
+                made = followed.eye.made(buffer) if buffer is not None and kinds_of(buffer) else None
+                if made is not None and not made.foreign:
+                    return replace(made, result=followed.copies.original(made.result))
+        return None
+
     def _tape(self) -> Tape:
         return Tape(self.budget)
 
@@ -258,7 +295,7 @@ class Reruns:
         """Return what of the step an output that was made again is, bit by bit; None, and a note, if it is nothing that is wanted."""
         waiting = wanted.get(place, [])
         for value in reversed(waiting):
-            if _is_same(call, tensor, recorded[value]):
+            if _is_same(call, tensor, recorded[value]) or (again.mended and _is_as_bad(tensor, recorded[value])):
                 waiting.remove(value)
                 return value
         if not waiting or sum(place in other.outputs for other in self.calls) > 1:  # it may be what another call has made there
@@ -291,6 +328,9 @@ class Reruns:
         weight = self.watch.weight_at(original) if leaf.origin == "data" else None
         if weight is not None:
             return replace(leaf, origin="parameter", name=weight, made_by=weight)
+        buffer = self.watch.buffer_at(original) if leaf.origin == "data" else None
+        if buffer is not None:
+            return replace(leaf, origin="buffer", name=buffer, made_by=buffer)
         return leaf if leaf.origin != "opaque" or node is None else replace(leaf, made_by=type(node).__name__.removesuffix("Backward"))
 
     def _parameter_name(self, copies: Copies, tensor: Tensor) -> str | None:
@@ -311,9 +351,13 @@ class Reruns:
         copied: set[int] = set()  # storages of parameters
         # a function may belong to a trainer, of which it reads little: loaders and optimizers are not copied for it
         names = Reach([module.function]).names if isinstance(module, Compiled) else None
+        spoilt = {id(buffer) for buffer in self.watch.spoilt()}
         while True:
             copies = Copies(
-                self.budget, lambda parameter: cloned(parameter) if memory_of(parameter) in copied else lent(parameter), names=names
+                self.budget,
+                lambda parameter: cloned(parameter) if memory_of(parameter) in copied else lent(parameter),
+                lambda tensor: mended(tensor) if id(tensor) in spoilt else cloned(tensor),
+                names=names,
             )
             twin, args, kwargs, own_seeds = copies.of((module, call.args or (), call.kwargs, dict(seeds or {})))
             if call.training not in (None, twin.training):
@@ -339,7 +383,8 @@ class Reruns:
                 stale = "what it was given has been written to since" if versions_in([call.args, call.kwargs]) != call.versions else ""
                 stale = stale or ("it writes to what it is given" if given & seal.written else "")
                 own = list(tensors_in([args, kwargs])) if isinstance(twin, Compiled) else []
-                yield Again(seen, twin, own, copies, outputs, own_seeds, stale)
+                is_mended = any(id(original) in spoilt for original, _ in copies.pairs())
+                yield Again(seen, twin, own, copies, outputs, own_seeds, stale, is_mended)
                 return
 
 
@@ -348,6 +393,11 @@ def _is_same(call: ModuleCall, made: Tensor, recorded: Tensor) -> bool:
     if same_bits(made, recorded) or not isinstance(call.module, Compiled):
         return same_bits(made, recorded)
     return made.shape == recorded.shape and (is_near(made, recorded) or bool(kinds_of(made) and kinds_of(recorded)))
+
+
+def _is_as_bad(made: Tensor, recorded: Tensor) -> bool:
+    """Are the same elements bad?"""
+    return made.shape == recorded.shape and bool(kinds_of(made)) and torch.equal(torch.isfinite(made), torch.isfinite(recorded))
 
 
 def _must_be_the_same(again: Again[Eye]) -> None:

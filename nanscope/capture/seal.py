@@ -33,6 +33,9 @@ from nanscope.torch_inside import (
     schema_of,
 )
 
+# What these write to the schema does not tell: the running mean and the running variance, where argument 5 says that they train.
+STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+
 FRESH = torch.ops.aten.lift_fresh.default  # hands over what `torch.tensor` has just made, where nobody sees it
 
 
@@ -137,6 +140,8 @@ def _elsewhere(thread: int, hook: Callable[..., Any], *args: Any, **kwargs: Any)
 def writes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], set[int]]:
     """Return the arguments that a call writes to, and which of them it does not read before (by id)."""
     schema = schema_of(func) if has_schema(func) else None
+    if schema is not None and schema.name in STATISTICS and len(args) > 5 and args[5]:
+        return list(tensors_in(args[3:5])), set()
     if schema is None or not schema.is_mutable:
         return [], set()
     found: list[Tensor] = []

@@ -367,12 +367,16 @@ class Tape:
         read = (value for value in self.known.relatives(memory_of(tensor)) if value.leaf is not None and value.leaf.made_by == "empty")
         return any(is_intact(value) for value in read)
 
-    def written_at(self, tensor: Tensor, since: int = 0) -> Site | None:
-        """Return where what a tensor holds was computed or written to; None if that was not seen, or before so many calls were."""
+    def written_at(self, tensor: Tensor, since: int = 0, last: bool = True) -> Site | None:
+        """Return where what a tensor holds was computed or written to; None if that was not seen, or before so many calls were.
+
+        last: nobody has written to it unseen after that.
+        """
         if not is_plain(tensor):
             return None
         place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
-        there = [value.id for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and value.version == version]
+        found = (value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place)
+        there = [value.id for value in found if value.version == version or not last]
         made = max((number for value in there if (number := self.known.made_by.get(value)) is not None), default=-1)
         entry = self.log.entries.get(made) if made >= since else None
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)

@@ -76,7 +76,7 @@ def phase_of(trace: Trace, element: Element, otherwise: Phase) -> Phase:
         return Phase.INPUT
     if element.leaf.made_by == "empty" and any(call.module for call in trace.program.readers(element.value_id)):
         return Phase.FORWARD
-    return {"parameter": Phase.WEIGHTS, "data": Phase.INPUT}.get(element.leaf.origin, otherwise)
+    return {"parameter": Phase.WEIGHTS, "buffer": Phase.WEIGHTS, "data": Phase.INPUT}.get(element.leaf.origin, otherwise)
 
 
 def _source(leaf: Leaf | None) -> str:
@@ -91,7 +91,7 @@ def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bo
         return Role.OPTIMIZER
     if trace.program.computes is Computes.GRADIENT:
         return Role.GRAD
-    if leaf is not None and leaf.origin == "parameter":
+    if leaf is not None and leaf.origin in ("parameter", "buffer"):
         return Role.WEIGHTS
     if came and any(call.module for call in trace.program.readers(value)[:1]):
         return Role.HIDDEN  # read inside the model

@@ -74,9 +74,9 @@ class Computes(StrEnum):
 class Leaf:
     """A tensor that comes into the program from outside.
 
-    origin: "data" (batch, constant), "module" (output of a module), "parameter", or "opaque" (made by a call that cannot be replayed).
-    made_by: the module's class and path, or the operator. diff: a gradient flows back through it. role: what it means, where what told so
-    has been cut off.
+    origin: "data" (batch, constant), "module" (output of a module), "parameter", "buffer", or "opaque" (made by a call that cannot be
+    replayed). made_by: the module's class and path, or the operator. diff: a gradient flows back through it. role: what it means, where
+    what told so has been cut off.
     """
 
     id: int

@@ -242,6 +242,8 @@ def _reached(seen: Observation, r: Reached) -> str:
         parts.append(_gradients(r.bad_gradients, r.gradients))
     elif r.bad_gradients == 0 and r.gradients and not r.bad_weights:
         parts.append("gradients stayed clean" if seen.phase is Phase.WEIGHTS else "weights and gradients stayed clean")
+    if seen.weight and not seen.optimizer:
+        parts.append(f"{seen.weight} keeps it")
     if r.bad_weights:
         parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")
     if r.stepped == "skipped":

@@ -70,6 +70,7 @@ from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowin
 from nanscope.watching.optimizers import unusable
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import unscaled
+from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
 
 log = logging.getLogger("nanscope")
@@ -329,6 +330,16 @@ class Examiner:
             seen = in_its_weight(look.seen, parameter, named)
             return replace(blank, observation=seen, found=seen)
         return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight", settings=infinite), blank)
+
+    def buffer(self, seen: Observation, owner: nn.Module, name: str, recordings: Sequence[Recording], blank: Snapshot) -> Snapshot:
+        """A buffer is bad that was finite, and nothing else is. owner, name: the part of a model, and its attribute."""
+        look = buffer_look(recordings, self.modules, self.tape.budget * 4, owner, name)
+        if look is None:
+            return replace(blank, observation=seen, found=seen)
+        kept = Observation(weight=f"the buffer {seen.origin.variable}")
+        if look.seen is None:
+            return self._updated(look, kept, blank)
+        return replace(blank, observation=look.seen.joined(kept), found=look.seen.joined(kept))
 
     def own_update(self) -> Callable[[Snapshot], Snapshot] | None:
         """Return what describes that an update of the loop's own made a weight non-finite; None if it was something else that wrote it."""

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ from nanscope.watching.laid import in_its_weight
 from nanscope.watching.recording import Recording
 
 log = logging.getLogger("nanscope")
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,11 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
     taken = {name: content for name, taken in recording.taken.items() if (content := taken.content()) is not None}
     if found is None or not kernels.swallowed(found[0], taken):
         return None
-    return kernel_look(recording, _reruns(recording, watch, budget))
+    return kernel_look(recording, reruns_of(recording, watch, budget))
 
 
-def _reruns(recording: Recording, watch: ModuleWatch, budget: int) -> Reruns:
+def reruns_of(recording: Recording, watch: ModuleWatch, budget: int) -> Reruns:
+    """Return the calls of models that a loss may have come of, to be made again. budget: bytes of tensors that are copied, and recorded."""
     places = {**recording.places, **{value: place for glue in recording.glue for value, place in glue.places.items()}}
     reruns = Reruns(recording.all_calls(), watch, budget, places, recording.glue)
     if all(call.told for call in reruns.calls):
@@ -173,7 +176,7 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
 
     backward: the loss is finite, a gradient is not.
     """
-    reruns = _reruns(recording, watch, budget)
+    reruns = reruns_of(recording, watch, budget)
     look = _deeper(recording, reruns, backward)
     if not reruns.notes:
         return look
@@ -189,13 +192,13 @@ def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None
         return own
     functions = reruns.of_functions()
     for calls in (functions, reruns) if functions is not None else (reruns,):
-        look = _run_again(reruns.notes, functools.partial(second_look, recording, calls)) or opened
+        look = run_again(reruns.notes, functools.partial(second_look, recording, calls)) or opened
         if look is not None and look.location is not None and is_settled(look.location):
             return look
         if reruns.apart:
             return _apart(reruns.apart[-1])
     follow = _followed_back if backward else _followed
-    followed = _run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
+    followed = run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
     found = followed or _given_bad(recording, reruns) or _kept(recording, reruns)
     if found is None:
         reruns.note_not_held()
@@ -233,9 +236,9 @@ def _given_bad(recording: Recording, reruns: Reruns) -> Look | None:
         if place_of(tensor) not in made and kinds_of(tensor).nan:  # infinity is what masks are made of
             look = _between(reruns, tensor)
             if look is None or look.location is None:
-                return _came(tensor, None, "")
+                return _called_so(reruns, tensor, _came(tensor, None, ""))
             if look.location.origin.leaf is None or look.location.origin.leaf.origin != "module":
-                return _told(look)
+                return _called_so(reruns, tensor, told(look))
     return None
 
 
@@ -254,11 +257,11 @@ def _between(reruns: Reruns, tensor: Tensor) -> Look | None:
     """Walk through the lines of the trainer that led to an argument of a model; None if none were seen."""
     glue = reruns.glue_of(place_of(tensor))
     with contextlib.suppress(ProgramError):
-        return None if glue is None else _walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors))
+        return None if glue is None else walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors))
     return None
 
 
-def _told(look: Look) -> Look:
+def told(look: Look) -> Look:
     """What led to an argument, where that is the origin: a program, or, of what came in, what was seen of it."""
     if look.trace is None or look.location is None or look.location.origin.born:
         return look
@@ -274,7 +277,7 @@ def _came(tensor: Tensor, site: Site | None, module: str, op: str = "") -> Look:
     return _seen(replace(seen, origin=replace(seen.origin, variable=words[0] if words else None)))
 
 
-def _run_again(notes: list[tuple[str, str]], look: Callable[[], Look | None], what: str = "the model") -> Look | None:
+def run_again(notes: list[tuple[str, str]], look: Callable[[], Found | None], what: str = "the model") -> Found | None:
     """Look at what runs the trainer's code again; None, and a note, where that is not possible."""
     try:
         return look()
@@ -295,7 +298,7 @@ def function_look(recording: Recording, reruns: Reruns) -> Look | None:
         if not bool(is_finite(recording.tensors[found.leaf])):
             return _of_forward(recording, found)
         name, site = custom.backward_of(found.node)
-        look = _run_again(reruns.notes, functools.partial(_function_again, recording, found, reruns.budget), f"the backward of {name}")
+        look = run_again(reruns.notes, functools.partial(_function_again, recording, found, reruns.budget), f"the backward of {name}")
         if look is not None:
             return look
         gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
@@ -305,7 +308,7 @@ def function_look(recording: Recording, reruns: Reruns) -> Look | None:
 
 def _function_again(recording: Recording, found: Backward, budget: int) -> Look | None:
     again = custom.run_again(found, budget)
-    look = _walked(*again) if again is not None else None
+    look = walked(*again) if again is not None else None
     if look is None or look.location is None or not look.location.origin.born:
         return None
     return replace(look, seen=_counted(recording, found.leaf, look.location))
@@ -346,28 +349,52 @@ def _followed(recording: Recording, reruns: Reruns) -> Look | None:
         if made is None:
             return None if before is None else _came(before.result, before.site, before.module, "module")
         if not made.foreign:
-            return _made(made)
+            return made_look(made)
         name = reruns.watch.parameter_name(made.result) or reruns.watch.weight_at(made.result)
+        kind, name = ("parameter", name) if name is not None else ("buffer", reruns.watch.buffer_at(made.result))
         if name is not None:
-            return _seen(observe_made("parameter", made.result, made.flat, made.site, made.module, Phase.WEIGHTS, name))
+            return _seen(observe_made(kind, made.result, made.flat, made.site, made.module, Phase.WEIGHTS, name))
         look = _between(reruns, made.result) or NOTHING
         leaf = look.location.origin.leaf if look.location is not None else None
         if leaf is not None and leaf.origin == "module":
             edge = {leaf.id: look.tensors[leaf.id]}
         elif look.program.calls:
-            return _told(look)
+            return _called_so(reruns, made.result, told(look))
         elif leaf is None and reruns.maker(place_of(made.result)):
             edge = {HANDED_ON: made.result}
         else:
-            return _came(made.result, made.site, made.module, "" if leaf is None else leaf.origin)
+            return _called_so(reruns, made.result, _came(made.result, made.site, made.module, "" if leaf is None else leaf.origin))
     return None
 
 
-def _made(made: Made) -> Look:
+def _called_so(reruns: Reruns, tensor: Tensor, look: Look) -> Look:
+    """What a model was given bad, and nobody has read before, has its name and its line from where the model was called."""
+    seen = look.seen
+    if seen is None or seen.phase is not Phase.INPUT or seen.origin.variable:
+        return look
+    place = place_of(tensor)
+    for call in reruns.calls:
+        code, lasti = call.caller
+        site = None if code is None else site_of(code, lasti)
+        position = next((at for at, arg in enumerate(call.args or ()) if isinstance(arg, Tensor) and place_of(arg) == place), None)
+        name = next((name for name, arg in call.kwargs.items() if isinstance(arg, Tensor) and place_of(arg) == place), None)
+        if site is None or (position is None and name is None):
+            continue
+        words = site.args[position] if position is not None and position < len(site.args) else name
+        where = (
+            seen.origin
+            if seen.origin.file
+            else replace(seen.origin, file=site.file, line=site.line, function=site.function, source=site.source)
+        )
+        return replace(look, seen=replace(seen, origin=replace(where, variable=words)))
+    return look
+
+
+def made_look(made: Made) -> Look:
     """What a call inside of a module made."""
     if made.program is not None:
         with contextlib.suppress(ProgramError):
-            look = _walked(made.program, made.tensors)
+            look = walked(made.program, made.tensors)
             if look is not None:
                 return look
     return _seen(observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD))
@@ -419,13 +446,13 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
         made = update_again(optimizer, parameter, name, budget, first)
         if made is None:
             return None
-        look = _walked(*made)
+        look = walked(*made)
         if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
             flat = first_nonfinite(parameter) or 0
             return _seen(observe_made("parameter", parameter, flat, None, "", Phase.WEIGHTS, name))
         return look
 
-    look = _run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
+    look = run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
     return replace(look, notes=(*look.notes, *notes))
 
 
@@ -435,12 +462,13 @@ def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADI
     for find in (tape.value_of, tape.before_unseen_writes):
         with contextlib.suppress(ProgramError, LookupError):
             program, tensors = tape.program(find(tensor))
-            if program.calls and (look := _walked(replace(program, computes=computes), tensors)) is not None:
+            if program.calls and (look := walked(replace(program, computes=computes), tensors)) is not None:
                 return look
     return None
 
 
-def _walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
+def walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
+    """Run a program and walk through it; None if nothing in it is bad."""
     trace = Trace.of(program, tensors)
     location = locate(trace)
     return None if location is None else Look(trace, location, second=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,17 @@ from nanscope.torch_inside import buffers_of
 from nanscope.watching.optimizers import Optimizers
 
 AT_END = "when the block ended"
+Owner = tuple[weakref.ref[nn.Module], str, str]  # of a buffer: module, attribute, full name
 MOST = 64  # sets of weights, each updated by itself, of which it is known when they were finite
+
+
+@dataclass(frozen=True, slots=True)
+class Spoilt:
+    """A buffer that is not finite any more, in words and numbers. owner, name: the part of a model, and its attribute."""
+
+    seen: Observation
+    owner: nn.Module
+    name: str
 
 
 class Remains:
@@ -35,10 +45,12 @@ class Remains:
     def __init__(self, modules: ModuleWatch, tape: Tape, optimizers: Optimizers) -> None:
         self._modules, self._tape, self.optimizers = modules, tape, optimizers
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._owners: list[tuple[weakref.ref[nn.Module], str, str]] = []  # of buffers that were finite: module, attribute, full name
+        self._owners: list[Owner] = []  # of buffers that were finite
         self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
         self._fine: list[tuple[int, int, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
+        self._buffers_fine: tuple[int | None, int] = (None, 0)  # as `_fine`, of all buffers
+        modules.spoilt = self.spoilt
 
     def begin(self, step: int) -> None:
         """Look at the weights and buffers of the models that were not seen before, in one transfer for each."""
@@ -91,21 +103,28 @@ class Remains:
 
     def look_back(self) -> None:
         """Something is bad: note who has written to the weights that are, before the tape forgets it."""
-        for weight in self.updated():
-            if not bool(is_finite(weight)):
-                self._writers.setdefault(id(weight), self._tape.written_at(weight, self._last_fine(weight)[1]))
+        for tensor in (*self.updated(), *self.buffers()):
+            if not bool(is_finite(tensor)):
+                self._writers.setdefault(id(tensor), self._written_at(tensor, self._last_fine(tensor)[1]))
+
+    def _written_at(self, tensor: Tensor, since: int) -> Site | None:
+        return self._tape.written_at(tensor, since, last=isinstance(tensor, nn.Parameter))  # a model goes on with its buffers unseen
 
     def _last_fine(self, weight: Tensor) -> tuple[int | None, int]:
         """The last step after which a weight is known to have been finite, and calls until then."""
+        if any(one is weight for one in self.buffers()):
+            return self._buffers_fine
         found = [(step, calls) for step, calls, weights in self._fine if id(weight) in weights]
         return found[-1] if found and any(one is weight for one in self.updated()) else (None, 0)
 
     def told(self, snapshot: Snapshot) -> Snapshot:
         """Return a bad step with what is known of its bad weight from before."""
         seen = snapshot.found
-        if seen.phase is not Phase.WEIGHTS or seen.origin.op == "buffer":
+        if seen.phase is not Phase.WEIGHTS:
             return snapshot
-        known = [one for name, one in self._modules.parameters().values() if name == seen.origin.variable and not bool(is_finite(one))]
+        buffers = ((path, one) for (_, _, path), one in self._readable() if seen.origin.op == "buffer")
+        named = buffers if seen.origin.op == "buffer" else self._modules.parameters().values()
+        known = [one for name, one in named if name == seen.origin.variable and not bool(is_finite(one))]
         if not known:
             return snapshot
         weight = known[0]
@@ -113,7 +132,7 @@ class Remains:
         _, fine_at, unwritten = first if first is not None and first[0]() is weight else (None, None, False)
         known_fine, calls = self._last_fine(weight)
         fine_at = fine_at if known_fine is None else known_fine
-        site = self._writers.get(id(weight)) or self._tape.written_at(weight, calls)
+        site = self._writers.get(id(weight)) or self._written_at(weight, calls)
         past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, unwritten)
         past = replace(past, found=seen.past.found)
         observation = replace(snapshot.observation, past=past)
@@ -121,17 +140,35 @@ class Remains:
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that were finite when they were first seen, as they are now."""
-        return [tensor for owner in self._owners if (tensor := _readable(owner)) is not None]
+        return [tensor for _, tensor in self._readable()]
 
-    def bad_buffer(self, found: str = "after the update") -> Observation | None:
-        """Return the first of them that is not finite any more; it is told once. found: when."""
-        bad = [(owner, tensor) for owner in self._owners if (tensor := _readable(owner)) is not None and not bool(is_finite(tensor))]
-        if not bad:
-            return None
-        self._owners = [owner for owner in self._owners if all(owner is not known for known, _ in bad)]
-        (_, _, name), tensor = bad[0]
-        seen = observe_made("buffer", tensor, first_nonfinite(tensor) or 0, None, "", Phase.WEIGHTS, name)
-        return replace(seen, past=Past(found=found))
+    def buffers_are_fine(self, step: int) -> None:
+        """After the update of a step all of them were finite."""
+        self._buffers_fine = step, self._tape.log.count
+
+    def spoilt(self) -> list[Tensor]:
+        """Return those that are not finite any more, and that nobody outside of the models was seen to write to since they were."""
+        bad, since = (tensor for _, tensor in self._bad_buffers()), self._buffers_fine[1]
+        return [tensor for tensor in bad if (self._writers.get(id(tensor)) or self._written_at(tensor, since)) is None]
+
+    def bad_buffer(self, found: str = "after the update") -> Spoilt | None:
+        """Return the first of them that is not finite any more. found: when."""
+        for (owner, name, path), tensor in self._bad_buffers():
+            seen = observe_made("buffer", tensor, first_nonfinite(tensor) or 0, None, "", Phase.WEIGHTS, path)
+            if (module := owner()) is not None:
+                return Spoilt(replace(seen, past=Past(found=found)), module, name)
+        return None
+
+    def buffers_are_told(self) -> None:
+        """Whoever is bad by now is not told again."""
+        bad = [owner for owner, _ in self._bad_buffers()]
+        self._owners = [owner for owner in self._owners if all(owner is not known for known in bad)]
+
+    def _readable(self) -> list[tuple[Owner, Tensor]]:
+        return [(owner, tensor) for owner in self._owners if (tensor := _readable(owner)) is not None]
+
+    def _bad_buffers(self) -> list[tuple[Owner, Tensor]]:
+        return [(owner, tensor) for owner, tensor in self._readable() if not bool(is_finite(tensor))]
 
     def bad(self) -> Observation | None:
         """Return the first weight or buffer that is bad when the block ends, and that no update is known to have made so; None if none is.
@@ -146,10 +183,11 @@ class Remains:
             name = known[id(bad)][0] if id(bad) in known else "weight"
             seen = observe_made("parameter", bad, first_nonfinite(bad) or 0, None, "", Phase.WEIGHTS, name)
             return replace(seen, past=Past(found=AT_END))
-        return self.bad_buffer(AT_END)
+        buffer = self.bad_buffer(AT_END)
+        return None if buffer is None else buffer.seen
 
 
-def _readable(owner: tuple[weakref.ref[nn.Module], str, str]) -> Tensor | None:
+def _readable(owner: Owner) -> Tensor | None:
     """The buffer, where it is still there, can be read, and may be bad."""
     module = owner[0]()
     buffer = None if module is None else buffers_of(module).get(owner[1])

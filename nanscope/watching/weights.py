@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanscope.capture.failsafe import Failsafe
 from nanscope.program.numbers import count_bad
-from nanscope.snapshot.observation import Observation
-from nanscope.snapshot.step import Reached
+from nanscope.snapshot.observation import Observation, Phase
+from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.course import Course
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
@@ -37,10 +37,12 @@ class Weights:
         weights = self._of(optimizers)
         buffers = self._remains.buffers()
         bad = count_bad([*weights, *buffers])
-        if bad and buffers and (spoilt := count_bad(buffers)):
-            bad -= spoilt
-            if not (bad or self._course.foreign or self._course.bad):  # else a later step tells it, that is fine otherwise
-                self._failsafe("remains", self.keep_left, self._remains.bad_buffer())
+        spoilt = count_bad(buffers) if bad and buffers else 0
+        bad -= spoilt
+        if not spoilt:
+            self._remains.buffers_are_fine(self._course.counts.number)
+        elif not (bad or self._course.foreign or self._course.bad):  # else a later step tells it, that is fine otherwise
+            self._failsafe("remains", self._keep_buffer)
         self._remains.optimizers.wrote(optimizers, bad)
         self._are(bad, _updated_by(optimizers), optimizers)
         if bad and not (self._course.bad or self._course.foreign):
@@ -74,10 +76,22 @@ class Weights:
 
     def keep_left(self, found: Observation | None) -> None:
         """Keep what is left of one, if anything is."""
-        fine = "" if self._logbook.bad_steps else "every step was fine, and "
-        note = ("left_behind", f"{fine}no update that was seen wrote it")
         if found is not None:
-            self._keeper.save(None, Reached(), lambda blank: replace(blank, observation=found, found=found, notes=(*blank.notes, note)))
+            self._keeper.save(None, Reached(), lambda blank: self._noted(replace(blank, observation=found, found=found)))
+
+    def _noted(self, snapshot: Snapshot) -> Snapshot:
+        """With a word of where it does not come from, where that is all that is known."""
+        fine = "" if self._logbook.bad_steps > 1 else "every step was fine, and "
+        note = ("left_behind", f"{fine}no update that was seen wrote it")
+        return replace(snapshot, notes=(*snapshot.notes, note)) if snapshot.found.phase is Phase.WEIGHTS else snapshot
+
+    def _keep_buffer(self) -> None:
+        """A buffer is bad, and nothing else: which call of this step has written that?"""
+        spoilt, recordings = self._remains.bad_buffer(), self._course.recordings
+        if spoilt is not None:
+            describe = functools.partial(self._examiner.buffer, spoilt.seen, spoilt.owner, spoilt.name, recordings)
+            self._keeper.save(self._last(), Reached(self._loss()), lambda blank: self._noted(describe(blank)))
+            self._remains.buffers_are_told()
 
     def _are(self, bad: int, weights: Sequence[Tensor], of: Sequence[torch.optim.Optimizer] = ()) -> None:
         """After the update of this step so many of these weights are non-finite. of: who has updated them."""
