@@ -46,6 +46,10 @@ def before(m: Models) -> Tensor:
     return m.third(torch.log(IDS[:, None] * torch.zeros(4)))
 
 
+def unnamed(m: Models) -> Tensor:
+    return m.third(torch.sqrt(torch.zeros(6, 4) - 1))
+
+
 def in_place(m: Models) -> Tensor:
     hidden = m.first(IDS) * 2
     hidden.mul_(0.0).sub_(1.0)
@@ -140,6 +144,12 @@ def test_a_line_between_two_modules_is_named(tmp_path: Path, name: str) -> None:
     incident = incident_of(values, tmp_path)
     assert incident.origin.op == op and incident.origin.line is not None
     assert op in str(incident.origin.expression)
+
+
+def test_what_a_model_is_given_is_no_loss(tmp_path: Path) -> None:
+    """It has no name, and what is called loss stands behind the model: it is an activation."""
+    incident = incident_of(unnamed, tmp_path)
+    assert (incident.origin.op, incident.origin.role) == ("sqrt", "hidden")
 
 
 WEIGHTS: dict[str, tuple[Callable[[Models], Tensor], Callable[[Models], None], str]] = {

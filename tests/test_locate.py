@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional
 
+from nanscope.locate.forward import Birth, walk_back
 from nanscope.locate.location import spotted
 from nanscope.locate.origin import Phase
+from nanscope.locate.trace import Trace
 from nanscope.roles import Role
 
 INF, NAN = math.inf, math.nan
@@ -327,6 +329,23 @@ def test_an_infinity_that_was_made_finite_and_overflows_again_is_the_origin(hide
     found = record(loss, leaf(4, 3).detach().abs().requires_grad_(), rewards).location
     assert found is not None
     assert (found.phase, found.origin.index, found.origin.value) == (Phase.INPUT, (1,), sign * INF)
+
+
+def test_a_kernel_that_reads_into_the_next_row_did_not_make_its_nan() -> None:
+    """The product of a finite row and finite weights is NaN only because of the row beside it: the walk goes on there."""
+
+    def loss(rows: Tensor, weight: Tensor) -> Tensor:
+        return (rows.mm(weight) * torch.ones(4, 2)).sum()
+
+    rows = torch.ones(4, 3)
+    recorded = record(loss, rows, torch.ones(3, 2).requires_grad_())
+    rows[2, 1] = NAN
+    trace = Trace.of(recorded.program, recorded.tensors)
+    product = next(call.outs[0] for call in trace.program.calls if call.name == "mm")
+    assert product is not None
+    values = {**trace.values, product: torch.full((4, 2), NAN)}  # what such a kernel gives
+    root = walk_back(Trace(trace.program, replace(trace.run, values=values)), product, 2)
+    assert (root.birth, root.flat) == (Birth.FED, 7)
 
 
 def test_a_row_of_one_that_was_set_is_an_element() -> None:

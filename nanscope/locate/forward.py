@@ -29,6 +29,8 @@ ALIKE = 64  # elements of one result that are looked at to find the first that d
 
 FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
 
+SMALL = 1e30  # a sum of products of numbers that come to less than this does not overflow, in no dtype as wide as bfloat16
+
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
 
 _REPORTED = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
@@ -218,8 +220,25 @@ def _harmless(trace: Trace, value: int, flat: int) -> bool:
 
 def _hidden(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
     """The bad element that finite numbers were made of, before these became something bad."""
-    found = _divided_by(trace, call, value, flat) or left_out(trace, call, value, flat)
+    found = _divided_by(trace, call, value, flat) or left_out(trace, call, value, flat) or _beside(trace, call, value, flat)
     return found or (made_finite(trace, value, flat) if math.isinf(_number(trace, (value, flat))) else None)
+
+
+def _beside(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
+    """A product of matrices cannot make NaN of small numbers, but a kernel that reads beyond the end of a row multiplies the next one by
+    its zeros: then the bad element that is nearest in memory is where to look."""
+    if flow_of(call.op) is not Flow.MATMUL or not math.isnan(_number(trace, (value, flat))):
+        return None
+    read = [(source, trace.values[source.value].flatten()) for source in sources(call, trace.values, value, flat)]
+    read = [(source, tensor) for source, tensor in read if tensor.is_floating_point() and source.flat.numel()]
+    sizes = [float(tensor[source.flat].double().abs().max()) for source, tensor in read]
+    if math.prod(max(size, 1.0) for size in sizes) * max((source.flat.numel() for source, _ in read), default=1) > SMALL:
+        return None
+    for source, tensor in read:
+        bad = (~torch.isfinite(tensor)).nonzero().flatten()
+        if bad.numel():
+            return source.value, int(bad[(bad - source.flat[-1]).abs().argmin()])
+    return None
 
 
 def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:

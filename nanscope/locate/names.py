@@ -345,6 +345,8 @@ class Names:
             readers = self.program.readers(value)
             if not readers:
                 return Role.LOSS if value == self.program.output else None
+            if readers[0].module:
+                return Role.HIDDEN  # a model is given it: what becomes of its outputs says nothing of that
             value = next((out for out in readers[0].outs if out is not None), value)
             role = self.named(value)
             if role is not None and role is not Role.MASK:
