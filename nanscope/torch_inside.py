@@ -191,6 +191,15 @@ _TRANSFORMS = "what runs in a transform (vmap, grad) or a trace may be taken for
 tracing_state: Callable[[], object | None] = spared("torch._C._get_tracing_state", lambda: None, _TRANSFORMS)
 is_transformed: Callable[[], bool] = spared("torch._C._are_functorch_transforms_active", lambda: False, _TRANSFORMS)
 transform: Callable[[], object | None] = spared("torch._C._functorch.peek_interpreter_stack", lambda: None, _TRANSFORMS)
+_is_lifted: Callable[[Tensor], bool] = spared("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False, _TRANSFORMS)
+_under: Callable[[Tensor], Tensor] = spared("torch._C._functorch.get_unwrapped", lambda tensor: tensor, _TRANSFORMS)
+
+
+def lowered(tensor: Tensor) -> Tensor:
+    """Return what is computed with where a transform (vmap, grad) hands over a tensor that stands for it."""
+    while _is_lifted(tensor):
+        tensor = _under(tensor)
+    return tensor
 
 
 NEVER = 1 << 63  # the gate of a parameter has a number beyond all calls

@@ -114,10 +114,11 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = self.tape.operators.get(func) or self._door(crowded, self.tape.look_up, func)
         if operator is None:
             return func(*args, **kwargs)
-        noting = None
-        # or a backward pass that we did not see begin, or tensors without content
-        if not (self.sleeping or self.tape.broken or running_backward() != -1 or (crowded and is_faked())):
-            noting = self._door(crowded, self.tape.before, operator, args, kwargs)
+        noting, task = None, -1
+        if not (self.sleeping or self.tape.broken or (crowded and is_faked())):  # tensors without content
+            task = running_backward()  # one that we did not see begin
+            if task == -1:
+                noting = self._door(crowded, self.tape.before, operator, args, kwargs)
         keys = self._door(False, to_let_in, operator.inside) if operator.inside or operator.casts_inside else None
         if keys:
             with contextlib.ExitStack() as inside:
@@ -128,6 +129,8 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)  # what this raises is the trainer's own
         if noting is not None:
             self._door(crowded, self.tape.after, noting, args, result)
+        elif task != -1:
+            self._door(crowded, self.tape.differentiated.inside, task, result)
         return result
 
     def _door(self, crowded: bool, function: Callable[..., Answer], *args: Any) -> Answer | None:

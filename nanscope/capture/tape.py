@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
+from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
 from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, is_intact, node_of, tensors_of
 from nanscope.capture.layout import first_row, is_dense, is_turned
@@ -83,6 +84,7 @@ class Tape:
         self._writes = Writes(self.log, self.known)
         self._slicing = Slicing(self.log, self.known)
         self.doubts = Doubts(self.known, self.log, self.account, self.program)
+        self.differentiated = Differentiated(self.find)
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._keywords = False  # the call that could not be noted had keyword arguments
@@ -318,8 +320,11 @@ class Tape:
         opaque = made[0] if made is not None and not made[1].expired() else ""
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
+        derived = None if opaque or module or parameter else self.differentiated.of(tensor)
         if opaque.startswith(tuple(UNWRITTEN_FACTORIES)):
             kind, made_by = "data", "empty"
+        elif derived is not None:
+            kind, made_by = "opaque", "backward"
         elif opaque:
             kind, made_by = "opaque", opaque
         elif module:
@@ -332,6 +337,8 @@ class Tape:
             kind, made_by = "data", ""
         value = self.known.leaf(tensor)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
+        if derived is not None:
+            self.differentiated.read[value.id] = derived
         return value
 
     def made_by_backward(self, tensors: Iterable[Tensor]) -> None:
@@ -483,6 +490,20 @@ class Tape:
         """
         return self._slicing.program(output, self.tags)
 
+    def behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:
+        """Return what was differentiated for gradients that the trainer's code took itself. leaves: of a program that read them."""
+        read = ((leaf.id, self.differentiated.read.get(leaf.id)) for leaf in leaves)
+        parts = ((leaf, self._part_of(found)) for leaf, found in read if found is not None)
+        return {leaf: part for leaf, part in parts if part is not None}
+
+    def behind_gradient(self, gradient: Tensor) -> Part | None:
+        """Return the same for one that nobody has read."""
+        found = self.differentiated.of(gradient) if is_plain(gradient) else None
+        return None if found is None else self._part_of(found)
+
+    def _part_of(self, found: Pass) -> Part | None:
+        return program_of(found, lambda value: self._slicing.program(self.values[value], self.tags), self.tensor)
+
     def forget(self, everything: bool = False, over: Collection[int] | None = None, roots: Collection[int] = ()) -> set[Address]:
         """Drop what belongs to a finished backward pass; small values without gradient stay, so that a batch prepared once
         (rewards, advantages) is still explained in its later micro-batches, and so does what waits for a backward pass of its own.
@@ -492,6 +513,7 @@ class Tape:
         """
         self.callers.forget()
         read = self.log.forget(self.tags.values(), over)
+        self.differentiated.forget()
         kept = over is not None and not (everything or self.broken)
         if everything or self.broken:
             self.log.clear()
@@ -516,7 +538,7 @@ class Tape:
 
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""
-        self.log.collect(self.tags.values(), max(PATIENCE, self._usual), self.log.count)
+        self.log.collect(self._named(), max(PATIENCE, self._usual), self.log.count)
         self._went_through(over=False)
 
     def still_read(self) -> set[Address] | None:
@@ -525,8 +547,11 @@ class Tape:
         if reach > REACH * (self.length - self._gone_through):
             return None
         self._gone_through = self.length
-        self.log.collect(self.tags.values(), max(PATIENCE, self._usual), reach)
+        self.log.collect(self._named(), max(PATIENCE, self._usual), reach)
         return {value.key[:4] for value in self.values.values() if value.leaf is not None}
+
+    def _named(self) -> list[int]:
+        return [*self.tags.values(), *self.differentiated.roots()]
 
     def _went_through(self, over: bool, waiting: bool = False) -> None:
         """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next.

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.alone import has_peers
-from nanscope.capture.modules import ModuleWatch, tensors_in
+from nanscope.capture.differentiated import Part
+from nanscope.capture.glue import glue_before
+from nanscope.capture.modules import ModuleCall, ModuleWatch, tensors_in
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_of
@@ -55,6 +57,7 @@ from nanscope.watching.look import (
     deeper_look,
     handed,
     hooked,
+    is_settled,
     late,
     look_closely,
     received,
@@ -276,7 +279,7 @@ class Examiner:
             if look is None:
                 look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
                 look = self._of_weights(hit.recording, self._from_another_rank(hit.recording, look))
-                look = self._changed_by_hooks(hit.recording, look)
+                look = self._differentiated(hit.recording, self._changed_by_hooks(hit.recording, look))
             return self.described(snapshot, hit.recording, look, hit.loss_bad)
         except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
             log.warning("nanscope [not-explained]: step %d: %s", snapshot.step, words_of(error))
@@ -309,6 +312,34 @@ class Examiner:
         if leaf is None or grad is None or look.trace is None or not bool(is_finite(look.trace.values[look.program.output])):
             return look
         return replace(look, seen=hooked(leaf.name or "what a model gives", grad, recording, recording.others))
+
+    def _differentiated(self, recording: Recording, look: Look) -> Look:
+        """A gradient came in bad that the trainer's code took itself: go on in what it differentiated for that."""
+        leaf = look.location.origin.leaf if look.location is not None else None
+        part = recording.behind.get(leaf.id) if leaf is not None else None
+        inner = self._look_into(part, recording.calls, recording.frozen) if part is not None else None
+        return look if inner is None else replace(inner, notes=(*look.notes, *inner.notes))
+
+    def _look_into(self, part: Part, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Look | None:
+        program, tensors = part
+        inner = Recording(program, tensors, next(iter(tensors.values())), calls, None, frozen=frozen)
+        inner.glue = glue_before(self.tape, inner.all_calls())
+        look = look_closely(inner, functools.partial(self._deeper, inner, backward=True))
+        if look.seen is None and (look.location is None or not is_settled(look.location)):
+            return None
+        return replace(look, aside=True, second=True)
+
+    def taken(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Callable[[Snapshot], Snapshot]:
+        """Return what describes gradients that no backward pass of the block has put there: where the trainer's code took them itself, what
+        it differentiated tells why they are bad."""
+        seen = self.unmade(parameters, grads)
+        spoilt = next(grad for grad in grads if not bool(is_finite(grad)))
+        part = self.tape.behind_gradient(spoilt)
+        look = None if part is None else self._look_into(part, *self.modules.so_far())
+        if part is None or look is None:
+            return lambda blank: replace(blank, observation=seen, found=seen)
+        inner = Recording(*part, next(iter(part[1].values())), [], None)
+        return lambda blank: self.described(blank, inner, look, False)
 
     def asked(self, recording: Recording, blank: Snapshot) -> Snapshot | None:
         """Return a step that nothing is wrong with as a snapshot, None if its loss was not recorded."""
@@ -375,7 +406,7 @@ class Examiner:
             snapshot,
             program=look.program,
             tensors=look.tensors,
-            loss=None if look.kernel else snapshot.loss,  # a kernel adds in another order: its sum is not the loss, bit for bit
+            loss=None if look.kernel or look.aside else snapshot.loss,  # a kernel adds in another order: its sum is not the loss
             grads={} if look.second else recording.own_grads(),
             environment=environment(recording.loss, framework.package if framework else None),
             settings=settings(trainer, framework.settings if framework else ()),

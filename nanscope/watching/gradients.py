@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +99,7 @@ class Gradients:
         self._failsafe("mark", self._keeper.mark_gradients, total, bad)
 
     def _keep_unmade(self, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
-        seen = self._examiner.unmade(parameters, grads)
-        self._keeper.save(None, Reached(), lambda blank: replace(blank, observation=seen, found=seen))
+        self._keeper.save(None, Reached(), self._examiner.taken(parameters, grads))
 
     def _look_at_zeros(self, grads: list[Tensor]) -> None:
         if self._course.recordings:

@@ -58,7 +58,7 @@ Found = TypeVar("Found")
 class Look:
     """A program that was run, and what went wrong in it. second: the model's forward is part of the program. seen: what no program
     shows. kernel: the program is what a kernel's loss was written out as. notes: slug and text. again: the model was run once more,
-    and showed nothing."""
+    and showed nothing. aside: the program does not end in the loss."""
 
     trace: Trace | None
     location: Location | None
@@ -67,6 +67,7 @@ class Look:
     kernel: bool = False
     notes: tuple[tuple[str, str], ...] = ()
     again: bool = False
+    aside: bool = False
 
     @property
     def knows_the_backward(self) -> bool:

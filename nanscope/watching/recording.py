@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from nanscope.capture import custom, kernels
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.custom import Backward
+from nanscope.capture.differentiated import Part
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
@@ -52,7 +53,8 @@ class Recording:
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
     begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
     the loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
-    at: of no use unless that is bad itself.
+    at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient that the code of the
+    trainer took itself.
     """
 
     program: Program | None
@@ -78,6 +80,7 @@ class Recording:
     others: list[Any] = field(default_factory=list)
     glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
+    behind: dict[int, Part] = field(default_factory=dict)
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
@@ -85,6 +88,7 @@ class Recording:
         held = [*self.tensors.values(), *(tensor for value in values if (tensor := tape.tensor(value)) is not None)]
         self.others = [hook for tensor in held for hook in hooks_on(tensor)]
         self.glue = glue_before(tape, self.all_calls())
+        self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
 
     def watch(self, failsafe: Failsafe, account: Balance, parts: Parts | None = None) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it.
@@ -96,6 +100,7 @@ class Recording:
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
         self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
         self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
+        self.behind = {leaf: part for leaf, part in self.behind.items() if self.holding.add(*part[1].values())}
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if parts is not None:
             failsafe("within", self._look_within, parts, known)

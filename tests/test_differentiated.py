@@ -1,0 +1,155 @@
+"""Gradients that the trainer's code takes itself: they are no data, and the walk goes on in what was differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.verdict.incident import Incident
+
+
+class Critic(nn.Module):
+    """Its backward is NaN where its input is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        distance = x.square().sum(-1, keepdim=True).sqrt()
+        out: Tensor = self.linear(x) + distance
+        return out
+
+
+def batch() -> Tensor:
+    x = torch.arange(1.0, 25.0).reshape(6, 4) / 24
+    x[3] = 0
+    return x
+
+
+def distance(x: Tensor) -> Tensor:
+    return x.square().sum(-1).sqrt()
+
+
+def by_autograd(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad(distance(x).sum(), x)
+    return (model(x.detach() + 1) - force).square().mean()
+
+
+def weighted(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad(distance(x), x, torch.full((6,), 0.5))
+    return (model(x.detach() + 1) - force).square().mean()
+
+
+def of_two(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad([x.sum(), distance(x).mean()], x)
+    return (model(x.detach() + 1) - force).square().mean()
+
+
+def of_what_was_computed(model: Critic) -> Tensor:
+    x = (batch() * 2).requires_grad_()
+    y = x * 1
+    (force,) = torch.autograd.grad(distance(y).sum(), y)
+    return (model(x.detach() + 1) - force).square().mean()
+
+
+def penalty(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad((model(x + 1).mean() + distance(x)).sum(), x, create_graph=True)
+    return (force.square().sum(-1) - 1).square().mean() + model(x.detach() + 1).mean()
+
+
+def by_a_transform(model: Critic) -> Tensor:
+    x = batch()
+    force = torch.func.vmap(torch.func.grad(lambda one: one.square().sum().sqrt()))(x)
+    return (model(x + 1) - force).square().mean()
+
+
+def in_a_model(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad(model(x).sum(), x)
+    return (model(x.detach() + 1) - force).square().mean()
+
+
+def in_a_model_twice(model: Critic) -> Tensor:
+    x = batch().requires_grad_()
+    (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (force.square().sum(-1) - 1).square().mean() + model(x.detach() + 1).mean()
+
+
+def trained(values: Callable[[Critic], Tensor], out: Path) -> Incident:
+    torch.manual_seed(0)
+    model = Critic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=out) as scope:
+        loss = values(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return scope.verdict.incidents[0]
+
+
+TAKEN = [by_autograd, weighted, of_two, of_what_was_computed, penalty, by_a_transform, in_a_model, in_a_model_twice]
+
+
+@pytest.mark.parametrize("values", TAKEN)
+def test_a_gradient_that_the_code_took_itself_is_no_data(tmp_path: Path, values: Callable[[Critic], Tensor]) -> None:
+    """It went bad in the backward of a root, which has a line and a fix that was seen to work."""
+    incident = trained(values, tmp_path)
+    assert (incident.phase, incident.origin.op, incident.origin.index[0]) == ("backward", "sqrt", 3), incident.sentence
+    assert "sqrt()" in dict(incident.origin.source)[incident.origin.line or 0] and "came in" not in incident.sentence
+    assert any(fix.works for fix in incident.fixes) and incident.reproduction.words == ""
+
+
+def test_a_value_that_was_bad_before_it_was_differentiated_is_the_origin(tmp_path: Path) -> None:
+    """In forward: the logarithm, and not what its backward made of it."""
+
+    def values(model: Critic) -> Tensor:
+        x = batch().requires_grad_()
+        (force,) = torch.autograd.grad(torch.log(x).sum().square(), x)
+        return (model(x.detach() + 1) - force).square().mean()
+
+    incident = trained(values, tmp_path)
+    assert (incident.phase, incident.origin.op, incident.origin.index) == ("forward", "log", (3, 0)), incident.sentence
+
+
+def test_gradients_of_a_transform_that_an_optimizer_steps_on(tmp_path: Path) -> None:
+    """No backward pass of the block made them: what the transform differentiated tells why they are bad."""
+    model, x = nn.Linear(4, 1), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        grads = torch.func.grad(lambda w: (x @ w["weight"].t() + torch.log(x[:, :1])).mean() ** 2)(weights)
+        for name, weight in model.named_parameters():
+            weight.grad = grads.get(name)
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.index) == ("forward", "log", (3, 0)), incident.sentence
+
+
+def test_a_gradient_that_came_with_the_batch_is_data(tmp_path: Path) -> None:
+    """Nobody here took it."""
+    force = torch.zeros(6, 4)
+    force[3, 1] = torch.nan
+    incident = trained(lambda model: (model(batch()) - force).square().mean(), tmp_path)
+    assert (incident.phase, incident.origin.variable, incident.origin.index) == ("input", "force", (3, 1))
+
+
+def test_what_was_differentiated_is_let_go_of(tmp_path: Path) -> None:
+    """When the gradient is gone: a hundred of them hold no more than a few do."""
+    with nanscope.watch(out=tmp_path) as scope:
+        held = []
+        for _ in range(100):
+            x = torch.ones(500, requires_grad=True)
+            (force,) = torch.autograd.grad(x.square().sin().sum(), x)
+            held.append(scope._tape.held)
+            del x, force
+    assert max(held[50:]) <= max(held[:50])
