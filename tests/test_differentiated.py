@@ -153,3 +153,45 @@ def test_what_was_differentiated_is_let_go_of(tmp_path: Path) -> None:
             held.append(scope._tape.held)
             del x, force
     assert max(held[50:]) <= max(held[:50])
+
+
+class Logs(nn.Module):
+    """The logarithm of its input, in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.log(x)
+
+
+def test_a_model_that_a_transform_calls_is_no_batch(tmp_path: Path) -> None:
+    """It cannot be run again outside of the transform: what it computes there is recorded at once."""
+    reference = Logs()
+
+    def values(model: Critic) -> Tensor:
+        with torch.no_grad():
+            wanted = torch.func.vmap(reference)(batch())
+        return (model(batch() + 1) - wanted).square().mean()
+
+    incident = trained(values, tmp_path)
+    assert (incident.phase, incident.origin.op, incident.origin.index) == ("forward", "log", (3, 0)), incident.sentence
+    assert incident.origin.function == "Logs.forward"
+
+
+def test_a_weight_that_a_transform_is_given_is_a_weight(tmp_path: Path) -> None:
+    """Detached, as a dictionary: it lies where the weight of the model does, and whoever detached it wrote nothing."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        with torch.no_grad():
+            model.weight[0, 2] = torch.nan
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, (batch(),)).square().mean())(weights)
+        for name, weight in model.named_parameters():
+            weight.grad = grads[name]
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.variable, incident.origin.index) == ("weights", "weight", (0, 2)), incident.sentence
+    assert "detach" not in incident.sentence

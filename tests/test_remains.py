@@ -345,3 +345,23 @@ def test_a_buffer_that_was_loaded_is_no_batch(when: str, tmp_path: Path) -> None
     assert (incident.step, incident.phase, incident.cause) == (2, "weights", Cause.POISONED_WEIGHTS), incident.sentence
     assert (incident.origin.op, incident.origin.variable, incident.origin.index) == ("buffer", "scale", (1,))
     assert "model.load_state_dict(" in incident.sentence and "it was finite in step 1" in incident.sentence
+
+
+def test_a_buffer_that_the_loss_itself_reads_is_no_batch(tmp_path: Path) -> None:
+    """The line that loaded it is told."""
+    torch.manual_seed(0)
+    model = Scaled("never")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for number in range(1, 4):
+            x = torch.randn(6, 4)
+            if number == 2:
+                load(model, x)
+            optimizer.zero_grad()
+            (model(x * 0 + 1).sum(-1) * (x - model.scale).sum(-1)).mean().backward()  # type: ignore[operator]
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.phase, incident.origin.op, incident.origin.variable) == (2, "weights", "buffer", "scale"), (
+        incident.sentence
+    )
+    assert "model.load_state_dict(" in incident.sentence

@@ -245,7 +245,10 @@ class ModuleWatch:
         weighted = self._weighted.get(module)
         if weighted is None:
             weighted = self._weighted[module] = has_weights(module)
-        if weighted:
+        if weighted and transform() is not None:  # it cannot be run again outside of that: what it computes is recorded as a loss is
+            (self._with if torch.is_grad_enabled() else self._without).add(module)
+            self.seen.add(module)
+        elif weighted:
             with unseen():
                 self._began = _began(module.training)
                 self._note_parts(torch.is_grad_enabled())
@@ -371,13 +374,19 @@ class ModuleWatch:
 
     def weight_at(self, tensor: Tensor) -> str | None:
         """Return the name of the weight that lies where a tensor does, None if none does: what a model has detached is none to torch."""
-        place = place_of(tensor)
+        return self.weight_there(place_of(tensor))
+
+    def weight_there(self, place: Address) -> str | None:
+        """Return the name of the weight that lies at an address."""
         known = (*self.parameters().values(), *self._parameters_of(self._without).values()) if place != NOWHERE else ()
         return next((name for name, parameter in known if place_of(parameter) == place), None)
 
     def buffer_at(self, tensor: Tensor) -> str | None:
         """Return the name of the buffer of a model that lies where a tensor does, None if none does."""
-        place = place_of(tensor)
+        return self.buffer_there(place_of(tensor))
+
+    def buffer_there(self, place: Address) -> str | None:
+        """Return the name of the buffer that lies at an address."""
         models = (*list(self.seen), *list(self._without)) if place != NOWHERE else ()
         return next((name for model in models for name, buffer in model.named_buffers() if place_of(buffer) == place), None)
 
@@ -435,7 +444,7 @@ class ModuleWatch:
 
 
 def _began(training: bool | None) -> Began | None:
-    """What a call begins with; None in a transform (vmap, grad), which hands over tensors that stand for others."""
+    """What a call begins with; None for a function in a transform (vmap, grad), which hands over tensors that stand for others."""
     grad = torch.is_grad_enabled()
     return (rng_state() if grad or training else (), autocast_state(), grad, training) if transform() is None else None
 

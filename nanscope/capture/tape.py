@@ -384,7 +384,9 @@ class Tape:
         place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
         found = (value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place)
         there = [value.id for value in found if value.version == version or not last]
-        made = max((number for value in there if (number := self.known.made_by.get(value)) is not None), default=-1)
+        views = {operator.overload for operator in self.operators.values() if operator.view and not operator.mutable}
+        numbers = [number for value in there if (number := self.known.made_by.get(value)) is not None]
+        made = max((number for number in numbers if number in self.entries and self.entries[number].op not in views), default=-1)
         entry = self.log.entries.get(made) if made >= since else None
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from nanscope.capture.alone import has_peers
 from nanscope.capture.differentiated import Part
 from nanscope.capture.glue import glue_before
-from nanscope.capture.modules import ModuleCall, ModuleWatch, tensors_in
+from nanscope.capture.modules import ModuleCall, ModuleWatch, place_of, tensors_in
 from nanscope.capture.tape import Tape
 from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_of
 from nanscope.frameworks.table import recognise
 from nanscope.locate.location import spotted
-from nanscope.locate.observe import observe
+from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
@@ -290,9 +290,27 @@ class Examiner:
         found = look.seen or look.location
         if found is None or found.phase is not Phase.INPUT or recording.program is None:
             return look
+        if look.location is not None and look.seen is None and (own := self._of_the_model(look, look.location)) is not None:
+            return own
         fed = (recording.tensors[leaf.id] for leaf in recording.program.leaves if leaf.diff)
         weight = weight_look(recording, self.modules) if not all(bool(is_finite(tensor)) for tensor in fed) else None
         return look if weight is None else replace(weight, notes=look.notes)
+
+    def _of_the_model(self, look: Look, location: Location) -> Look | None:
+        """What the loss itself reads may be a weight, or a buffer, of a model: it lies there."""
+        origin = location.origin
+        value = self.tape.values.get(origin.value_id) if not look.second else None
+        tensor = look.tensors.get(origin.value_id) if value is None or value.tensor is None else value.tensor
+        if tensor is None:
+            return None
+        place = place_of(tensor) if value is None else value.key[:4]
+        kind, name = "parameter", self.modules.weight_there(place)
+        if name is None:
+            kind, name = "buffer", self.modules.buffer_there(place)
+        if name is None:
+            return None
+        seen = observe_made(kind, tensor, origin.flat, origin.site, "", Phase.WEIGHTS, name)
+        return replace(look, location=None, seen=seen, second=True)
 
     def _from_another_rank(self, recording: Recording, look: Look) -> Look:
         """What came in bad is not the batch's where another rank has sent it: the stage before, in a pipeline."""
@@ -327,7 +345,8 @@ class Examiner:
         look = look_closely(inner, functools.partial(self._deeper, inner, backward=True))
         if look.seen is None and (look.location is None or not is_settled(look.location)):
             return None
-        return replace(look, aside=True, second=True)
+        own = self._of_the_model(look, look.location) if look.location is not None and look.location.phase is Phase.INPUT else None
+        return replace(own or look, aside=True, second=True)
 
     def taken(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Callable[[Snapshot], Snapshot]:
         """Return what describes gradients that no backward pass of the block has put there: where the trainer's code took them itself, what
