@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.causes import Cause
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import exponent_limit
-from nanscope.program.ops import ALL_SOFTMAXES, DIVISIONS, EXPONENTIALS
+from nanscope.program.ops import ALL_SOFTMAXES, DIVISIONS, EXPONENTIALS, TAKEN_OF
 from nanscope.replay.edits import (
     CLAMP,
     clamp_denominator,
@@ -87,7 +87,7 @@ def _in_domain(patch: Patch) -> Variant | None:
             calls[index] = replace(calls[index], args=(1.0, *calls[index].args[1:]))
         return Variant("", f"with 1 instead of {patch.call.args[0]:g}", replace(patch.program, calls=tuple(calls)), patch.tensors)
     edge = -1.0 if patch.op == "log1p" else 0.0
-    position = 1 if patch.op == "xlogy" else 0
+    position = TAKEN_OF.get(patch.op, 0)
 
     def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
         if fed.position != position or not fed.content.is_floating_point():

@@ -33,6 +33,7 @@ from nanscope.program.ops import (
     SPOILT_BY_INFINITY,
     SPREADS,
     SQUARES,
+    TAKEN_OF,
 )
 from nanscope.program.program import Program
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, broadcasts, in_order, index_in
@@ -45,7 +46,7 @@ CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have 
 def mask_before_op(patch: Patch) -> Variant | None:
     """Fill the operand where the mask excludes it, before the op."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
-    position = 1 if patch.op == "div" or (patch.op == "pow" and patch.operand(0) is None) else 0
+    position = 1 if patch.op == "div" or (patch.op == "pow" and patch.operand(0) is None) else TAKEN_OF.get(patch.op, 0)
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
     if mask is None or mask.by is None or target is None:
         return None
@@ -147,7 +148,8 @@ def clamp_input(patch: Patch) -> Variant | None:
     """Keep an operand inside the domain of its op."""
     if patch.op not in CLAMPABLE:
         return None
-    value = patch.operand(0)
+    position = TAKEN_OF.get(patch.op, 0)
+    value = patch.operand(position)
     if value is None:
         return None
     dtype = patch.values[value].dtype
@@ -157,11 +159,11 @@ def clamp_input(patch: Patch) -> Variant | None:
     elif patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
         high = torch.finfo(dtype).max ** 0.25
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
-        return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, 0, inserts), patch.tensors)
+        return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, position, inserts), patch.tensors)
     else:
         low = smallest(dtype)
     label = f"clamp {patch.called(value)} to at least {low:.3g} before {patch.acting}"
-    return Variant("clamp_input", label, before(patch, 0, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
+    return Variant("clamp_input", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
 
 
 def _is_too_large(power: float, base: float) -> bool:

@@ -24,6 +24,7 @@ from nanscope.program.ops import (
     SHIFTS,
     SPREADS,
     STEEP,
+    TAKEN_OF,
 )
 from nanscope.snapshot.observation import UNOPENED, Kind, Observation, Phase
 
@@ -102,7 +103,7 @@ def over_nothing(seen: Observation) -> bool:
 
 def outside_domain(seen: Observation) -> bool:
     """Is it a logarithm of 0 or of less, or, in backward, of so little that its gradient overflows? A power has one, too."""
-    x = seen.origin.number(1 if seen.origin.op == "xlogy" else 0) + (1 if seen.origin.op == "log1p" else 0)
+    x = seen.origin.number(TAKEN_OF.get(seen.origin.op, 0)) + (1 if seen.origin.op == "log1p" else 0)
     return not x > (_LITTLE if seen.phase is Phase.BACKWARD else 0)
 
 
