@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import nanscope
 from nanscope.capture import gauge
+from nanscope.capture.log import RING
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
@@ -453,3 +454,16 @@ def test_asking_for_the_verdict_inside_the_block_changes_nothing(tmp_path: Path)
         assert [path.read_bytes() for path in scope.out.glob("*.safetensors")] == before
         (x * 2).sum().backward()
     assert len(scope.snapshots) == 1 and scope.verdict.sentence == sentence
+
+
+def test_what_had_to_make_room_on_the_tape_did_not_come_with_the_batch(tmp_path: Path) -> None:
+    """Advantages that thousands of calls came after were computed here all the same, though nobody knows any more how."""
+    model, rewards = nn.Linear(3, 1), torch.ones(4)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        advantages = (rewards - rewards.mean()) / rewards.std()
+        counter = torch.zeros(3)
+        for _ in range(RING + 10):
+            counter = counter + 1
+        (model(torch.ones(4, 3)).squeeze(-1) * advantages).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.phase == "forward" and incident.origin.variable == "advantages" and "came in" not in incident.sentence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Log:
         self.count = 0  # calls numbered so far
         self.read: list[int] = []
         self.module = ""
+        self.lost: Callable[[Tensor, str], None] = lambda tensor, op: None  # is told what it was that made a tensor which is held still
         self._values, self._callers = values, callers
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
         self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
@@ -73,7 +74,7 @@ class Log:
         if lasting:
             self._lasting.append(self.count)
             if len(self._lasting) > RING and not self._brought(self._lasting[0], self.read):
-                self._drop(self._lasting.popleft())
+                self._push_out(self._lasting.popleft())
         else:
             self._passing.append(self.count)
         self.count += 1
@@ -82,8 +83,17 @@ class Log:
         """Drop the oldest call without gradient to make room, unless it made or introduced that value, or one that is being read."""
         if not self._lasting or self._brought(self._lasting[0], (held, *self.read)):
             return False
-        self._drop(self._lasting.popleft())
+        self._push_out(self._lasting.popleft())
         return True
+
+    def _push_out(self, index: int) -> None:
+        """Forget a call for want of room: what somebody still holds of it was computed here all the same."""
+        entry = self.entries.get(index)
+        for out in entry.outs if entry is not None else ():
+            value = None if out is None else self._values.by_id.get(out)
+            if entry is not None and value is not None and value.tensor is not None and self._values.is_wanted(value):
+                self.lost(value.tensor, entry.op)
+        self._drop(index)
 
     def _brought(self, index: int, values: Iterable[int]) -> bool:
         """Did a call make or introduce one of these values?"""

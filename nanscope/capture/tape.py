@@ -85,6 +85,8 @@ class Tape:
         self._slicing = Slicing(self.log, self.known)
         self.doubts = Doubts(self.known, self.log, self.account, self.program)
         self.differentiated = Differentiated(self.find)
+        self.log.lost = self._note_lost
+        self._lost: dict[Address, tuple[str, Handle]] = {}  # results of calls that had to make room, as long as they are there
         self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._keywords = False  # the call that could not be noted had keyword arguments
@@ -288,6 +290,12 @@ class Tape:
             self._opaque = {place: made for place, made in self._opaque.items() if not made[1].expired()}
             self._crowd = PATIENCE + 2 * len(self._opaque)
 
+    def _note_lost(self, tensor: Tensor, op: str) -> None:
+        if len(self._lost) >= RING:
+            self._lost = {place: made for place, made in self._lost.items() if not made[1].expired()}
+        if is_plain(tensor) and len(self._lost) < RING:
+            self._lost[key_of(tensor, PLAIN)[:4]] = op, Handle(tensor)
+
     def came_out(self, name: str, tensors: Iterable[Tensor]) -> bool:
         """Note what code has made that is compiled, and that nobody recorded; False if all of it was. name: of the code."""
         unknown = [tensor for tensor in tensors if is_plain(tensor) and self.known.find(tensor) is None]
@@ -325,6 +333,8 @@ class Tape:
             kind, made_by = "data", "empty"
         elif derived is not None:
             kind, made_by = "opaque", "backward"
+        elif self._lost and not (module or parameter) and (lost := self._lost.get(key_of(tensor, PLAIN)[:4])) and not lost[1].expired():
+            kind, made_by = "cut", lost[0]
         elif opaque:
             kind, made_by = "opaque", opaque
         elif module:

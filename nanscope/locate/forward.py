@@ -343,7 +343,7 @@ def _came(trace: Trace, value: int, flat: int) -> Birth:
     leaf = trace.program.leaf(value)
     if _number(trace, (value, flat)) != -math.inf or leaf is None or _is_weight(trace, value):
         return Birth.FED
-    if leaf.origin in ("opaque", "cut") or (leaf.diff and leaf.origin == "module"):
+    if leaf.origin == "opaque" or (leaf.diff and leaf.origin in ("cut", "module")):
         return Birth.INTENDED  # the model masks its own logits
     role = trace.names.role(value)
     return Birth.INTENDED if role not in _REPORTED and (_only_zeros(trace.values[value]) or role is Role.LOGITS) else Birth.FED
