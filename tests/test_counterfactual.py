@@ -73,6 +73,7 @@ FAILURES = (
         (Cause.FULLY_MASKED_SOFTMAX,),
     ),
     Failure(Cause.MAGNITUDE_OVERFLOW, lambda x: (x * x).sum(), lambda: (at(1e30),), (Cause.FP16_OVERFLOW, Cause.ZERO_DENOMINATOR)),
+    Failure(Cause.MAGNITUDE_OVERFLOW, lambda x: (x * 1e30).sum(), lambda: (torch.tensor([1e30, -1e30, 1.0], requires_grad=True),)),
     Failure(Cause.BAD_INPUT, lambda x, y: (x * y).sum(), lambda: (leaf(2, 3), at(INF).detach()), (Cause.STD_SINGLE,)),
 )
 

@@ -99,8 +99,17 @@ def _in_domain(patch: Patch) -> Variant | None:
 
 
 def _harmless(patch: Patch) -> Variant | None:
-    """The operands are ordinary numbers there."""
-    variant = repaired(patch, alike=True)
+    """The operands are ordinary numbers where the result is as bad as the origin."""
+    return _ordinary(patch, alike=True)
+
+
+def _harmless_all(patch: Patch) -> Variant | None:
+    """And where it is bad in another way: of a large product some elements are +inf and some are −inf."""
+    return _ordinary(patch, alike=False)
+
+
+def _ordinary(patch: Patch, *, alike: bool) -> Variant | None:
+    variant = repaired(patch, alike=alike)
     return None if variant is None else replace(variant, label=f"with ordinary numbers there, before {patch.acting}")
 
 
@@ -134,22 +143,22 @@ COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] =
     Cause.SEQ_RATIO_OVERFLOW: (_bounded,),
     Cause.INF_TIMES_ZERO_MASK: (_unmasked,),
     Cause.NAN_TIMES_ZERO_MASK: (_unmasked,),
-    Cause.INF_TIMES_ZERO_COEF: (_harmless,),
-    Cause.INF_MINUS_INF: (_harmless,),
-    Cause.WHERE_GRAD_TRAP: (_harmless,),
-    Cause.LOG_ZERO: (_in_domain, _harmless),
-    Cause.PLOGP_ZERO: (_harmless,),
+    Cause.INF_TIMES_ZERO_COEF: (_harmless, _harmless_all),
+    Cause.INF_MINUS_INF: (_harmless, _harmless_all),
+    Cause.WHERE_GRAD_TRAP: (_harmless, _harmless_all),
+    Cause.LOG_ZERO: (_in_domain, _harmless, _harmless_all),
+    Cause.PLOGP_ZERO: (_harmless, _harmless_all),
     Cause.ZERO_DIV_ZERO: (_divided,),
     Cause.ZERO_DENOMINATOR: (_divided,),
     Cause.EMPTY_MASK_MEAN: (guard_empty, _divided),
     Cause.STD_SINGLE: (guard_small_group,),
-    Cause.SQRT_ZERO_GRAD: (_in_domain, _harmless),
-    Cause.SQRT_NEGATIVE: (_in_domain, _harmless),
+    Cause.SQRT_ZERO_GRAD: (_in_domain, _harmless, _harmless_all),
+    Cause.SQRT_NEGATIVE: (_in_domain, _harmless, _harmless_all),
     Cause.CANCELLATION_SPIKE: (clamp_denominator,),
     Cause.FULLY_MASKED_SOFTMAX: (safe_softmax, _softmax),
     Cause.FP16_OVERFLOW: (upcast_fp32,),
     Cause.EPS_UNDERFLOW: (representable_eps, upcast_fp32),
-    Cause.MAGNITUDE_OVERFLOW: (_harmless,),
+    Cause.MAGNITUDE_OVERFLOW: (_harmless, _harmless_all),
     Cause.BAD_INPUT: (_clean,),
     Cause.UNINITIALIZED: (_clean,),
     Cause.POISONED_WEIGHTS: (_clean,),
