@@ -365,3 +365,30 @@ def test_a_buffer_that_the_loss_itself_reads_is_no_batch(tmp_path: Path) -> None
         incident.sentence
     )
     assert "model.load_state_dict(" in incident.sentence
+
+
+class Normalised(nn.Module):
+    """Moving statistics that take in what the model is given, before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean += 0.5 * (x.mean(0) - self.mean)
+        out: torch.Tensor = self.head(x - self.mean)
+        return out
+
+
+def test_a_buffer_that_the_first_call_of_a_model_spoils_was_fine_before(tmp_path: Path) -> None:
+    """It is not what was bad when the step began: what the model was given is."""
+    observations = torch.ones(4, 3)
+    observations[1, 2] = torch.inf
+    model = Normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(observations).square().mean().backward()
+        optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.phase, incident.origin.index) == ("input", (1, 2))

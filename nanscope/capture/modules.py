@@ -198,12 +198,14 @@ class ModuleWatch:
     def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and all that were called
         self.busy = False  # during a backward pass, and work of our own
         self.account = Balance(KEPT_CALLS * KEPT_BYTES)
         self.still_read: Callable[[], set[Address] | None] = set  # see `Tape.still_read`
         self.caller: Callable[[], tuple[CodeType | None, int]] = lambda: (None, -1)
         self.came_out: Callable[[str, Iterable[Tensor]], bool] = lambda name, tensors: True  # see `Tape.came_out`
         self.spoilt: Callable[[], list[Tensor]] = list  # see `Remains.spoilt`
+        self.meets: Callable[[nn.Module], None] = lambda module: None  # see `Remains.meet`
         self.failsafe = failsafe
         self._suspend, self._resume = suspend, resume
         self.noting: Parts | None = None  # `parts`, while a model is called with gradients enabled
@@ -250,6 +252,9 @@ class ModuleWatch:
             self.seen.add(module)
         elif weighted:
             with unseen():
+                if module not in self._met:
+                    self._met.add(module)
+                    self.failsafe("remains", self.meets, module)
                 self._began = _began(module.training)
                 self._note_parts(torch.is_grad_enabled())
             self._suspend()

@@ -50,7 +50,21 @@ class Remains:
         self._fine: list[tuple[int, int, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
         self._buffers_fine: tuple[int | None, int] = (None, 0)  # as `_fine`, of all buffers
-        modules.spoilt = self.spoilt
+        self._met: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # buffer → was it finite when its model was called first?
+        self._met_at: dict[int, int] = {}  # and calls until then
+        modules.spoilt, modules.meets = self.spoilt, self.meet
+
+    def meet(self, model: nn.Module) -> None:
+        """A model is called for the first time: look at its buffers, before it writes to them, and read nothing back."""
+        for buffer in model.buffers():
+            if (part := _floating(local(buffer))) is not None:
+                self._met[id(buffer)], self._met_at[id(buffer)] = (weakref.ref(buffer), is_finite(part)), self._tape.log.count
+
+    def _was_fine(self, owner: Owner) -> bool:
+        module = owner[0]()
+        buffer = None if module is None else buffers_of(module).get(owner[1])
+        met = self._met.pop(id(buffer), None)
+        return met is not None and met[0]() is buffer and bool(met[1])
 
     def begin(self, step: int) -> None:
         """Look at the weights and buffers of the models that were not seen before, in one transfer for each."""
@@ -66,7 +80,8 @@ class Remains:
                 weights = [(weight, part) for weight in model.parameters() if (part := _floating(local(weight))) is not None]
                 parts = [tensor for _, tensor in (*own, *weights)]
                 fine = torch.stack([is_finite(tensor).cpu() for tensor in parts]).tolist() if parts else []
-                self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag]
+                self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag or self._was_fine(owner)]
+                self._met.clear()
                 for (weight, _), flag in zip(weights, fine[len(own) :], strict=True):
                     self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
 
@@ -113,7 +128,8 @@ class Remains:
     def _last_fine(self, weight: Tensor) -> tuple[int | None, int]:
         """The last step after which a weight is known to have been finite, and calls until then."""
         if any(one is weight for one in self.buffers()):
-            return self._buffers_fine
+            step, calls = self._buffers_fine
+            return step, max(calls, self._met_at.get(id(weight), 0))
         found = [(step, calls) for step, calls, weights in self._fine if id(weight) in weights]
         return found[-1] if found and any(one is weight for one in self.updated()) else (None, 0)
 
@@ -148,8 +164,8 @@ class Remains:
 
     def spoilt(self) -> list[Tensor]:
         """Return those that are not finite any more, and that nobody outside of the models was seen to write to since they were."""
-        bad, since = (tensor for _, tensor in self._bad_buffers()), self._buffers_fine[1]
-        return [tensor for tensor in bad if (self._writers.get(id(tensor)) or self._written_at(tensor, since)) is None]
+        bad = (tensor for _, tensor in self._bad_buffers())
+        return [one for one in bad if (self._writers.get(id(one)) or self._written_at(one, self._last_fine(one)[1])) is None]
 
     def bad_buffer(self, found: str = "after the update") -> Spoilt | None:
         """Return the first of them that is not finite any more. found: when."""
