@@ -241,6 +241,29 @@ def test_a_fault_harms_what_it_harms_in_the_framework(
     assert found == harm
 
 
+def dapo(inputs: LossInputs, count: float) -> Tensor:
+    """`DAPOLoss.__call__` of torchtitan 0.3.0, from the log-probs on. count: `global_valid_tokens`."""
+    assert inputs.old_log_probs is not None
+    loss_mask = inputs.mask.bool() & torch.isfinite(inputs.old_log_probs)
+    raw = inputs.log_probs - inputs.old_log_probs
+    ratio = torch.where(loss_mask, raw, torch.zeros_like(raw)).clamp(-10.0, 10.0).exp()
+    advantages = inputs.advantages[:, None] * inputs.mask
+    token_loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (token_loss * loss_mask).sum() / max(count, 1)
+
+
+@pytest.mark.parametrize("value", [NAN, -INF, INF])
+def test_torchtitan_divides_by_what_was_counted_before_it_drops(value: float) -> None:
+    """A counted token without a finite generator log-prob is out of the sum and not of the count, unless the caller's count says so."""
+    inputs = replace(batch(1), mask=torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.0], [1.0] * 5, [1.0, 1.0, 0.0, 0.0, 0.0]]))
+    inputs = with_value(inputs, "old_log_probs", (1, 3), value)
+    own, handed = framework_loss("torchtitan.dapo", inputs), framework_loss("torchtitan.dapo", inputs, global_valid_tokens=9)
+    for trace, count in ((own, 10), (handed, 9)):
+        wanted = dapo(inputs, count)
+        assert distance(trace.loss.detach(), wanted.detach()) <= TOLERANCE
+        assert distance(gradient(trace, inputs), torch.autograd.grad(wanted, inputs.log_probs)[0]) <= TOLERANCE
+
+
 # Loss on a batch without a valid token, and whether its gradient is finite.
 EMPTY = (
     *((key, 0.0, True) for key in ("trl.dapo", "trl.grpo", "liger.bnpo", "unsloth.grpo", "skyrl.regular", "torchtitan.dapo")),

@@ -1,6 +1,8 @@
 """torchtitan: rows checked against torchtitan 0.3.0 (`experiments/rl/losses/dapo.py`).
 
-Notable: masked log-ratios are selected away and the rest clamped to ±10, both before exp: of all losses the hardest to break.
+Notable: masked log-ratios are selected away and the rest clamped to ±10, both before exp: of all losses the hardest to break. It counts
+nothing itself: a token that it drops for its generator's log-prob is out of the sum, and in what is divided by if who calls it has counted
+it, as `loss_mask` does. The batcher of 0.3.0 leaves such tokens out of `global_valid_tokens`; give that number to have it so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ _LOSS = "torchtitan/experiments/rl/losses/dapo.py"
 
 @dataclass(frozen=True, slots=True)
 class DAPO:
-    """`DAPOLoss.Config`. Its old policy is the generator: pass the generator's log-probs as old_log_probs."""
+    """`DAPOLoss.Config`. Its old policy is the generator: pass the generator's log-probs as old_log_probs.
+
+    global_valid_tokens: what the sum is divided by, None for the number of tokens in the mask.
+    """
 
     ratio_clip_low: float = 0.2
     ratio_clip_high: float = 0.2

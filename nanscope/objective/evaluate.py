@@ -97,7 +97,7 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
             policy = policy * settings.trust.holds(batch.log_probs_BT, batch.anchor(settings.ratio.against), advantages)
         if weight is not None and not isinstance(settings.surrogate, Vespo):
             policy = policy * weight
-        policy_loss = reduce(policy, gated_BT, settings.reduction)
+        policy_loss = reduce(*batch.counted(policy, gated_BT), settings.reduction)
 
     kl_BT = kl_loss = None
     if settings.kl is not None:
@@ -155,6 +155,7 @@ class _Batch:
     sign: Tensor
     mask_BT: Tensor
     mask_others: Masking
+    drop_unscored: bool
 
     @classmethod
     def of(cls, inputs: LossInputs, settings: LossSettings) -> _Batch:
@@ -171,7 +172,11 @@ class _Batch:
         if settings.scale_advantages is not None:
             advantages = advantages / divisor(mask_BT, settings.scale_advantages) * settings.scale_advantages.factor
         log_probs_BT = masked(inputs.log_probs, mask_BT, settings.mask_log_probs)
-        return cls(inputs, log_probs_BT, advantages, sign, mask_BT, settings.mask_others)
+        return cls(inputs, log_probs_BT, advantages, sign, mask_BT, settings.mask_others, settings.drop_unscored)
+
+    def counted(self, policy: Tensor, gated_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is summed and the mask that is counted: a token without a score leaves the sum, and was counted before that."""
+        return (policy * gated_BT, self.inputs.mask.to(policy.dtype)) if self.drop_unscored else (policy, gated_BT)
 
     def anchor(self, which: Anchor) -> Tensor:
         """Return the log-probs that a ratio is taken against, [B, T], detached."""

@@ -250,7 +250,7 @@ class LossSettings:
     mask_log_probs, mask_others: applied to ℓ, and to ℓ_old and ℓ_ref, before anything else.
     mask_advantages: A as the framework's estimators leave it, or untouched. mean_advantages: one A per row, divided as told.
     scale_advantages: the reduction divides A beforehand and the loss is a sum (SkyRL).
-    drop_unscored: a token whose ℓ_old is not finite leaves the mask (torchtitan).
+    drop_unscored: a token whose ℓ_old is not finite leaves the mask, and is counted all the same (torchtitan).
     """
 
     surrogate: Surrogate | None = field(default_factory=Ppo)
