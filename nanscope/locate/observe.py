@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.locate.blame import blame_of
 from nanscope.locate.facts import facts_of
 from nanscope.locate.names import Names
 from nanscope.locate.origin import NUMBER, Crossing, Element, Location
@@ -33,7 +34,8 @@ def observe(location: Location, trace: Trace) -> Observation:
     if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPONENTIALS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
     origin = _told(location.origin, trace.program)
-    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts_of(location, trace))
+    facts, blame = facts_of(location, trace), blame_of(location, trace)
+    return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, blame=blame)
 
 
 def _link_words(step: Crossing) -> str:

@@ -19,6 +19,7 @@ from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
 from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.verdict.sentence import blamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,7 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
         ("value", f"{numeral(place.value)}{f' ({place.dtype})' if place.dtype else ''}"),
         ("mask", mask_words(place, limits.text)),
         ("headroom", headroom),
+        ("behind it", blamed(incident.blame) if incident.blame is not None else ""),
         ("role", f"{place.role}{f': {meaning}' if meaning else ''}" if place.role else ""),
         ("module", place.module or ""),
         ("cause", f"{incident.cause}"),

@@ -24,6 +24,7 @@ from nanscope.report.tried import HEADS, groups_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.incident import Incident, Verdict
+from nanscope.verdict.sentence import blamed
 from nanscope.verdict.standing import Ranks
 
 CHAIN = 12  # links shown
@@ -121,6 +122,8 @@ def _facts(incident: Incident) -> RenderableType:
     facts.add_row("", " · ".join(words))
     if o.masked is not None:
         facts.add_row("", mask_words(o))
+    if incident.blame is not None:
+        facts.add_row("behind it", clean(blamed(incident.blame)))
     if o.module:
         facts.add_row("", f"inside {clean(o.module)}")
     if incident.chain:

@@ -237,15 +237,33 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Blame:
+    """The element of a tensor that came in which is far out of that tensor's own range, and which an overflow goes back to.
+
+    name, role: of the tensor. index, value: of the element; row: of a row that is far out as a whole, the value being its median. median,
+    low, high: of the other elements, those that the loss counts where a mask is known; low and high at 5 % and at 95 %.
+    """
+
+    name: str | None
+    role: str | None
+    index: tuple[int, ...]
+    value: float
+    median: float
+    low: float
+    high: float
+    row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """What is known of a bad step.
 
     outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
     masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is.
     optimizer: class of the one whose update did it. weight: name of what it updated. settings: of the optimizer, those that are not finite,
-    in words. tried: how the step ran under edits in the process. past: of a weight. poisoned_at: the earlier step whose update made
-    weights non-finite. source: rank and sentence of the incident of another rank in the same step. Both are known when the steps of a run
-    are told together, and stand in no file.
+    in words. tried: how the step ran under edits in the process. past: of a weight. blame: what came in far out of its own range, and made
+    the origin overflow. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of
+    another rank in the same step. Both are known when the steps of a run are told together, and stand in no file.
     """
 
     kind: Kind = Kind.NONFINITE
@@ -261,6 +279,7 @@ class Observation:
     settings: str = ""
     tried: tuple[Row, ...] = ()
     past: Past = NO_PAST
+    blame: Blame | None = None
     poisoned_at: int | None = None
     source: str = ""
 
@@ -296,6 +315,7 @@ class Observation:
             settings=seen.settings or self.settings,
             tried=seen.tried or self.tried,
             past=self.past if seen.past == NO_PAST else seen.past,
+            blame=self.blame or seen.blame,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -321,6 +341,7 @@ class Observation:
                 "origin": self.origin.to_json(),
                 "chain": [[link.text, link.line, show(link.value), link.backward, link.file] for link in self.chain],
                 "facts": show(asdict(self.facts)),
+                **({"blame": show(asdict(self.blame))} if self.blame is not None else {}),
             }
         return found
 
@@ -346,6 +367,7 @@ class Observation:
             settings=written.settings,
             tried=written.rows,
             past=written.past or NO_PAST,
+            blame=read(Blame | None, where.get("blame")),
         )
 
 

@@ -182,6 +182,7 @@ def diagnose(
         update=snapshot.update,
         micro_batch=snapshot.part,
         micro_batches=snapshot.reached.micro_batches,
+        blame=seen.blame,
         worker=snapshot.worker,
     )
 

@@ -11,7 +11,7 @@ from nanscope.plain import show
 from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
-from nanscope.snapshot.observation import Link, Origin, Row
+from nanscope.snapshot.observation import Blame, Link, Origin, Row
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
@@ -97,6 +97,7 @@ class Incident:
     update: int = 1  # which one of the steps of this number
     micro_batch: int = 1  # which backward pass of the step
     micro_batches: int | None = None
+    blame: Blame | None = None  # what came in, far out of its own range, and made the origin overflow
     worker: str = ""  # what its process is called where that is not a rank alone
 
     @property
@@ -241,6 +242,7 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "headline": i.headline,
         "sentence": i.sentence,
         "origin": i.origin.to_json(),
+        "blame": i.blame and show(asdict(i.blame)),
         "chain": [
             {"text": link.text, "file": link.file, "line": link.line, "value": show(link.value), "backward": link.backward}
             for link in i.chain

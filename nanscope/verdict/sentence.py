@@ -25,6 +25,7 @@ from nanscope.snapshot.observation import (
     UNTRACED,
     WRITTEN,
     WRITTEN_LATE,
+    Blame,
     Kind,
     Observation,
     Origin,
@@ -45,7 +46,19 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
         else info.title
     )
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
-    return ". ".join(part for part in (what(seen), _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
+    behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else ""
+    return ". ".join(part for part in (what(seen), behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
+
+
+def blamed(blame: Blame) -> str:
+    """Return what came in far out of its own range, and what that is."""
+    name, value, median = blame.name or blame.role or "what came in", number(blame.value), number(blame.median)
+    what, its = f"{name}{show_index(blame.index)} = {value}", "its median"
+    if blame.row:
+        what, its = f"row {show_index(blame.index)} of {name} is around {value}", "the median of the others"
+    if blame.low == blame.high:
+        return f"{what}, where nearly all others are {median}"
+    return f"{what}, where {its} is {median} (5 % to 95 %: {number(blame.low)} … {number(blame.high)})"
 
 
 def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
