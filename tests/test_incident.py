@@ -11,7 +11,7 @@ import pytest
 from nanscope.causes import Cause
 from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap
-from nanscope.snapshot.observation import Link, Origin
+from nanscope.snapshot.observation import Blame, Link, Origin
 from nanscope.verdict.incident import Fix, Incident, NonFiniteError, Note, Verdict
 
 INCIDENT = Incident(
@@ -22,14 +22,16 @@ INCIDENT = Incident(
     rejected=(Fix("fix_upstream", "go back", None, False, None),), framework="TRL", remedies=("clamp=20",),
     notes=(Note("logged_loss", "the log shows 0", 7),), snapshot="a.safetensors", rows=(), reproduction=Reproduction(0.0, 0.0), suspect=False,
     history=(), environment={"python": "3.12"}, settings={"beta": 0.0}, opaque=(), objective={"key": "trl.grpo"},
+    blame=Blame("old", "old_log_probs", (3, 8), -200.0, -2.8, -6.1, -0.4),
 )  # fmt: skip
 
 FIELDS = {  # what schema 1 promises: where -> its names
     "": "schema nanscope status sentence steps bad_steps backwards skipped incidents consequences notes gaps ranks",
-    "incidents.0": "step rank phase cause status headline sentence origin chain loss reached fixes rejected framework remedies notes "
+    "incidents.0": "step rank phase cause status headline sentence origin blame chain loss reached fixes rejected framework remedies notes "
     "snapshot reproduces reproduction settings objective environment consequence_of update micro_batch micro_batches",
     "incidents.0.origin": "op variable expression role index shape dtype value masked masked_by file line function module operands "
     "source headroom_bits limit_nats sharded",
+    "incidents.0.blame": "name role index value median low high row",
     "incidents.0.chain.0": "text file line value backward",
     "incidents.0.reproduction": "loss gradients exact words",
     "incidents.0.fixes.0": "id label where executed works proven loss bad_gradients distortion",
