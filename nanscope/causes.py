@@ -42,16 +42,20 @@ class Cause(StrEnum):
 class CauseInfo:
     """What a cause is, in one line, and the fix classes that answer it, the most natural first.
 
-    variety: what it is said to be where more is known of it, or it is something else of the same kind.
+    varieties: what it is said to be where more is known of it, or it is something else of the same kind.
     """
 
     title: str
     fixes: tuple[str, ...]
-    variety: str = ""
+    varieties: tuple[str, ...] = ()
 
 
 CAUSES: dict[Cause, CauseInfo] = {
-    Cause.EXP_OVERFLOW: CauseInfo("exp overflows on a token that counts", ("clamp_exponent",), "a power overflows by its exponent"),
+    Cause.EXP_OVERFLOW: CauseInfo(
+        "exp overflows on a token that counts",
+        ("clamp_exponent",),
+        ("a power overflows by its exponent", "exp overflows, where the loss does not count it"),
+    ),
     Cause.SEQ_RATIO_OVERFLOW: CauseInfo("exp overflows after log-ratios were summed over a sequence", ("clamp_exponent",)),
     Cause.INF_TIMES_ZERO_MASK: CauseInfo(
         "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent", "finite_mask_fill")
@@ -66,21 +70,31 @@ CAUSES: dict[Cause, CauseInfo] = {
         "forward drops the bad value, backward multiplies it by a zero gradient",
         ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "clamp_input"),
     ),
-    Cause.LOG_ZERO: CauseInfo("the logarithm of 0", ("stable_function", "clamp_input"), "the logarithm of a negative number"),
+    Cause.LOG_ZERO: CauseInfo(
+        "the logarithm of 0",
+        ("stable_function", "clamp_input"),
+        ("the logarithm of a negative number", "the logarithm of a number so small that its gradient overflows"),
+    ),
     Cause.PLOGP_ZERO: CauseInfo("the product p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
     Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
     Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
     Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator", "guard_empty")),
     Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
-    Cause.SQRT_ZERO_GRAD: CauseInfo("the gradient of a square root at 0", ("avoid_singular_op", "clamp_input")),
+    Cause.SQRT_ZERO_GRAD: CauseInfo(
+        "the gradient of a square root at 0", ("avoid_singular_op", "clamp_input"), ("a gradient that is infinite at the end of a domain",)
+    ),
     Cause.SQRT_NEGATIVE: CauseInfo(
-        "the root of a negative number", ("clamp_input",), "the root of a small negative number left by cancellation"
+        "the root of a negative number", ("clamp_input",), ("the root of a small negative number left by cancellation",)
     ),
     Cause.CANCELLATION_SPIKE: CauseInfo("cancellation leaves a tiny denominator", ("clamp_denominator",)),
     Cause.FULLY_MASKED_SOFTMAX: CauseInfo("softmax over a row that is entirely −inf", ("safe_softmax", "finite_mask_fill")),
     Cause.FP16_OVERFLOW: CauseInfo("a value leaves the range of half precision (65504)", ("upcast_fp32",)),
     Cause.EPS_UNDERFLOW: CauseInfo("an epsilon too small for the dtype rounds to 0", ("upcast_fp32", "representable_eps")),
-    Cause.MAGNITUDE_OVERFLOW: CauseInfo("a huge finite value is squared or summed beyond the dtype's range", ("clamp_input",)),
+    Cause.MAGNITUDE_OVERFLOW: CauseInfo(
+        "a huge finite value is squared or summed beyond the dtype's range",
+        ("clamp_input",),
+        ("a quotient of finite numbers leaves the dtype's range", "a finite value leaves the dtype's range"),
+    ),
     Cause.BAD_INPUT: CauseInfo("non-finite data came with the batch", ("reject_input", "drop_invalid_sample")),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),

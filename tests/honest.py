@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from contradictions import contradictions
+
 from nanscope.report.html import render_html
 from nanscope.report.tried import best_of, tried_json
 from nanscope.text import MOST
@@ -12,7 +14,8 @@ from nanscope.verdict.incident import Incident, Verdict
 
 def dishonest(incident: Incident) -> list[str]:
     """Return what is said of an incident and not true, or not everywhere the same."""
-    return [*_rows(incident), *_fixes(incident), *_reproduction(incident)]
+    said = contradictions(incident.origin, incident.phase, incident.cause, incident.sentence, incident.blame)
+    return [*_rows(incident), *_fixes(incident), *_reproduction(incident), *said]
 
 
 def _rows(incident: Incident) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from recorded import Recorded, leaf, record
 from torch import Tensor
 
+import nanscope
 from nanscope.locate.drops import Drops
 from nanscope.locate.names import Names
+from nanscope.locate.observe import observe
 from nanscope.roles import Role
 
 INF, NAN = math.inf, math.nan
@@ -236,3 +239,44 @@ def test_a_key_that_attention_gives_no_weight_is_left_out() -> None:
     counted = record(loss, hidden, keep, torch.ones(3, 1)).location
     assert counted is not None
     assert counted.origin.masked is False
+
+
+def attended(x: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """Two layers of attention in which nobody looks at the first position, and a loss that leaves it out."""
+    for _ in range(2):
+        scores = (x @ x.transpose(-1, -2)).masked_fill(~keys, -INF)
+        x = x + scores.softmax(-1) @ x
+    return (x.sum(-1) * mask).sum()
+
+
+def test_who_is_looked_at_with_a_weight_of_0_is_not_read() -> None:
+    """A row of padding goes into what is around it with attention weights of 0, and into the loss not at all."""
+    keys = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    keys[:, :, 0] = False
+    x = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    location = record(attended, x, keys, torch.tensor([[0.0, 1.0, 1.0, 1.0]])).location
+    assert location is not None
+    assert (location.origin.op, location.origin.index, location.origin.masked) == ("_softmax", (0, 0, 0), True)
+    counted = record(attended, x, keys, torch.ones(1, 4)).location
+    assert counted is not None and counted.origin.masked is False
+
+
+def test_what_counts_on_another_way_is_taken_out_by_nothing() -> None:
+    """An element that one product leaves out and another reads counts, and no name is given of what takes it out."""
+    recorded = record(
+        lambda x, mask: (x.exp() * mask).sum() + x.exp().sum() + x[:, :2].sum(), spike().detach().add(90).requires_grad_(), hole()
+    )
+    location = recorded.location
+    assert location is not None
+    told = observe(location, recorded.trace).origin
+    assert told.masked in (False, None) and told.masked_by is None
+
+
+def test_a_weight_is_no_token(tmp_path: Path) -> None:
+    """Whether the loss counts it is no question, though a mask of its shape is 0 there."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.weight.data[1, 2] = NAN
+    with nanscope.watch(model, out=tmp_path) as scope:
+        (model.weight * hole()).sum().backward()  # type: ignore[no-untyped-call]
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.masked, incident.origin.masked_by) == ("weights", None, None)

@@ -41,7 +41,8 @@ WHAT = {  # what happened: observation -> sentence
     "nothing but an operator": (seen("mul", NAN, 0.0, INF), "mul gave NaN at [0, 1] of [2, 3], loss.py:12: mul(0, +inf) = NaN."),
     "minus infinity": (seen("log", -INF, 0.0, variable="p"), "p gave −inf at [0, 1] of [2, 3], loss.py:12: log(0) = −inf."),
     "NaN of an exponential has no limit": (ratio(limit=None), f"{RATIO}, loss.py:12: exp(99) = +inf."),
-    "two operands are told of three": (seen("addcdiv", NAN, 1.0, 0.0, 0.0), "addcdiv gave NaN at [0, 1] of [2, 3], loss.py:12: addcdiv(1, 0) = NaN."),
+    "all operands are told": (seen("addcdiv", NAN, 1.0, 0.0, 0.0), "addcdiv gave NaN at [0, 1] of [2, 3], loss.py:12: addcdiv(1, 0, 0) = NaN."),
+    "of a product of matrices its largest factors": (seen("mm", INF, 3e38, -0.9), "mm overflowed to +inf at [0, 1] of [2, 3], loss.py:12: mm(…) = +inf, a sum of products of numbers up to 3e+38 and 0.9."),
     "of a sum no operand is told": (seen("sum", INF, 3.0), "sum overflowed to +inf at [0, 1] of [2, 3], loss.py:12: sum(…) = +inf."),
     "a division by zero is no overflow": (seen("div", INF, 1.0, 0.0), "div gave +inf at [0, 1] of [2, 3], loss.py:12: div(1, 0) = +inf."),
     "nor is a negative power of zero": (seen("pow", INF, 0.0), "pow gave +inf at [0, 1] of [2, 3], loss.py:12: pow(0) = +inf."),
@@ -234,9 +235,28 @@ def test_a_step_that_is_ruined_with_finite_numbers(name: str) -> None:
 @pytest.mark.parametrize("cause", Cause)
 def test_the_cause_stands_between(cause: Cause) -> None:
     """As a sentence of its own, and of an unknown one nothing."""
-    title = CAUSES[cause].title
-    between = "" if cause is Cause.UNKNOWN else f" {title[0].upper()}{title[1:]}."
-    assert told(ratio(), cause, Reached(NAN)) == f"{RATIO}, {EXP}{between} The loss is NaN."
+    titles = ("",) if cause is Cause.UNKNOWN else (CAUSES[cause].title, *CAUSES[cause].varieties)
+    between = [f" {title[0].upper()}{title[1:]}." if title else "" for title in titles]
+    assert told(ratio(), cause, Reached(NAN)) in [f"{RATIO}, {EXP}{words} The loss is NaN." for words in between]
+
+
+VARIETIES = (
+    (Cause.LOG_ZERO, seen("log", -INF, 0.0), "The logarithm of 0."),
+    (Cause.LOG_ZERO, seen("log1p", NAN, -2.0), "The logarithm of a negative number."),
+    (Cause.LOG_ZERO, seen("log", -96.0, 1e-42, phase=Phase.BACKWARD), "The logarithm of a number so small that its gradient overflows."),
+    (Cause.EXP_OVERFLOW, seen("exp", INF, 99.0, masked=True), "Exp overflows, where the loss does not count it."),
+    (Cause.SQRT_ZERO_GRAD, seen("acos", 0.0, 1.0, phase=Phase.BACKWARD), "A gradient that is infinite at the end of a domain."),
+    (Cause.SQRT_ZERO_GRAD, seen("sqrt", 0.0, 0.0, phase=Phase.BACKWARD), "The gradient of a square root at 0."),
+    (Cause.MAGNITUDE_OVERFLOW, seen("div", -INF, -0.3, 1e-41), "A quotient of finite numbers leaves the dtype's range."),
+    (Cause.MAGNITUDE_OVERFLOW, seen("mm", INF, 3e38, 0.9), "A huge finite value is squared or summed beyond the dtype's range."),
+    (Cause.MAGNITUDE_OVERFLOW, seen("_to_copy", INF, 7e39), "A finite value leaves the dtype's range."),
+)
+
+
+@pytest.mark.parametrize(("cause", "observation", "words"), VARIETIES)
+def test_the_cause_is_told_as_its_numbers_ask_for(cause: Cause, observation: Observation, words: str) -> None:
+    """No logarithm of 0 over a tiny number, no square over a quotient."""
+    assert f" {words} The loss is NaN." in told(observation, cause, Reached(NAN))
 
 
 @pytest.mark.parametrize("phase", [Phase.INPUT, Phase.WEIGHTS, Phase.OPTIMIZER])

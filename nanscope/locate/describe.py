@@ -11,7 +11,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, Site
 from nanscope.program.flow import Source, sources
 from nanscope.program.numbers import at, dtype_name
-from nanscope.program.ops import NUMBERED
+from nanscope.program.ops import NUMBERED, SCALES_OF
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
@@ -30,6 +30,8 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
     if mask is not None:
         masked, drops = True, (mask, *drops)
     leaf = program.leaf(value)
+    if leaf is not None and leaf.origin == "parameter":
+        masked = None  # the loss counts tokens, and a weight is none
     return Element(
         value_id=value,
         call=index,
@@ -101,11 +103,16 @@ def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bo
 def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand, ...]:
     """What an element was computed from, in order of the arguments."""
     found = sources(call, trace.values, value, flat)
+    named = [
+        Operand(NUMBER, key, None, (), float(arg))
+        for key, arg in call.kwargs
+        if key in SCALES_OF and isinstance(arg, (int, float)) and arg != 1
+    ]
     if call.name not in NUMBERED:
-        return tuple(_operand(trace, source) for source in found)
+        return (*(_operand(trace, source) for source in found), *named)
     read = {source.argument: _operand(trace, source) for source in found}
     numbers = {place: Operand(NUMBER, None, None, (), float(arg)) for place, arg in enumerate(call.args) if isinstance(arg, (int, float))}
-    return tuple(operand for _, operand in sorted({**read, **numbers}.items()))
+    return (*(operand for _, operand in sorted({**read, **numbers}.items())), *named)
 
 
 def _operand(trace: Trace, source: Source) -> Operand:

@@ -17,7 +17,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import EXPONENTIALS
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, SHIFTS
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -45,7 +45,7 @@ def _link_words(step: Crossing) -> str:
 def _told(origin: Element, program: Program) -> Origin:
     site = origin.site
     masked_by = next((_drop_words(drop.how, drop.name) for drop in origin.drops if drop.how in ("mask", "select")), None)
-    if masked_by is None and origin.masked and origin.drops:
+    if masked_by is None and origin.drops:
         masked_by = _drop_words(origin.drops[-1].how, origin.drops[-1].name)
     operands = tuple((operand_name(origin, position), operand.value) for position, operand in enumerate(origin.operands))
     call = program.calls[origin.call] if origin.call is not None else None
@@ -66,7 +66,7 @@ def _told(origin: Element, program: Program) -> Origin:
         expression=site.expression or None if site else None,
         role=str(origin.role) if origin.role else None,
         masked=origin.masked,
-        masked_by=masked_by,
+        masked_by=masked_by if origin.masked else None,  # it may be taken out on one way, and count on another
         file=site.file if site else None,
         line=site.line if site else None,
         function=site.function if site else None,
@@ -98,8 +98,14 @@ def _dtype(name: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
-_OPERANDS = {"addcdiv": ("weight", "numerator", "denominator"), "addcmul": ("value", "factor", "factor")}  # no source names these
-_NUMBERS = {"pow": ("base", "exponent")}  # and these it may write as a number
+_OPERANDS = {"addcdiv": ("weight", "numerator", "denominator"), "addcmul": ("summand", "factor", "factor")}  # no source names these
+_NUMBERS = {  # and these it may write as a number
+    "pow": ("base", "exponent"),
+    "mul": ("factor", "factor"),
+    "lerp": ("start", "end", "weight"),
+    "xlogy": ("factor", "argument"),
+    **dict.fromkeys(SHIFTS, ("term", "term")),
+}
 
 
 def operand_name(origin: Element, position: int) -> str:
@@ -110,6 +116,8 @@ def operand_name(origin: Element, position: int) -> str:
     known = _OPERANDS.get(origin.op, ())
     if position < len(known):
         return known[position]
+    if operand.id == NUMBER and origin.op in COMMUTATIVE and len(words) == 2 and words[position] == origin.operands[1 - position].name:
+        words = words[::-1]  # `-coef * kl` arrives as kl, −coef
     word = words[position] if position < len(words) else f"operand {position + 1}"
     return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if operand.id == NUMBER and not word.isidentifier() else word
 

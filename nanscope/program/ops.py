@@ -133,7 +133,15 @@ BOUNDING = SHIFTS | CLAMPS | _family("maximum minimum")  # where an epsilon or a
 DIVISIONS = {"div": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}  # which argument is the divisor
 QUOTIENTS = frozenset(name for name, divisor in DIVISIONS.items() if divisor)  # and the one before it is divided
 DIVISORS = {**DIVISIONS, **dict.fromkeys(ROUNDED_DIVISIONS, 1), "pow": 0}  # a negative power divides by what is raised
-NUMBERED = QUOTIENTS | ROUNDED_DIVISIONS | _family("pow")  # of which a number of the code may be what goes wrong
+NUMBERED = (
+    QUOTIENTS | ROUNDED_DIVISIONS | SHIFTS | PRODUCTS | _family("lerp pow xlogy")
+)  # of which a number of the code may be what goes wrong
+SCALED = {
+    **dict.fromkeys(SHIFTS, 2),
+    "addcdiv": 3,
+    "addcmul": 3,
+}  # operands after which one by name may follow, by which one of these is scaled
+SCALES_OF = ("alpha", "value")  # and its name
 
 # Many numbers in.
 SUMS = _family("mean sum")
@@ -149,12 +157,21 @@ LOG_SOFTMAXES = _family("_log_softmax log_softmax")
 ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
-TOO_MANY_TO_NAME = SUMS | SPREADS | _family("_log_softmax _softmax logsumexp")  # operands that a sentence does not list
+MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
 MATRIX_VECTORS = _family("addmv mv")
 BATCHED_MATMULS = _family("baddbmm bmm")
 PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
 WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
 UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
+
+GROWING = (
+    SHIFTS
+    | PRODUCTS
+    | SQUARES
+    | SEQUENCE_SUMS
+    | frozenset(_TABLE[Flow.MATMUL].split())
+    | _family("addcmul linalg_vector_norm norm prod std var")
+)
 
 # Elements to other places.
 GATHERS = _family("gather index")

@@ -61,7 +61,7 @@ def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:
     if sentence.startswith("the "):  # a sentence that begins with code keeps its first letter
         sentence = f"T{sentence[1:]}"
     known = CAUSES.get(incident.cause)
-    titles = [title for title in (known.title, known.variety) if title] if known is not None else []
+    titles = (known.title, *known.varieties) if known is not None else ()
     at = max((sentence.find(f". {title[:1].upper()}{title[1:]}") for title in titles), default=-1)
     return (sentence[: at + 1], sentence[at + 2 :]) if at >= 0 else (sentence, "")
 

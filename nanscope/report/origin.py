@@ -7,6 +7,7 @@ from pathlib import PurePath
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
 from nanscope.text import show_index
+from nanscope.verdict import arithmetic
 
 
 def where(place: Origin, limit: int = 240) -> str:
@@ -56,5 +57,4 @@ def subject(place: Origin, limit: int = 240) -> str:
 
 def calculation(place: Origin, limit: int = 240) -> str:
     """Return what the op computed: exp(200) = +inf."""
-    args = ", ".join(numeral(value) for _, value in place.operands[:3]) + (", …" if len(place.operands) > 3 else "")
-    return clean(f"{place.op}({args}) = {numeral(place.value)}" if place.operands else numeral(place.value), limit)
+    return clean(arithmetic.calculation(place) or numeral(place.value), limit)

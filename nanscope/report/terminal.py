@@ -23,6 +23,7 @@ from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
+from nanscope.verdict.arithmetic import SHOWN
 from nanscope.verdict.incident import Incident, Verdict
 from nanscope.verdict.sentence import blamed
 from nanscope.verdict.standing import Ranks
@@ -113,7 +114,7 @@ def _facts(incident: Incident) -> RenderableType:
     marked = next((text.strip() for line, text in o.source if line == o.line), o.expression or o.op)
     facts.add_row("origin", Text.assemble((clean(marked), STRONG), (f"   {where_in(o) or 'no source line'}", QUIET)))
     words = [*filter(None, [element(o)]), f"{o.op} → {numeral(o.value)}"]
-    if o.operands and len(o.operands) <= 3:
+    if o.operands and len(o.operands) <= SHOWN:
         words.append(", ".join(f"{clean(name)} = {numeral(value)}" for name, value in o.operands))
     if o.limit is not None:
         words.append(f"limit in {clean(o.dtype)} {o.limit}")

@@ -103,11 +103,15 @@ def over_nothing(seen: Observation) -> bool:
 
 def outside_domain(seen: Observation) -> bool:
     """Is it a logarithm of 0 or of less, or, in backward, of so little that its gradient overflows? A power has one, too."""
-    x = seen.origin.number(TAKEN_OF.get(seen.origin.op, 0)) + (1 if seen.origin.op == "log1p" else 0)
-    return not x > (_LITTLE if seen.phase is Phase.BACKWARD else 0)
+    return not logarithm_of(seen) > (LITTLE if seen.phase is Phase.BACKWARD else 0)
 
 
-_LITTLE = 1e-3  # far above any number whose reciprocal overflows
+def logarithm_of(seen: Observation) -> float:
+    """Return the number that the origin is the logarithm of; of a power, what is raised."""
+    return seen.origin.number(TAKEN_OF.get(seen.origin.op, 0)) + (1 if seen.origin.op == "log1p" else 0)
+
+
+LITTLE = 1e-3  # far above any number whose reciprocal overflows
 
 
 def _of_a_mask(seen: Observation) -> bool:
@@ -134,7 +138,7 @@ def _means_nothing(seen: Observation) -> bool:
 
 def _is_steep(seen: Observation) -> bool:
     of_angle = seen.origin.op in STEEP - ROOTS
-    return seen.phase is Phase.BACKWARD and is_finite(seen) and (of_angle or abs(seen.origin.value) < _LITTLE or seen.origin.op == "rsqrt")
+    return seen.phase is Phase.BACKWARD and is_finite(seen) and (of_angle or abs(seen.origin.value) < LITTLE or seen.origin.op == "rsqrt")
 
 
 def _half(seen: Observation) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
-from nanscope.program.ops import TOO_MANY_TO_NAME
+from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP
 from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -33,18 +33,13 @@ from nanscope.snapshot.observation import (
 )
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import number, show_index
+from nanscope.verdict.arithmetic import calculation
+from nanscope.verdict.grounds import LITTLE, is_masked, logarithm_of
 
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     """Return what is to be said of a bad step."""
-    info, narrower = CAUSES[cause], _VARIETIES.get(cause)
-    why = (
-        ""
-        if cause is Cause.UNKNOWN or seen.origin.op == UNMADE
-        else info.variety
-        if narrower is not None and narrower(seen)
-        else info.title
-    )
+    why = "" if cause is Cause.UNKNOWN or seen.origin.op == UNMADE else _why(seen, cause)
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
     behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else ""
     return ". ".join(part for part in (what(seen), behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
@@ -68,10 +63,18 @@ def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
     return f"The model was not run again: {reason}" if reason and seen.origin.op in FED else ""
 
 
-_VARIETIES: dict[Cause, Callable[[Observation], bool]] = {
-    Cause.LOG_ZERO: lambda seen: math.isnan(seen.origin.value) or seen.origin.op == "pow",
-    Cause.EXP_OVERFLOW: lambda seen: seen.origin.op == "pow",
-    Cause.SQRT_NEGATIVE: lambda seen: seen.facts.cancelled,
+def _why(seen: Observation, cause: Cause) -> str:
+    """The title of a cause, or the first of its varieties that the numbers ask for."""
+    info = CAUSES[cause]
+    return next((words for words, holds in zip(info.varieties, _VARIETIES.get(cause, ()), strict=True) if holds(seen)), info.title)
+
+
+_VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
+    Cause.LOG_ZERO: (lambda seen: logarithm_of(seen) < 0, lambda seen: logarithm_of(seen) > 0),
+    Cause.EXP_OVERFLOW: (lambda seen: seen.origin.op == "pow", is_masked),
+    Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
+    Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
+    Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
 }
 
 
@@ -210,7 +213,6 @@ _BY_PHASE: dict[Phase | None, Callable[[Observation], str]] = {
 def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     """What a call made, where, and the numbers that it was made from."""
     result = number(p.value)
-    args = "…" if p.op in TOO_MANY_TO_NAME else ", ".join(number(value) for _, value in p.operands[:2])
     limit = f", {p.dtype} ends at exp({p.limit})" if p.limit is not None and math.isinf(p.value) else ""
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
     if not math.isfinite(p.value):
@@ -218,7 +220,7 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
         head = f"{subject} overflowed to +inf" if overflowed else f"{subject} gave {result}"
     else:
         head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
-    numbers = f": {p.op}({args}) = {result}" if p.operands else ""
+    numbers = f": {calculation(p)}" if p.operands else ""
     where = f"in {p.module}" if p.module and not p.file else _where(p.file, p.line)
     return f"{head}{_at(p)}{inside}, {where}{numbers}{limit}"
 
