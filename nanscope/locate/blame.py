@@ -24,7 +24,7 @@ from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
 from nanscope.program.numbers import at
-from nanscope.program.ops import LOGARITHMS
+from nanscope.program.ops import LOGARITHMS, carries
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
 from nanscope.snapshot.observation import Blame
@@ -146,7 +146,8 @@ def _ways(origin: Element, trace: Trace) -> Iterator[list[_Way]]:
         return _Way(trace, origin, program, leaf.id, tensor.double(), counted)
 
     yield [way(leaf, program) for leaf in program.leaves if _is_data(trace, leaf.id)]
-    for value in [value for value in _without_gradient(program) if trace.names.name(value) is not None and _is_data(trace, value)][:NAMED]:
+    named = [value for value in _without_gradient(program) if trace.names.name(value) is not None and _is_data(trace, value)]
+    for value in [value for value in named if not _is_only_moved(trace, program, value, named)][:NAMED]:
         calls = tuple(call for call in program.calls if value not in call.outs)
         leaf = Leaf(value, trace.names.name(value), "data", diff=False)
         yield [way(leaf, replace(program, leaves=(*program.leaves, leaf), calls=calls).slice())]
@@ -162,6 +163,13 @@ def _without_gradient(program: Program) -> list[int]:
         elif len(call.outs) == 1:
             found += [out for out in outs if out != program.output]
     return found
+
+
+def _is_only_moved(trace: Trace, program: Program, value: int, named: Sequence[int]) -> bool:
+    """Is a value nothing but what another one is made of, element for element, on the way of a write for instance?"""
+    readers = program.readers(value)
+    out = readers[0].outs[0] if len(readers) == 1 and carries(readers[0].op) else None
+    return out is not None and out in named and trace.values[out].numel() == trace.values[value].numel()
 
 
 def _is_data(trace: Trace, value: int) -> bool:
