@@ -77,20 +77,27 @@ ROLES: dict[Role, RoleInfo] = {
 
 _LOGP = r"(log_?p(rob)?s?|logps|logprobs?|(?<![a-z])lps?(?![a-z]))"
 
+
+def _logp_of(whose: str) -> str:
+    """Log-probs in whose name one of these words stands, before or behind: `ref_logps`, `log_probs_base`, `base_action_log_probs`."""
+    return rf"^(?=.*(^|_)({whose})(_|$)).*{_LOGP}"
+
+
 # Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
 _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
     (r"(mask$|_mask_|masks$|^keep|keep_|^(is_)?valid(_tokens)?$)", Role.MASK),
     (r"((^|_)log_(\w+_)?(ratios?|weights?|rho)|logratio|^logr$|neg(ative)?_approx_kl)", Role.LOG_RATIO),
     (r"^(ppo_kl|approx_kl)$", Role.LOG_RATIO),
-    (r"(^|_)(ref(erence)?|base)_.*" + _LOGP, Role.REF_LOG_PROBS),
-    (_LOGP + r"_?ref|^ref$", Role.REF_LOG_PROBS),
+    (_logp_of(r"ref(erence)?(log\w*?)?|base|frozen"), Role.REF_LOG_PROBS),
+    (_LOGP + r"ref|^ref$", Role.REF_LOG_PROBS),
     (
         r"(rollout|inference|sampling|sampler|generation|generator|engine|vllm|sglang|infer|actor_worker|serving).*" + _LOGP,
         Role.ROLLOUT_LOG_PROBS,
     ),
-    (r"(^|_)(old|prev|behaviou?r|behave|proximal|prox).*" + _LOGP, Role.OLD_LOG_PROBS),
-    (_LOGP + r"_?old|^old$", Role.OLD_LOG_PROBS),
+    (_logp_of(r"rollout|inference|sampler|generation|generator|engine|vllm|sglang|infer|serving"), Role.ROLLOUT_LOG_PROBS),
+    (_logp_of(r"old\w*?|prev\w*?|behav\w*?|prox\w*?"), Role.OLD_LOG_PROBS),
+    (_LOGP + r"old|^old$", Role.OLD_LOG_PROBS),
     (
         r"(is_weight|is_ratio|^(token|seq|sequence)_is$|importance_sampling_ratio|(importance|imp)_(sampling_)?weight|^(tis|icepop|mis)$|tis_|rho$|propensity)",
         Role.IS_WEIGHT,

@@ -256,3 +256,20 @@ def test_every_role_is_described() -> None:
     assert set(ROLES) == set(Role)
     for info in ROLES.values():
         assert info.symbol and info.shape and info.unit and info.meaning
+
+
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        (Role.REF_LOG_PROBS, "log_probs_base base_action_log_probs logps_ref reference_logps chosen_ref_logps reflogp frozen_logps"),
+        (
+            Role.OLD_LOG_PROBS,
+            "logps_old old_lp oldlogp prevlogp behav_log_probs log_probs_behavior logprobs_behave prox_logp log_probs_prox",
+        ),
+        (Role.ROLLOUT_LOG_PROBS, "generator_logprobs log_probs_generator logprobs_rollout vllm_logps logp_sampler"),
+        (Role.LOG_PROBS, "action_log_probs policy_chosen_logps curr_logprobs database_logp student_log_probs"),
+    ],
+)
+def test_whose_log_probs_they_are_stands_before_or_behind(role: Role, names: str) -> None:
+    """Frameworks write it at either end, and between other words."""
+    assert {name: role_of(name) for name in names.split()} == dict.fromkeys(names.split(), role)

@@ -7,6 +7,7 @@ import ast
 import re
 
 from nanscope.frameworks.table import site_in
+from nanscope.locate.uses import Uses
 from nanscope.program.calls import Arg, Call, Ref, Site, refs
 from nanscope.program.ops import (
     COMMUTATIVE,
@@ -17,7 +18,6 @@ from nanscope.program.ops import (
     RESCALINGS,
     SCORE_KEEPERS,
     SETS,
-    SHIFTS,
     SUMS,
     TOPS,
     WRITES,
@@ -55,6 +55,7 @@ class Names:
         self._named: dict[int, Role | None] = {}  # a walk asks for the same value again and again
         self._owned: dict[int, Role | None] = {}
         self._asked = 0  # calls whose results are in it
+        self.uses = Uses(program)
 
     def named(self, value: int) -> Role | None:
         """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
@@ -204,6 +205,8 @@ class Names:
             named = Role.ATTENTION  # inside a model scores are those of attention
         if named is Role.LOG_RATIO and self._is_exponential(value):
             named = None  # a name that is used for one thing after another
+        if named is Role.LOG_PROBS:
+            return self.uses.role(value) or named  # of whose policy, the loss knows better than a name that does not say
         if named is not None:
             return named
         if (leaf := self.program.leaf(value)) is not None and leaf.role in set(Role):
@@ -212,7 +215,7 @@ class Names:
         if computed is not None:
             return computed
         if made is None:
-            return self._read_role(value) or self._downstream(value)
+            return self._read_role(value) or self.uses.role(value) or self._downstream(value)
         site = self.program.site_of(made)
         if made.module:  # before the source is asked: a layer is called anything, and what it makes is an activation
             return Role.WEIGHTS if self._of_weights_only(value) else self.inside(site, made.module, self._ancestors(value))
@@ -267,7 +270,7 @@ class Names:
 
     def _exponential(self, call: Call, value: int, operand: int) -> Role | None:
         """What e to the power of something is."""
-        if self._less_its_operand(call):
+        if self.uses.less_its_operand(call):
             return Role.KL
         if self._own(operand) is Role.LOG_RATIO:
             return Role.KL if Role.REF_LOG_PROBS in self._ancestors(operand) else Role.RATIO
@@ -283,18 +286,6 @@ class Names:
         """Is a value the largest of some others, exactly or smoothly?"""
         made = self.program.maker(value)
         return made is not None and made.name in TOPS and content in set(made.inputs())
-
-    def _less_its_operand(self, call: Call) -> bool:
-        """Is x subtracted from exp x, as in exp(x) − x − 1?"""
-        operand, value = next(call.inputs(), None), call.outs[0]
-        for _ in range(3):
-            differences = [reader for reader in self.program.readers(value) if reader.name in SHIFTS] if value is not None else []
-            if any(operand in set(reader.inputs()) for reader in differences):
-                return True
-            if not differences:
-                return False
-            value = differences[0].outs[0]
-        return False
 
     def _of_weights_only(self, value: int) -> bool:
         """Is a value computed from parameters alone, without a single activation?"""

@@ -210,7 +210,7 @@ OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they 
 HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
 
 # What these make of rewards or advantages are still rewards or advantages.
-SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div max min mul sqrt where")
+SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div log log1p max min mul sqrt where")
 
 
 @lru_cache(maxsize=1024)  # asked at every turn of every walk
