@@ -57,7 +57,7 @@ def test_an_incident_that_cannot_be_explained_is_still_one(tmp_path: Path, monke
 def examined(function: Callable[[], Tensor], *modules: nn.Module) -> tuple[Examiner, Recording]:
     """An examiner, and a backward pass as a step hands it over: recorded, and run."""
     tape = Tape()
-    watch = ModuleWatch(lambda: None, lambda: None, Failsafe())
+    watch = ModuleWatch(lambda module: None, lambda: None, Failsafe())
     for module in modules:
         watch.seen.add(module)
     with TapeMode(tape):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nanscope.capture.counting import to_let_in
+from nanscope.capture.depth import Depth
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import is_faked, unseen
@@ -34,7 +35,8 @@ OVER = "over"  # why a mode sleeps that nobody will wake
 class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves.
 
-    sleeping: who asked for silence. failsafe: is told of a failure; without one the failure is raised.
+    sleeping: who asked for silence. failsafe: is told of a failure; without one the failure is raised. depth: listens in place of the tape
+    while a model is called, None where nothing does.
     """
 
     supports_higher_order_operators = True
@@ -46,6 +48,7 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: Tape, failsafe: Failsafe | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
+        self.depth: Depth | None = None
         self.sleeping: set[str] = set()
         self._thread = threading.get_ident()
         self._failsafe = failsafe
@@ -111,14 +114,15 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
-        operator = self.tape.operators.get(func) or self._door(crowded, self.tape.look_up, func)
+        ear = self.depth or self.tape
+        operator = ear.operators.get(func) or self._door(crowded, ear.look_up, func)
         if operator is None:
             return func(*args, **kwargs)
         noting, task = None, -1
-        if not (self.sleeping or self.tape.broken or (crowded and is_faked())):  # tensors without content
+        if not (self.sleeping or ear.broken or (crowded and is_faked())):  # tensors without content
             task = running_backward()  # one that we did not see begin
             if task == -1:
-                noting = self._door(crowded, self.tape.before, operator, args, kwargs)
+                noting = self._door(crowded, ear.before, operator, args, kwargs)
         keys = self._door(False, to_let_in, operator.inside) if operator.inside or operator.casts_inside else None
         if keys:
             with contextlib.ExitStack() as inside:
@@ -128,8 +132,8 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = func(*args, **kwargs)  # what this raises is the trainer's own
         if noting is not None:
-            self._door(crowded, self.tape.after, noting, args, result)
-        elif task != -1:
+            self._door(crowded, ear.after, noting, args, result)
+        elif task != -1 and self.depth is None:
             self._door(crowded, self.tape.differentiated.inside, task, result)
         return result
 
@@ -145,7 +149,7 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             if OVER in self.sleeping:  # what is told to the tape of a thread that goes on is nobody's business any more
                 return None
-            self.tape.broken = type(error).__name__
+            (self.depth or self.tape).broken = type(error).__name__
             if self._failsafe is None:
                 raise
             self._failsafe.caught("tape", error)

@@ -195,7 +195,7 @@ def has_weights(module: nn.Module) -> bool:
 class ModuleWatch:
     """The modules that one thread calls; `suspend` and `resume` are called around every outermost call of one that has weights."""
 
-    def __init__(self, suspend: Callable[[], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
+    def __init__(self, suspend: Callable[[nn.Module], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
         self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and all that were called
@@ -257,7 +257,7 @@ class ModuleWatch:
                     self.failsafe("remains", self.meets, module)
                 self._began = _began(module.training)
                 self._note_parts(torch.is_grad_enabled())
-            self._suspend()
+            self._suspend(module)
             self._open, self._depth = module, 1
 
     def _note_parts(self, grad: bool) -> None:

@@ -20,6 +20,7 @@ from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.spike import spike
 from nanscope.locate.trace import Trace
+from nanscope.locate.twin import absorbed
 from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
@@ -32,7 +33,7 @@ from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following,
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
 from nanscope.replay.reproduction import NOT_COMPARED, Reproduction
-from nanscope.snapshot.observation import TEST, Row
+from nanscope.snapshot.observation import TEST, Kind, Row
 from nanscope.snapshot.step import Snapshot
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Bench:
         """Run a step as recorded and walk to its origin. Raises ProgramError if it cannot be run."""
         program = snapshot.program
         trace = Trace.of(program, snapshot.tensors)
-        location = locate(trace) or (spike(trace) if snapshot.observation.suspect else None)
+        location = locate(trace) or _suspect(trace, snapshot.observation.kind)
         if program.computes is not Computes.LOSS:
             return Bench(snapshot, trace.forward_only(), location, NOT_COMPARED)
         reproduction = Reproduction.of(snapshot, trace.values[program.output], trace.run.grads)
@@ -134,8 +135,7 @@ class Bench:
         """Return what `replay` does."""
         rows = [self._judged(self.recorded)]
         if self.location is not None:
-            variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
-            rows.append(self._judged(_try(variant, "float64", self.healthy, torch.float64)))
+            rows.append(self.in_float64)
             rows += (self._standard() if full else []) + self.asked(edits) + (self._controls() if full else [])
         return Replay(tuple(rows), self.reproduction, self.location, self.trace, self)
 
@@ -158,6 +158,12 @@ class Bench:
             return row
         there = following(variant, {self.patch.origin.value_id})
         return replace(row, works=there is not None, then=then(there))
+
+    @cached_property
+    def in_float64(self) -> Row:
+        """What comes out of the step in float64."""
+        variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
+        return self._judged(_try(variant, "float64", self.healthy, torch.float64))
 
     def asked(self, edits: Sequence[tuple[str, Edit]]) -> list[Row]:
         """Return a row for each of the edits that somebody asked for, also where it cannot be made."""
@@ -210,8 +216,24 @@ class Bench:
     def _judged(self, row: Row) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
         if self.snapshot.observation.suspect and row.kind not in ("recorded", "float64"):
-            row = replace(row, works=row.works and _calmer(row, self.recorded))
+            mends = self._is_exact if self.snapshot.observation.kind is Kind.ABSORBED else _calmer
+            row = replace(row, works=row.works and mends(row, self.recorded))
         return row if self.trace.program.computes is Computes.LOSS else replace(row, loss=None)
+
+    def _is_exact(self, row: Row, recorded: Row) -> bool:
+        """Does it bring the loss to what float64 gives?"""
+        exact = self.in_float64.loss
+        if exact is None or row.loss is None or recorded.loss is None:
+            return False
+        return abs(row.loss - exact) <= EXACT * abs(recorded.loss - exact)
+
+
+def _suspect(trace: Trace, kind: Kind) -> Location | None:
+    """Return where a step went wrong in which everything is finite, None if it did not."""
+    if kind is Kind.ABSORBED:
+        found = absorbed(trace)
+        return None if found is None else found.location
+    return spike(trace) if kind in (Kind.SPIKE, Kind.SWALLOWED) else None
 
 
 def _unmade(name: str, why: str) -> Row:
@@ -226,6 +248,7 @@ def _try(variant: Variant, kind: str, healthy: Healthy | None, dtype: torch.dtyp
     return _row(variant.id, variant.label, kind, variant.program, run, healthy)
 
 
+EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # a fix of a spike brings the largest gradient to this part of what it was
 
 

@@ -36,6 +36,7 @@ class Kind(StrEnum):
     NONFINITE = "nonfinite"
     SPIKE = "spike"  # everything is finite, and far out of the size that the run is used to
     SWALLOWED = "swallowed"  # a kernel dropped a NaN of its batch: finite, and wrong
+    ABSORBED = "absorbed"  # an overflow was made a finite number of, and a wrong one
     CLIP = "clip"  # a clip divided the gradients by an infinite norm
     ARRIVED = "arrived"  # a gradient is bad, and what this rank made is finite as far as can be seen: it came from the ranks together
 
@@ -259,7 +260,8 @@ class Observation:
     """What is known of a bad step.
 
     outside: the origin lies outside the file's program. phase, origin, chain, facts: empty in a file whose program holds them.
-    masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is.
+    masked: whether the loss counts the element, where only the process could tell. scale: of a spike, how far out of scale it is; of
+    what was absorbed, what was made of it.
     optimizer: class of the one whose update did it. weight: name of what it updated. settings: of the optimizer, those that are not finite,
     in words. tried: how the step ran under edits in the process. past: of a weight. blame: what came in far out of its own range, and made
     the origin overflow. poisoned_at: the earlier step whose update made weights non-finite. source: rank and sentence of the incident of
@@ -286,7 +288,7 @@ class Observation:
     @property
     def suspect(self) -> bool:
         """Everything is finite, and the step is ruined all the same."""
-        return self.kind in (Kind.SPIKE, Kind.SWALLOWED)
+        return self.kind in (Kind.SPIKE, Kind.SWALLOWED, Kind.ABSORBED)
 
     @property
     def came(self) -> Came:
@@ -325,6 +327,7 @@ class Observation:
             suspect=self.suspect,
             spike=self.scale,
             swallowed=self.kind is Kind.SWALLOWED,
+            absorbed=self.kind is Kind.ABSORBED,
             clip="inf" if self.kind is Kind.CLIP else "",
             allreduce=self.kind is Kind.ARRIVED,
             optimizer=self.optimizer,
@@ -387,6 +390,7 @@ class _Written:
     suspect: bool = False
     spike: str = ""
     swallowed: bool = False
+    absorbed: bool = False
     clip: str = ""
     allreduce: bool = False
     optimizer: str = ""
@@ -399,6 +403,7 @@ class _Written:
 
 _SIGNS: tuple[tuple[Kind, Callable[[_Written], bool]], ...] = (
     (Kind.SWALLOWED, lambda w: w.swallowed),
+    (Kind.ABSORBED, lambda w: w.absorbed),
     (Kind.SPIKE, lambda w: w.suspect),
     (Kind.CLIP, lambda w: w.clip == "inf"),
     (Kind.ARRIVED, lambda w: w.allreduce),

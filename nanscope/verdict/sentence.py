@@ -288,7 +288,12 @@ def _spiked(seen: Observation, r: Reached) -> str:
     return f"everything is finite, but the loss is {number(r.loss)} and the step is {seen.scale or 'out of scale'}"
 
 
+def _absorbed(seen: Observation, r: Reached) -> str:
+    return f"everything is finite, and wrong: {seen.scale}, and the loss of {number(r.loss)} does not show it"
+
+
 _END: dict[Kind, Callable[[Observation, Reached], str]] = {
+    Kind.ABSORBED: _absorbed,
     Kind.CLIP: _clipped,
     Kind.SWALLOWED: _swallowed,
     Kind.SPIKE: _spiked,

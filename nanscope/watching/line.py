@@ -25,13 +25,16 @@ SAME = 1e-5  # relative; a clip that did nothing
 @dataclass(slots=True)
 class Line:
     """One step. loss: summed over its micro-batches, without a scale against underflow. norm: of the gradients that reached the optimizer.
-    before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several."""
+    before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several. room: the least that
+    a call inside the models left to the end of its dtype, in bits; room_at: which one."""
 
     loss: float | None = None
     norm: float | None = None
     before: float | None = None
     reading: Reading | None = None
     optimizer: str | None = None
+    room: float | None = None
+    room_at: str = ""
     _began: float = field(default_factory=time.perf_counter)
 
     def add_loss(self, loss: float) -> None:
@@ -41,6 +44,11 @@ class Line:
     def add_reading(self, reading: Reading) -> None:
         """The gauge was read."""
         self.reading = reading if self.reading is None else self.reading.joined(reading)
+
+    def add_room(self, bits: float | None, at: str) -> None:
+        """The models of a deep step were asked."""
+        if bits is not None and (self.room is None or bits < self.room):
+            self.room, self.room_at = bits, at
 
     def join(self, other: Line) -> None:
         """Another thread had a part in the step."""
@@ -89,6 +97,8 @@ class Line:
             update=counts.update if counts.update > 1 else None,
             micro_batches=counts.micro_batch if counts.micro_batch > 1 else None,
             optimizer=self.optimizer,
+            headroom_bits=None if self.room is None else round(self.room, 1),
+            headroom_at=self.room_at or None,
             thread=None if threading.current_thread() is threading.main_thread() else threading.current_thread().name,
         )
 

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from nanscope.capture import custom, kernels
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.custom import Backward
+from nanscope.capture.depth import Heard
 from nanscope.capture.differentiated import Part
 from nanscope.capture.entries import Taken
 from nanscope.capture.failsafe import Failsafe
@@ -54,7 +55,7 @@ class Recording:
     begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
     the loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
     at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient that the code of the
-    trainer took itself.
+    trainer took itself. heard: what was heard inside its models, in a deep step.
     """
 
     program: Program | None
@@ -81,6 +82,7 @@ class Recording:
     glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
     behind: dict[int, Part] = field(default_factory=dict)
+    heard: Heard | None = None
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""

@@ -24,6 +24,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from nanscope.capture import compiled, modules, swaps
+from nanscope.capture.awake import EVERY, Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
 from nanscope.capture.mode import TapeMode
@@ -88,6 +89,7 @@ class Scope:
         max_bytes: int = MAX_BYTES,
         name: str | None = None,
         on_incident: Callable[[Incident], None] | None = None,
+        deep_every: int = EVERY,
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
@@ -97,6 +99,8 @@ class Scope:
             raise NanscopeError(f"budget is a number of bytes above 0, not {budget!r}", slug="bad-argument")
         if max_bytes <= 0:
             raise NanscopeError(f"max_bytes is a number of bytes above 0, not {max_bytes!r}", slug="bad-argument")
+        if isinstance(deep_every, bool) or not isinstance(deep_every, int) or deep_every < 0:
+            raise NanscopeError(f"deep_every is a whole number of steps, 0 for no deep looks, not {deep_every!r}", slug="bad-argument")
         self.on_nonfinite = on_nonfinite
         self._targets, self._place, self._invitation = targets, place, invitation
         self._name = name_of([name] if name else sys.argv, targets)
@@ -104,6 +108,7 @@ class Scope:
         self._logbook = Logbook(Folder.of(out), limit, max_bytes, self._announce if on_incident is not None else None, self.leave)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
+        self._deep_every = deep_every
         self._tally, self._optimizers = Tally(), Optimizers()
         self._own = self._instruments()
         self._mode, self._modules, self._step = self._own.mode, self._own.modules, self._own.observer
@@ -167,12 +172,13 @@ class Scope:
         # The tape of a running step holds nothing that would double the peak: logits over the vocabulary are the largest tensor there is.
         tape = Tape(self._budget, wide=self._budget // 32)
         mode = TapeMode(tape, self._failsafe)
-        watch = ModuleWatch(partial(mode.sleep, "module"), partial(mode.wake, "module"), self._failsafe)
+        awake = Awake(mode, self._deep_every)
+        watch = ModuleWatch(awake.begin, awake.end, self._failsafe)
         tape.module_outputs, tape.is_parameter = watch.output_of, watch.parameter_name
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
         examiner = Examiner(tape, watch, self._targets, self._save_tokens)
         shared = self._logbook, self.on_nonfinite, self._asked, self._tally, self._optimizers
-        return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late))
+        return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late, awake))
 
     def _mine(self) -> Instruments:
         """Return what this thread is watched with."""
@@ -347,6 +353,7 @@ def watch(
     max_bytes: int = MAX_BYTES,
     name: str | None = None,
     on_incident: Callable[[Incident], None] | None = None,
+    deep_every: int = EVERY,
 ) -> Scope:
     """Return a scope that watches a training run.
 
@@ -363,6 +370,8 @@ def watch(
     max_bytes:    of all snapshots of the run. Consequences make room for causes, and the first cause is written however large it is.
     name:         what the run is called; without it, as the script, or the trainer.
     on_incident:  called with the `Incident` of each bad step that has a cause of its own, after its file was written.
+    deep_every:   the inside of models is listened to in the first steps and in one of so many, for damage that stays finite: an overflow
+                  that a later call makes a finite and wrong number of. 0: never.
     Raises NanscopeError for an argument that is not one of these.
     """
     return Scope(
@@ -376,6 +385,7 @@ def watch(
         max_bytes=max_bytes,
         name=name,
         on_incident=on_incident,
+        deep_every=deep_every,
     )
 
 

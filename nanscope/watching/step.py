@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
 from nanscope.capture.gauge import Gauge
@@ -25,6 +26,7 @@ from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
+from nanscope.watching.deep import Deep
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.gradients import Gradients
@@ -50,7 +52,7 @@ class Step(Relay):
     """The optimizer step that is running; the next one begins in the same object.
 
     asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads, each of which has a step
-    of its own. late: it had computed something before it was watched.
+    of its own. late: it had computed something before it was watched. awake: listens to its models in deep steps.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Step(Relay):
         tally: Tally,
         optimizers: Optimizers,
         late: bool,
+        awake: Awake,
     ) -> None:
         self._failsafe, self._examiner, self._logbook = failsafe, examiner, logbook
         self._asked = asked
@@ -91,6 +94,8 @@ class Step(Relay):
         self._gradients = Gradients(keeper, examiner, logbook, failsafe)
         self._weights = Weights(remains, keeper, examiner, logbook, failsafe)
         self._consumed = Consumed()
+        self._deep = Deep(awake, examiner, keeper, logbook)
+        awake.step = lambda: tally.begun + self._course.closed
 
     @property
     def number(self) -> int:
@@ -138,6 +143,7 @@ class Step(Relay):
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
         self._current = recording
+        self._failsafe("deep", self._deep.begin, recording)
         self._recordings.reach(recording)
         if program is not None:
             self._read_gauge(program)
@@ -192,10 +198,8 @@ class Step(Relay):
                 self._examine(recording)
             elif not all(bool(flag) for flag in recording.given):
                 self._keeper.keep(self._examiner.swallowed(recording))
-            elif self._course.line.overflowed:
-                self._absorbed.note(recording, self.counts.number)
-            elif recording.scale is not None and (self._course.search.stuck or recording.scale.is_low()):
-                self._look_at_gradients()
+            else:
+                self._look_at_fine(recording)
         if self._course.bad and not recording.waits:
             self._failsafe("mark", self._count_gradients, recording)  # nobody may ask for them again before they are dropped
         if self._stepping is not None:
@@ -204,6 +208,13 @@ class Step(Relay):
             self._failsafe("save-step", self._keeper.asked, recording)
         recording.looked = not waits
         self._failsafe("step-inside", self._step_inside, True)
+
+    def _look_at_fine(self, recording: Recording) -> None:
+        self._failsafe("deep", self._deep.judge, recording)
+        if self._course.line.overflowed and not self._course.bad:
+            self._absorbed.note(recording, self.counts.number)
+        elif recording.scale is not None and (self._course.search.stuck or recording.scale.is_low()):
+            self._look_at_gradients()
 
     def _count_gradients(self, recording: Recording) -> None:
         grads = self._examiner.at_hand(recording)
@@ -486,6 +497,8 @@ class Step(Relay):
                 self._examine(recording, optimizer, dropped, harmless)
             elif not clean:
                 self._keeper.keep(self._examiner.swallowed(recording))
+            else:
+                self._failsafe("deep", self._deep.judge, recording)
 
     def _examine(
         self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False, fine: bool = False

@@ -1,0 +1,102 @@
+"""What deep looks find: damage that leaves every number finite. Asked of the steps in which the inside of the models was listened to.
+
+    overflow inside, loss and gradients finite  →  the model is run again as a program, and held against float64
+    loss                                        →  its own program is held against float64, if that is small
+
+What cannot be held against float64 is noted, and no incident.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanscope.capture.awake import Awake
+from nanscope.capture.depth import Room, Sounding
+from nanscope.capture.sites import Place
+from nanscope.capture.source import site_of
+from nanscope.errors import ProgramError
+from nanscope.locate.trace import Trace
+from nanscope.locate.twin import absorbed, residue
+from nanscope.program.numbers import dtype_name, tensor_bytes
+from nanscope.snapshot.observation import Kind, Observation
+from nanscope.snapshot.step import Reached
+from nanscope.watching.examine import Examiner, Hit
+from nanscope.watching.keeping import Keeper
+from nanscope.watching.logbook import Logbook
+from nanscope.watching.look import Look, deep_look
+from nanscope.watching.recording import Recording
+
+LARGEST = 16 << 20  # bytes of the leaves of a loss that is run again though nothing speaks against it
+OFTEN = 3  # times that one line is looked into which overflows, and does no harm
+
+
+class Deep:
+    """Asks. awake: listens to the models of the thread."""
+
+    def __init__(self, awake: Awake, examiner: Examiner, keeper: Keeper, logbook: Logbook) -> None:
+        self._awake, self._examiner, self._keeper, self._logbook = awake, examiner, keeper, logbook
+        self._looked: dict[Place, int] = {}  # how often, at lines that overflow
+        self._told: set[tuple[str | None, int | None]] = set()
+
+    def begin(self, recording: Recording) -> None:
+        """A backward pass begins."""
+        recording.heard = self._awake.take()
+
+    def judge(self, recording: Recording) -> None:
+        """A backward pass has ended, and its loss and gradients are finite: are they also right?"""
+        heard, recording.heard = recording.heard, None
+        if heard is None:
+            return
+        sounding = heard.ask()
+        self._keeper.course.line.add_room(*_words(sounding.room))
+        if self._keeper.course.bad:
+            return
+        hit = self._of_models(recording, sounding) if sounding.overflows else self._of_loss(recording)
+        if hit is not None and hit.look is not None and hit.look.location is not None:
+            site = hit.look.location.origin.site
+            line = (site.file, site.line) if site is not None else (None, None)
+            if line not in self._told:
+                self._told.add(line)
+                self._keeper.keep(hit)
+
+    def _of_models(self, recording: Recording, sounding: Sounding) -> Hit | None:
+        fresh = [(op, place) for op, place in sounding.overflows if self._looked.get(place, 0) < OFTEN]
+        self._looked.update({place: self._looked.get(place, 0) + 1 for _, place in fresh})
+        if not fresh:
+            return None
+        look = deep_look(recording, self._examiner.tape.budget * 4, self._examiner.modules)
+        if look is None or look.trace is None:
+            op, place = fresh[0]
+            text = f"{op} overflowed inside the model ({_line_of(place)}), and what was made of it is finite"
+            self._logbook.note("nonfinite_absorbed", f"{text}; it could not be held against float64", self._keeper.course.counts.number)
+            return self._of_loss(recording)
+        return _judged(recording, look)
+
+    def _of_loss(self, recording: Recording) -> Hit | None:
+        if recording.program is None or recording.scaled or tensor_bytes(recording.tensors) > LARGEST:
+            return None
+        return _judged(recording, Look(Trace.of(recording.program, recording.tensors), None))
+
+
+def _judged(recording: Recording, look: Look) -> Hit | None:
+    """Return what is wrong in a step, held against float64."""
+    assert look.trace is not None
+    for kind, find in ((Kind.ABSORBED, absorbed), (Kind.SPIKE, residue)):
+        try:
+            found = find(look.trace)
+        except ProgramError:  # what it was recorded of has no kernel for float64
+            continue
+        if found is not None:
+            look = Look(look.trace, found.location, look.second, notes=look.notes)
+            return Hit(recording, Reached(recording.value), look=look, seen=Observation(kind, scale=found.words))
+    return None
+
+
+def _words(room: Room | None) -> tuple[float | None, str]:
+    return (None, "") if room is None else (room.bits, f"{room.op} in {dtype_name(room.dtype)}, {_line_of(room.place)}")
+
+
+def _line_of(place: Place) -> str:
+    code, lasti = place
+    site = None if code is None else site_of(code, lasti)
+    return "an unknown line" if site is None else f"{Path(site.file).name}:{site.line}"
