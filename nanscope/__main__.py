@@ -19,7 +19,7 @@ from nanscope.report.clean import clean
 from nanscope.report.exit import FOUND, HEALTHY, STATUSES, finish, say, settled, status_of, write_json, writing
 from nanscope.report.streams import legible, silence
 from nanscope.snapshot.coverage import Status
-from nanscope.snapshot.runs import MAX_BYTES
+from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 
 if TYPE_CHECKING:
     from nanscope.snapshot.fetched import Fetched
@@ -92,6 +92,9 @@ def run(
         list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is.")
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
+    deep_every: Annotated[
+        int, typer.Option("--deep-every", metavar="STEPS", min=0, help="Look inside the models in one of so many steps; 0: never.")
+    ] = DEEP_EVERY,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="Of the job, the same on all its nodes.")] = "",
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
@@ -129,6 +132,7 @@ def run(
                 on_nonfinite=cast("OnNonFinite", on_nonfinite),
                 save_steps=save_step or (),
                 max_bytes=max_bytes,
+                deep_every=deep_every,
                 run_id=run_id,
                 at_death=lambda leading: _last_words(leading, json_file),
                 options=["--on-nonfinite", on_nonfinite, *(["--json", str(json_file)] if json_file is not None else [])],

@@ -16,8 +16,7 @@ from nanscope.capture.depth import Depth, Heard
 from nanscope.capture.mode import TapeMode
 from nanscope.torch_inside import COMPILED_CALL, transform, uncompiled
 
-FIRST = 3  # steps of a run that are looked at deeply
-EVERY = 200  # and one of so many after them: the cost of a deep step is spread over so many others
+FIRST = 3  # steps of a run that are looked at deeply, whatever comes after them
 
 MODULE = "module"  # why a mode sleeps
 

@@ -31,7 +31,7 @@ Read = tuple[Operator, frozenset[int]]  # a call between `before` and `after`, a
 
 
 @dataclass(slots=True)
-class Mark:
+class Measured:
     """What one call made. low, high: its extrema. reads: numbers of the marks of what it read. makes: it computes, and moves nothing."""
 
     op: str
@@ -65,7 +65,7 @@ class Sounding:
 class Heard:
     """What a listener has noted, still on the device."""
 
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Measured] = field(default_factory=list)
 
     def ask(self) -> Sounding:
         """Return what it comes to, in one transfer for each dtype."""
@@ -162,7 +162,7 @@ class Depth:
     def _measure(self, name: str, tensor: Tensor, reads: frozenset[int], makes: bool, adds: bool) -> frozenset[int]:
         memory, marks = memory_of(tensor), self._heard.marks
         low, high = torch.aminmax(tensor.detach())
-        marks.append(Mark(name, tensor.dtype, low, high, reads, self._place() if makes else NOWHERE, makes))
+        marks.append(Measured(name, tensor.dtype, low, high, reads, self._place() if makes else NOWHERE, makes))
         number = frozenset((len(marks) - 1,))
         self._wrote[memory] = known = number | self._wrote.get(memory, number) if adds else number
         return known

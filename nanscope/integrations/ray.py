@@ -20,7 +20,7 @@ from typing import Any
 
 from nanscope.errors import NanscopeError
 from nanscope.integrations.ray_worker import ALSO, INVITED, begin
-from nanscope.snapshot.runs import MAX_BYTES
+from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 from nanscope.watching.invitation import Invitation
 from nanscope.watching.step import OnNonFinite
 
@@ -39,6 +39,7 @@ def ray(
     on_nonfinite: OnNonFinite = "record",
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
+    deep_every: int = DEEP_EVERY,
 ) -> dict[str, Any]:
     """Return the `runtime_env` with which Ray's workers take part in a run: `ray.init(runtime_env=nanscope.ray())`.
 
@@ -52,7 +53,7 @@ def ray(
     if invitation is None:
         from nanscope.watching.launch import lead
 
-        invitation = lead(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes)
+        invitation = lead(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, deep_every=deep_every)
     return _joined(runtime_env, invitation)
 
 

@@ -21,7 +21,7 @@ from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, SHIFTS
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
-from nanscope.snapshot.observation import LONGEST, Facts, Link, Observation, Origin, Phase
+from nanscope.snapshot.observation import LONGEST, Facts, Kind, Link, Observation, Origin, Phase
 from nanscope.text import number, show_index, unravel
 
 CLIPPED = "picked the other side"
@@ -140,6 +140,16 @@ def observe_weight(name: str | None, parameter: Tensor, flat: int, group: dict[s
     origin = _element("addcdiv" if eps is not None else "add", parameter, flat, Role.OPTIMIZER)
     origin = replace(origin, variable=name, operands=operands)
     return Observation(phase=Phase.OPTIMIZER, origin=origin, facts=Facts(eps_underflow=small), outside=True)
+
+
+def observe_update(
+    parameter: Tensor, flat: int, moved: float, operands: tuple[tuple[str, float], ...], group: dict[str, Any], optimizer: str, scale: str
+) -> Observation:
+    """Return an update that was out of all proportion, and finite. moved: by how much. operands: of the optimizer's state. scale: in
+    words, how far it is out of proportion."""
+    seen = observe_weight(None, parameter, flat, group)
+    origin = replace(seen.origin, value=moved, operands=operands)
+    return replace(seen, kind=Kind.SPIKE, origin=origin, optimizer=optimizer, scale=scale)
 
 
 def observe_made(op: str, result: Tensor, flat: int, site: Site | None, module: str, phase: Phase, name: str | None = None) -> Observation:

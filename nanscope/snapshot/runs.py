@@ -23,6 +23,7 @@ from nanscope.snapshot.remote import is_remote
 
 LATEST = "latest"
 MAX_BYTES = 1 << 30  # of all snapshots that one process of a run writes
+DEEP_EVERY = 100  # steps, of which one is looked at deeply, beside the first ones
 
 _OURS = re.compile(r"run(\.rank\d+.*)?\.json|history\.rank\d+.*\.jsonl|step-\d+\.rank\d+.*\.safetensors")
 

@@ -176,6 +176,8 @@ def _weight(seen: Observation) -> str:
 def _update(seen: Observation) -> str:
     p = seen.origin
     settings = f" ({seen.settings})" if seen.settings else ""
+    if seen.suspect:
+        return f"the update of {seen.optimizer} moved {p.variable or 'a weight'} by {number(p.value)}{_at(p)}"
     if p.operands and p.op != "unknown" and seen.weight:
         return f"the update of {seen.optimizer}{settings} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
@@ -285,6 +287,8 @@ def _swallowed(seen: Observation, r: Reached) -> str:
 
 
 def _spiked(seen: Observation, r: Reached) -> str:
+    if seen.phase is Phase.OPTIMIZER:
+        return f"loss and gradients are finite and fine, and this is {seen.scale}"
     return f"everything is finite, but the loss is {number(r.loss)} and the step is {seen.scale or 'out of scale'}"
 
 

@@ -2,13 +2,17 @@
 
     overflow inside, loss and gradients finite  →  the model is run again as a program, and held against float64
     loss                                        →  its own program is held against float64, if that is small
+    update of an optimizer                      →  a few weights are held against what float64 makes of its state
 
 What cannot be held against float64 is noted, and no incident.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from nanscope.capture.awake import Awake
 from nanscope.capture.depth import Room, Sounding
@@ -22,9 +26,11 @@ from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.step import Reached
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
+from nanscope.watching.laid import name_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.look import Look, deep_look
 from nanscope.watching.recording import Recording
+from nanscope.watching.updates import Updates
 
 LARGEST = 16 << 20  # bytes of the leaves of a loss that is run again though nothing speaks against it
 OFTEN = 3  # times that one line is looked into which overflows, and does no harm
@@ -35,12 +41,36 @@ class Deep:
 
     def __init__(self, awake: Awake, examiner: Examiner, keeper: Keeper, logbook: Logbook) -> None:
         self._awake, self._examiner, self._keeper, self._logbook = awake, examiner, keeper, logbook
+        self._updates = Updates()
         self._looked: dict[Place, int] = {}  # how often, at lines that overflow
         self._told: set[tuple[str | None, int | None]] = set()
 
     def begin(self, recording: Recording) -> None:
         """A backward pass begins."""
         recording.heard = self._awake.take()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self._awake.is_due and not self._keeper.course.bad:
+            self._updates.begin(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, taken: bool) -> None:
+        """It has stepped, or, if it is not taken, has done nothing: did it go as far as it should have?"""
+        if not taken or self._keeper.course.bad:
+            self._updates.let_go()
+            return
+        found = self._updates.judge(optimizer)
+        if found is None:
+            return
+        weight, seen = found
+        name = name_of(weight, self._examiner.modules.parameters()) or "a weight"
+        if (seen.optimizer, None) not in self._told:
+            self._told.add((seen.optimizer, None))
+            recordings = self._keeper.course.recordings
+            seen = replace(seen, weight=name, origin=replace(seen.origin, variable=name))
+            last = recordings[-1] if recordings else None
+            reached = Reached(last.value if last is not None else None)
+            self._keeper.save(last, reached, lambda blank: replace(blank, observation=seen, found=seen))
 
     def judge(self, recording: Recording) -> None:
         """A backward pass has ended, and its loss and gradients are finite: are they also right?"""
@@ -51,7 +81,10 @@ class Deep:
         self._keeper.course.line.add_room(*_words(sounding.room))
         if self._keeper.course.bad:
             return
-        hit = self._of_models(recording, sounding) if sounding.overflows else self._of_loss(recording)
+        try:
+            hit = self._of_models(recording, sounding) if sounding.overflows else self._of_loss(recording)
+        except ProgramError:
+            return  # it holds what no program can make again
         if hit is not None and hit.look is not None and hit.look.location is not None:
             site = hit.look.location.origin.site
             line = (site.file, site.line) if site is not None else (None, None)

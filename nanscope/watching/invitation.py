@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nanscope.plain import checked
 from nanscope.snapshot.processes import machine
-from nanscope.snapshot.runs import MAX_BYTES, Folder
+from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.watching.calling import call
 from nanscope.watching.job import OURS
 from nanscope.watching.place import Place, enrol, is_ranked, name_of
@@ -42,7 +42,7 @@ class Invitation:
     """A run that other processes take part in.
 
     path: its directory, given: its folder of runs as a person wrote it. run: its id. machine: of who began it. on_nonfinite, save_steps,
-    max_bytes: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
+    max_bytes, deep_every: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
     """
 
     path: str
@@ -51,6 +51,7 @@ class Invitation:
     on_nonfinite: str = "record"
     save_steps: tuple[int, ...] = ()
     max_bytes: int = MAX_BYTES
+    deep_every: int = DEEP_EVERY
     machine: str = field(default_factory=machine)
     node: str = ""
 

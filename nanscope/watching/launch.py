@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanscope.snapshot.coverage import Status
-from nanscope.snapshot.runs import MAX_BYTES
+from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.dying import last_words
@@ -61,6 +61,7 @@ def run(
     on_nonfinite: OnNonFinite,
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
+    deep_every: int = DEEP_EVERY,
     run_id: str = "",
     at_death: Callable[[Leading], None] = lambda leading: None,
     options: Sequence[str] = (),
@@ -75,7 +76,8 @@ def run(
     start = what.ready()
     if AMBIENCE.invitation is not None:  # within another `nanscope run`, which tells
         return _ended(start, None)
-    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, Job.of(os.environ, what.argv, run_id))
+    job = Job.of(os.environ, what.argv, run_id)
+    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, job, deep_every=deep_every)
 
     def die(why: str) -> None:
         leading.hurried = True
@@ -118,13 +120,18 @@ def go_on(after: str, argv: Sequence[str]) -> Ended:
 
 
 def lead(
-    *, out: str | os.PathLike[str], on_nonfinite: OnNonFinite = "record", save_steps: Sequence[int] = (), max_bytes: int = MAX_BYTES
+    *,
+    out: str | os.PathLike[str],
+    on_nonfinite: OnNonFinite = "record",
+    save_steps: Sequence[int] = (),
+    max_bytes: int = MAX_BYTES,
+    deep_every: int = DEEP_EVERY,
 ) -> Invitation:
     """Begin a run in this process that ends with it, and return the invitation to it; at the end the log tells the verdict on all of it.
 
     Raises NanscopeError if nothing can be written to `out`.
     """
-    leading = Leading(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes)
+    leading = Leading(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes, deep_every=deep_every)
 
     def tell() -> None:
         if leading.tells:

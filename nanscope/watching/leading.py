@@ -14,7 +14,7 @@ from typing import cast
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import RunRecord, others, record_of, records, unwatched
-from nanscope.snapshot.runs import Folder
+from nanscope.snapshot.runs import DEEP_EVERY, Folder
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import verdict_of
 from nanscope.watching.calling import Ear
@@ -50,6 +50,7 @@ class Leading:
         max_bytes: int,
         job: Job | None = None,
         place: Place | None = None,
+        deep_every: int = DEEP_EVERY,
     ) -> None:
         job = None if rank_and_world()[1] > 1 else job  # ranks find each other
         self._again = place is not None
@@ -57,13 +58,16 @@ class Leading:
             place = place or settle(Folder.of(out), name, lead=True, job=job)
         except OSError as error:
             raise NanscopeError(f"{out} cannot be written ({error.strerror or error}): choose another --out", slug="not-writable") from None
-        self.invitation = Invitation(str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes, node=place.node)
+        self.invitation = Invitation(
+            str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes, deep_every, node=place.node
+        )
         self._nodes = None if job is None else Nodes(place.path, place.node, job)
         self.scope = Scope(
             out=out,
             on_nonfinite=on_nonfinite,
             save_steps=save_steps,
             max_bytes=max_bytes,
+            deep_every=deep_every,
             name=name,
             place=place,
             invitation=self.invitation,
@@ -81,7 +85,8 @@ class Leading:
         name = (record_of(path, 0) or RunRecord()).script
         out = invitation.given if Path(invitation.given).absolute() == path.parent else path.parent
         place = Place(path, invitation.run, 0, bool(worker), worker, named=False)
-        return Leading(out, name, cast("OnNonFinite", invitation.on_nonfinite), invitation.save_steps, invitation.max_bytes, place=place)
+        action, steps = cast("OnNonFinite", invitation.on_nonfinite), invitation.save_steps
+        return Leading(out, name, action, steps, invitation.max_bytes, place=place, deep_every=invitation.deep_every)
 
     def enter(self) -> Callable[[str], None]:
         """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""

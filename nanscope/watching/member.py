@@ -40,6 +40,7 @@ def scope_of(invitation: Invitation) -> Scope:
         on_nonfinite=cast("OnNonFinite", invitation.on_nonfinite),
         save_steps=invitation.save_steps,
         max_bytes=invitation.max_bytes,
+        deep_every=invitation.deep_every,
         invitation=invitation,
     )
 

@@ -24,7 +24,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from nanscope.capture import compiled, modules, swaps
-from nanscope.capture.awake import EVERY, Awake
+from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.gates import Gates
 from nanscope.capture.mode import TapeMode
@@ -36,7 +36,7 @@ from nanscope.errors import NanscopeError
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
 from nanscope.snapshot.record import RunRecord
-from nanscope.snapshot.runs import MAX_BYTES, Folder
+from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
@@ -89,7 +89,7 @@ class Scope:
         max_bytes: int = MAX_BYTES,
         name: str | None = None,
         on_incident: Callable[[Incident], None] | None = None,
-        deep_every: int = EVERY,
+        deep_every: int = DEEP_EVERY,
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
@@ -353,7 +353,7 @@ def watch(
     max_bytes: int = MAX_BYTES,
     name: str | None = None,
     on_incident: Callable[[Incident], None] | None = None,
-    deep_every: int = EVERY,
+    deep_every: int = DEEP_EVERY,
 ) -> Scope:
     """Return a scope that watches a training run.
 

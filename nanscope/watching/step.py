@@ -253,6 +253,7 @@ class Step(Relay):
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_step, self.number, parameters, grads, total)
         self._gradients.judge(parameters, grads, total)
+        self._failsafe("deep", self._deep.before_step, optimizer)
         if self._skipping is not None and self._skipping.skips:
             self._keeper.unexplained()
 
@@ -263,6 +264,7 @@ class Step(Relay):
         if self._skipping is not None:
             self._skipping.after_step()
         self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
+        self._failsafe("deep", self._deep.after_step, optimizer, not (held or self._overflowed))
         self._look_at_weights([optimizer], Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN)
 
     def _look_at_weights(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Stepped) -> None:

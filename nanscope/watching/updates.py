@@ -1,0 +1,129 @@
+"""In deep steps: is the update of a few weights what float64 makes of the optimizer's own state?
+
+Adam divides a mean of gradients by the root of a mean of their squares, and these two belong together: by Cauchy and Schwarz the first is
+never more than `_reach` times that root, whatever the gradients were. Where it is, the state is not one that gradients have made. A second
+moment that rounded to 0 in half precision, on its way through a checkpoint for instance, leaves nothing to divide by but epsilon: the
+update is thousands of times too large, and finite. Elements from all over each weight are looked at, and they stay on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanscope.locate.observe import observe_update
+from nanscope.program.local import local
+from nanscope.snapshot.observation import Observation
+from nanscope.text import number
+from nanscope.watching.left import spread
+
+FEW = 32  # weights of an optimizer that are looked at
+SAMPLE = 1 << 14  # elements of one
+TOO_LARGE = 10.0  # times what float64 makes of the state, and times the learning rate
+MEAN, SQUARES = "exp_avg", "exp_avg_sq"  # of the gradients
+KINDS = frozenset({"Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam"})  # classes of optimizers that update like Adam
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Elements of a weight before its update, one of so many (stride). group: of its optimizer."""
+
+    weight: nn.Parameter
+    content: Tensor
+    stride: int
+    group: dict[str, Any]
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the same elements of what has the weight's shape, None where it has not."""
+        part = local(tensor)
+        if part is None or not part.is_floating_point() or part.dtype.itemsize < 2:
+            return None
+        own = part.flatten()[:: self.stride]
+        return own.double() if own.shape == self.content.shape and own.device == self.content.device else None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How far elements went, and how far float64 would have gone. times: too far, 0 where it is not too far."""
+
+    sample: Sample
+    moved: Tensor
+    mean: Tensor
+    squares: Tensor
+    times: Tensor
+
+
+class Updates:
+    """Asked around the step of an optimizer."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step."""
+        self._samples = []
+        if KINDS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+            return
+        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None}
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) in groups]
+        for weight in spread(weights, FEW):
+            part = local(weight)
+            if part is not None and part.numel():
+                stride = max(1, part.numel() // SAMPLE)
+                self._samples.append(Sample(weight, part.flatten()[::stride].clone(), stride, groups[id(weight)]))
+
+    def let_go(self) -> None:
+        """It takes no step, or nobody asks."""
+        self._samples = []
+
+    def judge(self, optimizer: torch.optim.Optimizer) -> tuple[nn.Parameter, Observation] | None:
+        """Return the update that is out of all proportion, None if none is."""
+        samples, self._samples = self._samples, []
+        moved = [found for sample in samples if (found := _moved(sample, optimizer.state.get(sample.weight, {}))) is not None]
+        if not moved:
+            return None
+        device = moved[0].times.device
+        worst = torch.stack([one.times.max().to(device) for one in moved]).tolist()  # in one transfer
+        if max(worst) <= TOO_LARGE:
+            return None
+        found = moved[worst.index(max(worst))]
+        return found.sample.weight, _observed(found, type(optimizer).__name__)
+
+
+def _moved(sample: Sample, state: dict[str, Any]) -> Moved | None:
+    """How far a weight went, beside the update that its state gives in float64, with squares that its mean can have come with."""
+    group, found = sample.group, [state.get(key) for key in (MEAN, SQUARES, "step")]
+    mean, squares, step = (sample.of(one) if index < 2 and isinstance(one, Tensor) else one for index, one in enumerate(found))
+    after, reach = sample.of(sample.weight), _reach(*group.get("betas", (1.0, 1.0)))
+    if not (isinstance(mean, Tensor) and isinstance(squares, Tensor) and isinstance(after, Tensor)) or step is None or not reach:
+        return None
+    before, rate, count = sample.content.double(), float(group["lr"]), float(step)
+    decay, rounding = rate * float(group.get("weight_decay", 0.0)), torch.finfo(sample.content.dtype).eps
+    moved = (after - before).abs() - (decay + 2 * rounding) * before.abs()  # what rounding and weight decay have no hand in
+    first, second = (1 - beta ** max(count, 1.0) for beta in map(float, group["betas"]))
+    least = torch.maximum(squares, (mean / reach).square())
+    update = rate * (mean.abs() / first) / ((least / second).sqrt() + float(group.get("eps", 0.0)))
+    times = torch.where((moved > TOO_LARGE * rate) & torch.isfinite(moved), moved / update, 0.0).nan_to_num(posinf=0.0)
+    return Moved(sample, after - before, mean, squares, times)
+
+
+def _reach(first: Any, second: Any) -> float:
+    """The most that a mean of gradients comes to, in roots of the mean of their squares; 0 where nothing is known."""
+    one, two = float(first), float(second)
+    if not (0 <= one < 1 and 0 <= two < 1 and one * one < two):
+        return 0.0
+    return (1 - one) / math.sqrt(1 - two) / math.sqrt(1 - one * one / two)
+
+
+def _observed(found: Moved, optimizer: str) -> Observation:
+    place = int(found.times.argmax())
+    flat, sample = place * found.sample.stride, found.sample
+    mean, squares = float(found.mean[place]), float(found.squares[place])
+    operands = ((MEAN, mean), (SQUARES, squares))
+    words = f"{float(found.times[place]):.2g} times what float64 makes of the optimizer's state: no gradients give a mean of {number(mean)}"
+    scale = f"{words} beside squares of {number(squares)}"
+    return observe_update(sample.weight, flat, float(found.moved[place]), operands, sample.group, optimizer, scale)
