@@ -135,7 +135,7 @@ class Depth:
     def after(self, noting: Read, args: tuple[Any, ...], result: Any) -> None:
         """Measure what the call made."""
         operator, reads = noting
-        if operator.view:
+        if operator.view and not operator.mutable:
             return
         made = tensors_of(args[:1] if operator.mutable else result)
         unknown = operator.name in DATA_FACTORIES
