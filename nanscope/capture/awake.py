@@ -1,7 +1,7 @@
 """Whether a model is listened to while it is called, or the tape sleeps meanwhile: in the first steps of a run, and in one of many after.
 
-It is left alone where listening is not safe, or would tell nothing: without gradients, in a transform, among other ranks, and where code
-that torch compiles would have to be compiled anew.
+It is left alone where listening is not safe, or would tell nothing: without gradients, in a transform, where its weights are spread over
+ranks, and where code that torch compiles would have to be compiled anew.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from nanscope.capture.alone import has_peers
 from nanscope.capture.depth import Depth, Heard
 from nanscope.capture.mode import TapeMode
-from nanscope.torch_inside import COMPILED_CALL, transform, uncompiled
+from nanscope.program.local import is_plain
+from nanscope.torch_inside import COMPILED_CALL, compiles_backward, is_flat, transform, uncompiled
 
 FIRST = 3  # steps of a run that are looked at deeply, whatever comes after them
 
+SPREAD = ("FSDP", "FullySharded", "DeepSpeed")  # how classes of modules begin whose weights come and go
 MODULE = "module"  # why a mode sleeps
 
 
@@ -54,6 +55,13 @@ class Awake:
 
 def is_open(module: nn.Module) -> bool:
     """May a module be listened to while it is called?"""
-    if has_peers() or transform() is not None:
+    if transform() is not None or compiles_backward():
         return False
-    return not any(uncompiled(part) is not None or getattr(part, COMPILED_CALL, None) is not None for part in module.modules())
+    if any(not is_plain(weight) or is_flat(weight) or hasattr(weight, "ds_id") for weight in module.parameters()):
+        return False
+    return not any(_is_closed(part) for part in module.modules())
+
+
+def _is_closed(part: nn.Module) -> bool:
+    is_compiled = uncompiled(part) is not None or getattr(part, COMPILED_CALL, None) is not None
+    return is_compiled or type(part).__name__.startswith(SPREAD)

@@ -183,7 +183,7 @@ class Depth:
 
 
 def _is_measured(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and is_plain(tensor) and tensor.numel() > 0
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and is_plain(tensor) and tensor.numel() > 0 and memory_of(tensor) > 0
 
 
 def _is_infinite(args: Sequence[Any]) -> bool:

@@ -24,6 +24,7 @@ from nanscope.locate.twin import absorbed, residue
 from nanscope.program.numbers import dtype_name, tensor_bytes
 from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.step import Reached
+from nanscope.torch_inside import compiles_backward
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.laid import name_of
@@ -79,7 +80,7 @@ class Deep:
             return
         sounding = heard.ask()
         self._keeper.course.line.add_room(*_words(sounding.room))
-        if self._keeper.course.bad:
+        if self._keeper.course.bad or compiles_backward():  # what we differentiate would be compiled, too
             return
         try:
             hit = self._of_models(recording, sounding) if sounding.overflows else self._of_loss(recording)

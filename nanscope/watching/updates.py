@@ -37,9 +37,9 @@ class Sample:
     stride: int
     group: dict[str, Any]
 
-    def of(self, tensor: Tensor) -> Tensor | None:
+    def of(self, tensor: object) -> Tensor | None:
         """Return the same elements of what has the weight's shape, None where it has not."""
-        part = local(tensor)
+        part = local(tensor) if isinstance(tensor, Tensor) else None
         if part is None or not part.is_floating_point() or part.dtype.itemsize < 2:
             return None
         own = part.flatten()[:: self.stride]
@@ -66,7 +66,7 @@ class Updates:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to step."""
         self._samples = []
-        if KINDS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        if type(optimizer).__name__ not in KINDS:  # one that is derived from these may update otherwise
             return
         groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None}
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) in groups]
@@ -96,15 +96,16 @@ class Updates:
 
 def _moved(sample: Sample, state: dict[str, Any]) -> Moved | None:
     """How far a weight went, beside the update that its state gives in float64, with squares that its mean can have come with."""
-    group, found = sample.group, [state.get(key) for key in (MEAN, SQUARES, "step")]
-    mean, squares, step = (sample.of(one) if index < 2 and isinstance(one, Tensor) else one for index, one in enumerate(found))
-    after, reach = sample.of(sample.weight), _reach(*group.get("betas", (1.0, 1.0)))
-    if not (isinstance(mean, Tensor) and isinstance(squares, Tensor) and isinstance(after, Tensor)) or step is None or not reach:
+    group, step = sample.group, state.get("step")
+    after, mean, squares = (sample.of(one) for one in (sample.weight, state.get(MEAN), state.get(SQUARES)))
+    reach = _reach(*group.get("betas", (1.0, 1.0)))
+    if after is None or mean is None or squares is None or step is None or not reach:
         return None
-    before, rate, count = sample.content.double(), float(group["lr"]), float(step)
-    decay, rounding = rate * float(group.get("weight_decay", 0.0)), torch.finfo(sample.content.dtype).eps
+    before = sample.content.double()
+    rate, count = (torch.as_tensor(one, device=after.device).double() for one in (group["lr"], step))
+    decay, rounding = rate * group.get("weight_decay", 0.0), torch.finfo(sample.content.dtype).eps
     moved = (after - before).abs() - (decay + 2 * rounding) * before.abs()  # what rounding and weight decay have no hand in
-    first, second = (1 - beta ** max(count, 1.0) for beta in map(float, group["betas"]))
+    first, second = (1 - float(beta) ** count.clamp_min(1) for beta in group["betas"])
     least = torch.maximum(squares, (mean / reach).square())
     update = rate * (mean.abs() / first) / ((least / second).sqrt() + float(group.get("eps", 0.0)))
     times = torch.where((moved > TOO_LARGE * rate) & torch.isfinite(moved), moved / update, 0.0).nan_to_num(posinf=0.0)
