@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.log import RING
-from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author_of
+from nanscope.capture.sites import KNOWN, NOWHERE, Author, Place, above_handler, author_of
 from nanscope.program.local import is_plain, memory_of
 from nanscope.program.ops import DATA_FACTORIES, SELECTORS, SILENT, Flow, flow_of
 from nanscope.torch_inside import has_schema
@@ -60,15 +60,33 @@ class Sounding:
     overflows: tuple[tuple[str, Place], ...] = ()
     room: Room | None = None
 
+    def joined(self, other: Sounding) -> Sounding:
+        """Return what both come to."""
+        rooms = [one.room for one in (self, other) if one.room is not None]
+        both = tuple(dict.fromkeys((*self.overflows, *other.overflows)))
+        return Sounding(both, min(rooms, key=lambda room: room.bits, default=None))
+
 
 @dataclass(slots=True)
 class Heard:
-    """What a listener has noted, still on the device."""
+    """What a listener has noted. marks: still on the device. settled: what those before came to."""
 
     marks: list[Measured] = field(default_factory=list)
+    settled: Sounding = Sounding()
+
+    def settle(self) -> None:
+        """Make room for another call of a model: not all of them are differentiated."""
+        if self.marks and self.marks[0].low.is_cpu:
+            self.settled = self.ask()
+            self.marks.clear()
+        elif len(self.marks) > CALLS // 2:
+            self.marks.clear()
 
     def ask(self) -> Sounding:
         """Return what it comes to, in one transfer for each dtype."""
+        return self.settled.joined(self._sounding())
+
+    def _sounding(self) -> Sounding:
         low, high = _numbers([mark.low for mark in self.marks]), _numbers([mark.high for mark in self.marks])
         bad = {number for number, pair in enumerate(zip(low, high, strict=True)) if not all(map(math.isfinite, pair))}
         overflows, room = dict[tuple[str, Place], None](), Room(math.inf, "", torch.float32, NOWHERE)
@@ -107,6 +125,7 @@ class Depth:
     def begin(self) -> None:
         """A model is called: what lay in memory before may be something else by now."""
         self._wrote.clear()
+        self._heard.settle()
 
     def take(self) -> Heard:
         """Return what was heard so far, and begin anew."""
@@ -172,6 +191,8 @@ class Depth:
         while frame is not None:
             author = self._users.get(frame.f_code)
             if author is None:
+                if len(self._users) >= KNOWN:
+                    self._users.clear()  # somebody compiles code as he goes
                 author = self._users[frame.f_code] = author_of(frame.f_code)
             if author is Author.RELAY and (issuer := above_handler(frame)) is not None:
                 frame = issuer
