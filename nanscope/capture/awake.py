@@ -13,6 +13,7 @@ from torch import nn
 
 from nanscope.capture.depth import Depth, Heard
 from nanscope.capture.mode import TapeMode
+from nanscope.capture.unseen import unseen
 from nanscope.program.local import is_plain
 from nanscope.torch_inside import COMPILED_CALL, compiles_backward, is_flat, transform, uncompiled
 
@@ -37,10 +38,12 @@ class Awake:
 
     def begin(self, module: nn.Module) -> None:
         """An outermost module is called."""
-        if self.is_due and torch.is_grad_enabled() and is_open(module):
-            self._depth.begin()
-            self._mode.depth = self._depth
-        else:
+        if self.is_due and torch.is_grad_enabled():
+            with unseen():
+                listens = is_open(module)
+                self._depth.begin()
+            self._mode.depth = self._depth if listens else None
+        if self._mode.depth is None:
             self._mode.sleep(MODULE)
 
     def end(self) -> None:

@@ -9,11 +9,13 @@ What cannot be held against float64 is noted, and no incident.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from nanscope.capture.alone import alone
 from nanscope.capture.awake import Awake
 from nanscope.capture.depth import Room, Sounding
 from nanscope.capture.sites import Place
@@ -29,7 +31,7 @@ from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.laid import name_of
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.look import Look, deep_look
+from nanscope.watching.look import Look, reruns_of, run_again, second_look
 from nanscope.watching.recording import Recording
 from nanscope.watching.updates import Updates
 
@@ -98,7 +100,7 @@ class Deep:
         self._looked.update({place: self._looked.get(place, 0) + 1 for _, place in fresh})
         if not fresh:
             return None
-        look = deep_look(recording, self._examiner.tape.budget * 4, self._examiner.modules)
+        look = _second_look(recording, self._examiner)
         if look is None or look.trace is None:
             op, place = fresh[0]
             text = f"{op} overflowed inside the model ({_line_of(place)}), and what was made of it is finite"
@@ -110,6 +112,13 @@ class Deep:
         if recording.program is None or recording.scaled or tensor_bytes(recording.tensors) > LARGEST:
             return None
         return _judged(recording, Look(Trace.of(recording.program, recording.tensors), None))
+
+
+@alone()
+def _second_look(recording: Recording, examiner: Examiner) -> Look | None:
+    """Run the models once more as a program; None if that is not possible."""
+    reruns = reruns_of(recording, examiner.modules, examiner.tape.budget * 4)
+    return run_again(reruns.notes, functools.partial(second_look, recording, reruns))
 
 
 def _judged(recording: Recording, look: Look) -> Hit | None:

@@ -184,13 +184,6 @@ def deeper_look(recording: Recording, budget: int, watch: ModuleWatch, backward:
     return replace(look or NOTHING, notes=(*(look or NOTHING).notes, *reruns.notes))
 
 
-@alone()
-def deep_look(recording: Recording, budget: int, watch: ModuleWatch) -> Look | None:
-    """Run the model once more as a program in a step that is finite; None if that is not possible."""
-    reruns = _reruns(recording, watch, budget)
-    return _run_again(reruns.notes, functools.partial(second_look, recording, reruns))
-
-
 def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None:
     opened = kernel_look(recording, reruns)
     if opened is not None and opened.location is not None and is_settled(opened.location):
