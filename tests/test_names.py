@@ -292,3 +292,31 @@ def test_an_infinity_that_was_put_beside_numbers_came_in() -> None:
     mask = record(lambda x: loss(x, 0.0), torch.zeros(SHAPE, requires_grad=True)).location
     assert mask is not None
     assert (mask.phase, mask.origin.op) == ("forward", "mul")
+
+
+def test_a_loss_may_call_it_by_another_name_than_who_has_made_it() -> None:
+    """`weights` of a buffer are the importance weights of the loss that reads them."""
+
+    def weighed(is_weights: Tensor, td_errors: Tensor) -> Tensor:
+        return (is_weights.double() * td_errors**2).mean()
+
+    def sampled(td_errors: Tensor) -> Tensor:
+        priorities = torch.linspace(0.5, 1.0, 3)
+        shares = priorities ** (-0.4)
+        return weighed(shares, td_errors)
+
+    made = record(sampled, leaf(3))
+    power = next(call.outs[0] for call in made.program.calls if call.name == "pow")
+    assert power is not None
+    assert Names(made.program).role(power) is Role.IS_WEIGHT
+
+
+def test_the_logarithm_of_ratios_is_a_log_ratio() -> None:
+    """Added up, too: one preferred answer against several."""
+
+    def loss(logps: Tensor, old_logps: Tensor) -> Tensor:
+        total = torch.exp(logps - old_logps).sum(-1)
+        return -torch.log(total).mean()
+
+    made = record(loss, leaf(2, 3), ones(2, 3))
+    assert Names(made.program).role(made_by(made, "log")) is Role.LOG_RATIO

@@ -27,6 +27,7 @@ from nanscope.program.ops import (
     SHIFTS,
     SPREADS,
     SUMS,
+    TAKEN_OF,
     ZERO_PRODUCTS,
     Flow,
     carries,
@@ -189,6 +190,8 @@ def _times_own_operand(program: Program, call: Call) -> bool:
     """Is the logarithm multiplied by the number it was taken of, p · log p?"""
     operand = next(iter(call.inputs()), None)
     value = call.outs[0]
+    if call.name in TAKEN_OF:
+        return len(call.args) > 1 and call.args[0] == call.args[1]  # xlogy(p, p)
     for _ in range(6):
         readers = program.readers(value) if value is not None else []
         if any(reader.name == "mul" and operand in set(reader.inputs()) for reader in readers):

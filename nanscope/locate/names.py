@@ -8,7 +8,7 @@ import re
 
 from nanscope.frameworks.table import site_in
 from nanscope.locate.uses import Uses
-from nanscope.program.calls import Arg, Call, Ref, Site, refs
+from nanscope.program.calls import Arg, Call, Computes, Ref, Site, refs
 from nanscope.program.ops import (
     COMMUTATIVE,
     COPIES,
@@ -262,11 +262,21 @@ class Names:
             return self._exponential(call, value, inputs[0])
         if name in LOG_SOFTMAXES or name == "logsumexp":
             return Role.LOG_PROBS
+        if name in NATURAL_LOGARITHMS and self._is_ratio(inputs[0]):
+            return Role.LOG_RATIO
         if name in NATURAL_LOGARITHMS and LOG_PROBS & self._ancestors(inputs[0]):
             return Role.LOG_PROBS
         if name in RESCALINGS and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
         return None
+
+    def _is_ratio(self, value: int) -> bool:
+        """Is it a ratio, or the sum of some?"""
+        call = self.program.maker(value)
+        while call is not None and (call.name in SUMS or carries(call.op)):
+            value = next(call.inputs(), -1)
+            call = self.program.maker(value)
+        return call is not None and call.name in NATURAL_EXPONENTIALS and self._own(value) is Role.RATIO
 
     def _exponential(self, call: Call, value: int, operand: int) -> Role | None:
         """What e to the power of something is."""
@@ -276,6 +286,8 @@ class Names:
             return Role.KL if Role.REF_LOG_PROBS in self._ancestors(operand) else Role.RATIO
         if call.name != "exp":
             return None
+        if call.module and self._of_weights_only(value):
+            return Role.WEIGHTS  # a temperature or a deviation that is learnt
         if _SPREAD.search((self.name(operand) or "").lower()):
             return Role.HIDDEN  # a standard deviation or scale that a policy puts out
         if not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
@@ -335,11 +347,21 @@ class Names:
         for _ in range(60):
             readers = self.program.readers(value)
             if not readers:
-                return Role.LOSS if value == self.program.output else None
+                ends = Role.LOSS if self.program.computes is Computes.LOSS else Role.HIDDEN  # what is handed to a model, or comes out of it
+                return ends if value == self.program.output else None
             if readers[0].module:
                 return Role.HIDDEN  # a model is given it: what becomes of its outputs says nothing of that
+            called = self._called_by(readers[0], value)
             value = next((out for out in readers[0].outs if out is not None), value)
-            role = self.named(value)
+            role = called or self.named(value)
             if role is not None and role is not Role.MASK:
                 return role
+        return None
+
+    def _called_by(self, reader: Call, value: int) -> Role | None:
+        """The role that the code which reads a value tells: a loss may call it by another name than who has made it."""
+        site = self.program.site_of(reader)
+        for position, arg in enumerate(reader.args):
+            if site is not None and isinstance(arg, Ref) and arg.id == value and position < len(site.args):
+                return role_of(site.args[position]) if _PLAIN.fullmatch(site.args[position]) else None
         return None

@@ -185,6 +185,8 @@ def stable_function(patch: Patch) -> Variant | None:
         return None
     if patch.op == "mul":
         return _zero_infinite_factor(patch)
+    if patch.op == "xlogy":
+        return _times_logarithm(patch, index)
     if patch.op not in NATURAL_LOGARITHMS:
         return None
     value = patch.operand(0)
@@ -216,6 +218,21 @@ def stable_function(patch: Patch) -> Variant | None:
             label = f"log(−expm1(x)) with x at most {tiny:.3g}, in place of log1p(−exp(x))"
             return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
     return None
+
+
+def _times_logarithm(patch: Patch, index: int) -> Variant | None:
+    """x · log softmax(y), with the logarithm in one call."""
+    value = patch.operand(1)
+    inner = patch.program.maker(value) if value is not None else None
+    if inner is None or inner.name not in SOFTMAXES:
+        return None
+    call, fresh = patch.call, patch.program.new_id()
+    calls = list(patch.program.calls)
+    calls[index : index + 1] = [
+        replace(call, op=_LOG_OF[inner.name], args=inner.args, kwargs=(), outs=(fresh,)),
+        replace(call, op="aten.mul.Tensor", args=(call.args[0], Ref(fresh)), kwargs=()),
+    ]
+    return Variant("stable_function", f"log{inner.name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 
 def _zero_infinite_factor(patch: Patch) -> Variant | None:
