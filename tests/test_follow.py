@@ -66,6 +66,22 @@ def test_what_came_in_is_told_apart_from_what_was_made() -> None:
     assert made is not None and made.foreign and made.result is weight and made.flat == 1
 
 
+def normalised(module: nn.Module, size: float) -> Callable[[Tensor], Tensor]:
+    """A norm over what is this much larger than what comes in, which is beyond float32 in one row."""
+    return lambda x: module((x * size).reshape(4, 1, 2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [1e20, -1e20])
+def test_statistics_that_a_norm_only_writes_to_have_no_part_in_what_it_makes(size: float) -> None:
+    """A batch norm in training is spoilt by what is infinite in the batch, of whatever sign, and not by its running mean of a step before."""
+    norm = nn.BatchNorm1d(1)
+    norm.running_mean = torch.full((1,), math.nan)
+    made = followed(normalised(norm, size), torch.tensor([1.0] * 6 + [1e30] * 2))
+    assert made is not None and (made.op, made.flat, made.foreign) == ("mul", 6, False)
+    made = followed(normalised(norm.eval(), 1.0), torch.ones(8))
+    assert made is not None and made.foreign and made.result is norm.running_mean
+
+
 def test_a_finite_output_leads_nowhere() -> None:
     """An infinity that the model absorbed is not asked for."""
     made = followed(lambda x: x.masked_fill(x > 1, -math.inf).softmax(0), torch.tensor([1.0, 2.0]))

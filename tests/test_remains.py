@@ -153,7 +153,7 @@ def test_weights_that_were_loaded_after_they_had_been_fine_are_poisoned(tmp_path
     """Memory that was never written it is not: they were finite, and the line that wrote to them is known."""
     first, second = trained_by_hand(tmp_path, loads).verdict.incidents
     assert (first.step, first.cause, second.step, second.consequence_of) == (3, Cause.POISONED_WEIGHTS, 4, 3)
-    assert "was already NaN at [0] of [2] before the step: model.load_state_dict(" in first.sentence
+    assert "was already NaN at [0, 0] of [2, 4] before the step: model.load_state_dict(" in first.sentence
     assert "wrote it there, test_remains.py:" in first.sentence and "and it was finite in step 1" in first.sentence
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from collections.abc import Callable
@@ -240,6 +241,54 @@ def test_a_weight_of_a_model_without_gradient_is_told_from_those_of_the_model(
     incident = distil(model, reference, tmp_path, *([model, reference] if watched else [model]), before=before)
     assert (incident.phase, incident.cause, incident.origin.index) == ("weights", "poisoned_weights", (1, 2))
     assert incident.origin.variable == "first.weight of a Frozen that ran without gradient" and not slugs(incident)
+
+
+class Scaled(Frozen):
+    """Its first part holds a table that is no parameter. content: of that."""
+
+    def __init__(self, content: float = 1.0) -> None:
+        super().__init__()
+        self.first.register_buffer("table", torch.full((3,), content), persistent=False)
+
+    def forward(self, x: Tensor, cache: object = None) -> Tensor:
+        return super().forward(x * self.first.table)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_buffer_that_is_bad_did_not_come_with_the_batch(tmp_path: Path, trained: bool) -> None:
+    """A table of a model that never was anything but NaN is a part of the model, under its full name."""
+    models = (Scaled(math.nan), Scaled()) if trained else (Scaled(), Scaled(math.nan))
+    incident = distil(*models, tmp_path)
+    assert (incident.phase, incident.cause, incident.origin.op, incident.origin.role) == (
+        "weights",
+        "poisoned_weights",
+        "buffer",
+        "weights",
+    )
+    assert incident.origin.variable == "first.table" + " of a Scaled that ran without gradient" * (not trained)
+    assert all(not fix.proven for fix in incident.fixes), "nothing of the batch can be left out that would help"
+
+
+def test_a_buffer_that_nobody_has_written_to_is_said_to_be_that(tmp_path: Path) -> None:
+    """A checkpoint that does not hold it leaves what `to_empty` has found in memory, here as torch fills it."""
+    reference = Scaled().to("meta")
+    torch.use_deterministic_algorithms(True)
+    try:
+        reference.to_empty(device="cpu").load_state_dict(Scaled().state_dict())
+        incident = distil(Scaled(), reference, tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (incident.phase, incident.cause, incident.origin.op) == ("weights", "uninitialized", "buffer")
+
+
+def test_of_many_weights_that_are_bad_the_one_is_named_that_is_read_first(tmp_path: Path) -> None:
+    """And not the last one that was added."""
+    reference = Frozen()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.fill_(math.nan)
+    incident = distil(Frozen(), reference, tmp_path)
+    assert incident.origin.variable == "first.weight of a Frozen that ran without gradient"
 
 
 @pytest.mark.parametrize("how", ["weight", "forward", "backward"])

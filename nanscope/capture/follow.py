@@ -25,7 +25,7 @@ from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
-from nanscope.program.ops import FLOW, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name
+from nanscope.program.ops import FLOW, MASK_FREE, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name, not_read
 from nanscope.program.program import Program
 from nanscope.torch_inside import TorchDispatchMode, number_of, sequence_number
 
@@ -133,6 +133,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         written, untouched = writes_of(func, args, kwargs)
+        untouched |= {id(args[position]) for position in not_read(_name_of(func), args)}
         read = _parts(tensor for tensor in tensors_in([args, kwargs]) if id(tensor) not in untouched)
         foreign = [tensor for tensor, part in read if _address(part) not in self._writer]
         before = [kinds_of(tensor) for tensor in foreign]
@@ -154,7 +155,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs: Sequence[Tensor],
         writes: bool,
     ) -> None:
-        name = base_name(str(func).replace("aten::", "aten.")).rstrip("_")
+        name = _name_of(func)
         outside = _union(before)
         came = _union([outside, *(self.marks[number].kinds for number in sources if number >= 0)])
         code, lasti = self._caller()
@@ -224,7 +225,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The operand that the harm came from, -1 if it is one from outside, None if the call made it."""
         wanted: list[Callable[[Kinds], bool]] = [lambda k: k.nan] if kinds.nan else []
         wanted.append(lambda k: k.posinf)
-        if not kinds.nan:  # of a NaN an -inf is no cause but a mask, unless nothing else is there: then the call made it
+        if not kinds.nan or mark.op in MASK_FREE:  # of a NaN an -inf is no cause but a mask: then the call made it
             wanted.append(lambda k: k.neginf)
         elif not any(fits(self.marks[number].kinds) for fits in wanted for number in mark.reads if number >= 0):
             negative = (number for number in mark.reads if number >= 0 and self._came_of_infinity(self.marks[number]))
@@ -289,6 +290,10 @@ def _program_of(mark: Mark, site: Site | None) -> tuple[Program, dict[int, Tenso
     call = Call(mark.overload, args, kwargs, outs, 0 if site is not None else -1, False, mark.module or "model")
     program = Program(leaves, (call,), len(tensors), (site,) if site is not None else (), Computes.ACTIVATION)
     return program, {number: tensor.detach() for number, tensor in tensors.items()}
+
+
+def _name_of(func: Any) -> str:
+    return base_name(str(func).replace("aten::", "aten.")).rstrip("_")
 
 
 def _makes(kinds: Kinds, came: Kinds) -> bool:

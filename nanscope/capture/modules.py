@@ -392,8 +392,14 @@ class ModuleWatch:
 
     def buffer_there(self, place: Address) -> str | None:
         """Return the name of the buffer that lies at an address."""
-        models = (*list(self.seen), *list(self._without)) if place != NOWHERE else ()
-        return next((name for model in models for name, buffer in model.named_buffers() if place_of(buffer) == place), None)
+        known = self.buffers() if place != NOWHERE else ()
+        return next((name for name, buffer in known if place_of(buffer) == place), None)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of all outermost modules seen, with their names."""
+        for model in (*list(self.seen), *list(self._without)):
+            of = "" if model in self._with else self._ending(model)
+            yield from ((name + of, buffer) for name, buffer in model.named_buffers())
 
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
@@ -409,12 +415,16 @@ class ModuleWatch:
         trained = {id(parameter) for module in list(self._with) for parameter in module.parameters()} if self._without else set()
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for module in list(modules):
-            of = f" of a {type(module).__name__} {FROZEN}" if module in self._without else ""
+            of = self._ending(module)
             for name, parameter in module.named_parameters():
                 known = found.get(id(parameter), ("", parameter))[0]
                 if not known or _is_fuller(name, known.removesuffix(of)):
                     found[id(parameter)] = (name if id(parameter) in trained else name + of, parameter)
         return found
+
+    def _ending(self, module: nn.Module) -> str:
+        """How the names end in a model that ran without gradient."""
+        return f" of a {type(module).__name__} {FROZEN}" if module in self._without else ""
 
     def so_far(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
         """Return what `finish` would, and forget nothing."""

@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent, mended
-from nanscope.capture.follow import Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
+from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.glue import Glue
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import (
@@ -328,7 +328,8 @@ class Reruns:
         weight = self.watch.weight_at(original) if leaf.origin == "data" else None
         if weight is not None:
             return replace(leaf, origin="parameter", name=weight, made_by=weight)
-        buffer = self.watch.buffer_at(original) if leaf.origin == "data" else None
+        kinds = kinds_of(original) if leaf.origin == "data" else FINE
+        buffer = self.watch.buffer_at(original) if kinds.nan or kinds.posinf else None  # a mask is what the code calls it
         if buffer is not None:
             return replace(leaf, origin="buffer", name=buffer, made_by=buffer)
         return leaf if leaf.origin != "opaque" or node is None else replace(leaf, made_by=type(node).__name__.removesuffix("Backward"))

@@ -93,7 +93,7 @@ def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bo
         return Role.OPTIMIZER
     if trace.program.computes is Computes.GRADIENT:
         return Role.GRAD
-    if leaf is not None and leaf.origin in ("parameter", "buffer"):
+    if leaf is not None and leaf.is_of_model:
         return Role.WEIGHTS
     if came and any(call.module for call in trace.program.readers(value)[:1]):
         return Role.HIDDEN  # read inside the model

@@ -243,7 +243,7 @@ class Drops:
         role, leaf = self.names.named(value), self.program.leaf(value)
         if role is Role.MASK or tensor.dtype is torch.bool:
             return True
-        if role is not None or (leaf is not None and leaf.origin == "parameter") or self._is_label(value):
+        if role is not None or (leaf is not None and leaf.is_of_model) or self._is_label(value):
             return False
         call = self.program.maker(value)
         binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and (call is None or bool((tensor == 1).any()))

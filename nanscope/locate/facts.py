@@ -79,7 +79,7 @@ LOOKED_AT = 256  # elements of one operand
 
 def _is_left_over(leaf: Leaf, tensor: Tensor) -> bool:
     """Does a weight hold what was in its memory before? Numbers next to 0 that nobody computes, beside the one that is bad."""
-    if leaf.origin != "parameter" or not tensor.is_floating_point() or torch.finfo(tensor.dtype).tiny > TINY:
+    if not leaf.is_of_model or not tensor.is_floating_point() or torch.finfo(tensor.dtype).tiny > TINY:
         return False
     sizes = tensor.detach().abs()
     return bool(((sizes > 0) & (sizes < torch.finfo(tensor.dtype).tiny)).any())

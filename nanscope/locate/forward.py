@@ -68,7 +68,7 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
     At every call the same questions in the same order: does nobody make it (then it came in); is no operand bad (then it was written
     as a constant, is arithmetic on masks, hides an x / inf, is a mean over nothing but numbers that were left out as bad, or was born
     here); did infinities meet and become NaN (then the fault is an infinity's, if one is an overflow); otherwise the first bad operand
-    goes on, NaN before infinity, since NaN explains NaN.
+    goes on, NaN before infinity, since NaN explains NaN, and a weight last: what was bad before it was read came first.
     """
     path = [(value, flat)]
     for _ in range(DEEP):
@@ -87,7 +87,7 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
             if hidden is None:
                 return Root(Birth.INTENDED if intended else Birth.BORN, tuple(path))
             bad = [hidden]
-        value, flat = (nan or bad)[0]
+        value, flat = min(nan or bad, key=lambda spot: _told_last(trace, spot[0]))
         path.append((value, flat))
     return Root(Birth.BORN, tuple(path))
 
@@ -191,9 +191,14 @@ def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot
     return Root(Birth.BORN, tuple(path))
 
 
+def _told_last(trace: Trace, value: int) -> tuple[bool, int]:
+    """Of what a call read the weight is asked last, if another one was read before it, and a bias after its matrix."""
+    return (True, -trace.values[value].dim()) if _is_weight(trace, value) else (False, 0)
+
+
 def _is_weight(trace: Trace, value: int) -> bool:
     leaf = trace.program.leaf(value)
-    return leaf is not None and leaf.origin == "parameter"  # no mask: an infinity there is never meant
+    return leaf is not None and leaf.is_of_model  # no mask: an infinity there is never meant
 
 
 def _made_here(trace: Trace, call: Call, value: int, flat: int) -> bool:

@@ -139,7 +139,7 @@ class Names:
         """What the code calls the only thing that it hands to a module: in `self.first(x)` x arrives between a bias and a weight."""
         for call in self.program.readers(value):
             site, leaves = self.program.site_of(call), [leaf for read in call.inputs() if (leaf := self.program.leaf(read)) is not None]
-            alone = all(leaf.origin == "parameter" or leaf.id == value for leaf in leaves)
+            alone = all(leaf.is_of_model or leaf.id == value for leaf in leaves)
             if call.module and site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):
                 return site.args[0]
         return None
@@ -310,7 +310,7 @@ class Names:
             made = self.program.maker(current)
             if made is not None:
                 stack.extend(made.inputs())
-            elif (leaf := self.program.leaf(current)) is None or leaf.origin != "parameter":
+            elif (leaf := self.program.leaf(current)) is None or not leaf.is_of_model:
                 return False
         return not stack
 

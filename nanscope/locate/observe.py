@@ -88,7 +88,7 @@ def _infinite_setting(value: float, call: Call | None, operands: tuple[tuple[str
 
 def _called(origin: Element) -> str | None:
     """A variable by its last word, a weight by its full name."""
-    if origin.variable is None or (origin.leaf is not None and origin.leaf.origin in ("parameter", "buffer")):
+    if origin.variable is None or (origin.leaf is not None and origin.leaf.is_of_model):
         return origin.variable
     return last_word(origin.variable)
 

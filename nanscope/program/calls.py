@@ -86,6 +86,11 @@ class Leaf:
     made_by: str = ""
     role: str = ""
 
+    @property
+    def is_of_model(self) -> bool:
+        """Is it what a model holds?"""
+        return self.origin in ("parameter", "buffer")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

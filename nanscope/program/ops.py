@@ -6,6 +6,7 @@ functional and deterministic: in-place operators are recorded in their functiona
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
 
@@ -158,6 +159,9 @@ ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
+BATCH_NORMS = _family("_batch_norm_with_update _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm native_batch_norm")
+RUNNING_STATISTICS, IN_TRAINING = (3, 4), 5  # of a batch norm: which arguments these are, and which one says that they are only written to
+MASK_FREE = BATCH_NORMS | ROW_NORMS | _family(_TABLE[Flow.MATMUL]) | _family("convolution native_group_norm")  # get no mask of infinities
 MATRIX_VECTORS = _family("addmv mv")
 BATCHED_MATMULS = _family("baddbmm bmm")
 PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
@@ -222,6 +226,12 @@ def base_name(op: str) -> str:
 def carries(op: str) -> bool:
     """Are the elements of the result those of an argument, at most in another place or dtype?"""
     return base_name(op) in COPIES or flow_of(op) is Flow.MOVE
+
+
+def not_read(name: str, args: Sequence[object]) -> tuple[int, ...]:
+    """Return which arguments of a call have no part in what it makes. name: of the operator, as it stands in the tables."""
+    trains = name in BATCH_NORMS and (name == "_batch_norm_with_update" or (len(args) > IN_TRAINING and args[IN_TRAINING] is True))
+    return RUNNING_STATISTICS if trains else ()
 
 
 def flow_of(op: str) -> Flow | None:

@@ -372,7 +372,7 @@ def reject_input(patch: Patch) -> Variant | None:
 def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
     value, leaf = patch.origin.value_id, patch.origin.leaf
     content = patch.values[value]
-    if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+    if not content.is_floating_point() or (leaf is not None and leaf.is_of_model):
         return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
     return Variant(name, f"{label} ({patch.called(value)})", after(patch, inserts), patch.tensors)

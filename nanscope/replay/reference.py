@@ -36,7 +36,7 @@ def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Varian
     name, label = "reference", "offending elements neutralised"
     if patch.origin.call is None:
         content, leaf = patch.values[patch.origin.value_id], patch.origin.leaf
-        if not content.is_floating_point() or (leaf is not None and leaf.origin == "parameter"):
+        if not content.is_floating_point() or (leaf is not None and leaf.is_of_model):
             return None
         return leaf_refilled(patch, numbers(content, 0.0, shift), name, label)
 

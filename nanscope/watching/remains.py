@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.modules import ModuleWatch, version_of
 from nanscope.capture.tape import Tape
 from nanscope.locate.observe import observe_made
 from nanscope.program.calls import Site
@@ -46,6 +46,7 @@ class Remains:
         self._modules, self._tape, self.optimizers = modules, tape, optimizers
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: list[Owner] = []  # of buffers that were finite
+        self._were_fine: set[str] = set()  # their names, for good
         self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
         self._fine: list[tuple[int, int, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
@@ -81,6 +82,7 @@ class Remains:
                 parts = [tensor for _, tensor in (*own, *weights)]
                 fine = torch.stack([is_finite(tensor).cpu() for tensor in parts]).tolist() if parts else []
                 self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag or self._was_fine(owner)]
+                self._were_fine |= {path for _, _, path in self._owners}
                 self._met.clear()
                 for (weight, _), flag in zip(weights, fine[len(own) :], strict=True):
                     self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
@@ -142,7 +144,7 @@ class Remains:
         named = buffers if seen.origin.op == "buffer" else self._modules.parameters().values()
         known = [one for name, one in named if name == seen.origin.variable and not bool(is_finite(one))]
         if not known:
-            return snapshot
+            return self._found_so(snapshot) if seen.origin.op == "buffer" and not seen.past.found else snapshot
         weight = known[0]
         first = self._first.get(id(weight))
         _, fine_at, unwritten = first if first is not None and first[0]() is weight else (None, None, False)
@@ -153,6 +155,14 @@ class Remains:
         past = replace(past, found=seen.past.found)
         observation = replace(snapshot.observation, past=past)
         return replace(snapshot, observation=observation, found=replace(seen, past=past))
+
+    def _found_so(self, snapshot: Snapshot) -> Snapshot:
+        """A buffer that never was finite, and that nobody has written to, is memory as it was found."""
+        name = snapshot.found.origin.variable
+        named = (one for path, one in self._modules.buffers() if path == name and name not in self._were_fine)
+        unwritten = any(version_of(one) == 0 and self._is_unwritten(one) for one in named)
+        past = replace(snapshot.found.past, unwritten=unwritten)
+        return replace(snapshot, observation=replace(snapshot.observation, past=past), found=replace(snapshot.found, past=past))
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that were finite when they were first seen, as they are now."""
