@@ -140,7 +140,16 @@ def test_a_call_knows_its_bare_name() -> None:
     assert "name" not in Call.__slots__
 
 
-SEEN_BY_THE_TAPE = ("UNWRITTEN_FACTORIES", "DATA_FACTORIES", "GRADIENT_NORMS", "SILENT", "OVERWRITES", "MADE_OF_PRODUCTS")
+SEEN_BY_THE_TAPE = (
+    "UNWRITTEN_FACTORIES",
+    "DATA_FACTORIES",
+    "GRADIENT_NORMS",
+    "SILENT",
+    "OVERWRITES",
+    "MADE_OF_PRODUCTS",
+    "BATCH_NORMS",
+    "MASK_FREE",
+)
 FAMILIES = {name: family for name, family in vars(ops).items() if name.isupper() and isinstance(family, frozenset)}
 
 

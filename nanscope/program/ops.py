@@ -159,9 +159,6 @@ ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
-BATCH_NORMS = _family("_batch_norm_with_update _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm native_batch_norm")
-RUNNING_STATISTICS, IN_TRAINING = (3, 4), 5  # of a batch norm: which arguments these are, and which one says that they are only written to
-MASK_FREE = BATCH_NORMS | ROW_NORMS | _family(_TABLE[Flow.MATMUL]) | _family("convolution native_group_norm")  # get no mask of infinities
 MATRIX_VECTORS = _family("addmv mv")
 BATCHED_MATMULS = _family("baddbmm bmm")
 PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
@@ -211,6 +208,9 @@ KEPT_OPERANDS = _family("abs cos div log log10 log1p log2 mul sin")  # autograd 
 BOUNDED = _family("relu sigmoid tanh")  # what they give is bad only where what they were given is
 LETS_IN = _family("add fill index_put masked_fill scatter sub where")  # by which masks of infinities come to what they mask
 OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they write to, without their underscore
+BATCH_NORMS = _family("_batch_norm_with_update _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm native_batch_norm")
+RUNNING_STATISTICS, IN_TRAINING = (3, 4), 5  # of a batch norm: which arguments these are, and which one says that they are only written to
+MASK_FREE = BATCH_NORMS | ROW_NORMS | _family(_TABLE[Flow.MATMUL]) | _family("convolution native_group_norm")  # get no mask of infinities
 HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
 
 # What these make of rewards or advantages are still rewards or advantages.
