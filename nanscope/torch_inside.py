@@ -293,6 +293,12 @@ def hooks_on(tensor: Tensor) -> list[Any]:
     return list(hooks.values()) if hooks else []
 
 
+def keywords_of(frame: FrameType) -> dict[str, Any]:
+    """Return the keyword arguments of the module call in which torch calls a hook that it does not tell them. frame: that calls it."""
+    found = frame.f_locals.get("kwargs") if frame.f_code.co_filename == torch.nn.Module.__call__.__code__.co_filename else None
+    return found if isinstance(found, dict) else {}
+
+
 def uncompiled(module: object) -> object | None:
     """Return the module that `torch.compile` made this one from, None if it did not."""
     return getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from nanscope.capture import generators
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.modules import Began, Compiled, ModuleWatch, Own, has_weights
 from nanscope.capture.unseen import unseen
@@ -29,7 +30,7 @@ def install(own: Own, failsafe: Failsafe, undo: contextlib.ExitStack) -> None:
     def begin(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         watch, found = own.modules, list[Began | None]()
         if watch is not None and not _is_call_of_module(function):
-            failsafe("compiled", lambda: found.append(watch.begin_function()))
+            failsafe("compiled", lambda: found.append(watch.begin_function(generators.given([args, kwargs]))))
         began = found[0] if found else None
         return None if watch is None or began is None else (watch, began, function, args, kwargs)
 

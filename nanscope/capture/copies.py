@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.foreign import is_foreign
+from nanscope.capture.generators import is_generator, twin_of
 from nanscope.errors import words_of
 from nanscope.program.local import has_memory, is_wrapper
 from nanscope.torch_inside import COMPILED, COMPILED_CALL, OPERATORS, OTHER_HOOKS, RUN_HOOKS, same_memory, uncompiled
@@ -132,9 +133,9 @@ class Copies:
         if id(thing) not in self._pairs:
             if isinstance(thing, Tensor):
                 return self._copy(thing)
-            if not isinstance(thing, torch.Generator):
+            if not is_generator(thing):
                 return None
-            self.stand_in(thing, thing.clone_state())
+            self.stand_in(thing, twin_of(thing))
         copy: object = self._pairs[id(thing)][1]
         return copy
 

@@ -11,22 +11,25 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from nanscope.capture import generators
 from nanscope.capture.account import Balance, Holding
 from nanscope.capture.alone import has_peers
 from nanscope.capture.compiler import hide, never_compile
 from nanscope.capture.failsafe import Failsafe
+from nanscope.capture.generators import Drawn
 from nanscope.capture.parts import Parts
 from nanscope.capture.unseen import is_ours, is_traced, unseen
 from nanscope.program.local import is_plain, refuses, unwrapped
@@ -36,6 +39,7 @@ from nanscope.torch_inside import (
     forward_hooks,
     forward_hooks_always_called,
     forward_hooks_with_kwargs,
+    keywords_of,
     pre_hooks,
     transform,
     weak_tensor,
@@ -52,7 +56,7 @@ WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")  # parts of names: of
 _HOOK_WARNING = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks", re.IGNORECASE), Warning, None, 0)
 
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-Began = tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool, bool | None]  # generators, autocast, gradients, mode: see `ModuleCall`
+Began = tuple[tuple[Tensor, ...], dict[str, torch.dtype], bool, bool | None, tuple[Drawn, ...]]  # rng, autocast, …: see `ModuleCall`
 
 
 class Compiled(nn.Module):
@@ -73,10 +77,10 @@ class ModuleCall:
     args, kwargs: None where they were too large to hold, or may hold on to more than tensors. outputs: addresses of its output tensors, in
     order; the tensors themselves are not held. versions: of the tensors among the arguments, when it was over. rng: states of the CPU
     generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad:
-    were gradients enabled? training: was it in training mode? None for a function. number: of all calls. holding: what is on the account
-    for it. made: weak handles on its output tensors. caller: the trainer's function that made it, and its instruction. roots: addresses of
-    those outputs that have a gradient. told: is it known what it returned? Before torch 2.13 torch does not tell that of a function: its
-    outputs are looked for when it is made again.
+    were gradients enabled? training: was it in training mode? None for a function. drawn: generators that it was given, or that its module
+    holds, as they stood. number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors. caller:
+    the trainer's function that made it, and its instruction. roots: addresses of those outputs that have a gradient. told: is it known
+    what it returned? Before torch 2.13 torch does not tell that of a function: its outputs are looked for when it is made again.
     """
 
     module: nn.Module
@@ -88,6 +92,7 @@ class ModuleCall:
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     grad: bool = True
     training: bool | None = None
+    drawn: tuple[Drawn, ...] = ()
     number: int = 0
     holding: Holding | None = None
     made: list[Any] = field(default_factory=list)
@@ -110,7 +115,7 @@ class ModuleCall:
 
     def let_go(self) -> None:
         """Let go of the arguments: it cannot be run again."""
-        self.args, self.kwargs, self.versions = None, {}, []
+        self.args, self.kwargs, self.versions, self.drawn = None, {}, [], ()
         if self.holding is not None:
             self.holding.close()
 
@@ -158,7 +163,7 @@ def is_simple(tree: Any, depth: int = 0) -> bool:
         return depth < 6 and all(is_simple(item, depth + 1) for item in tree.values())
     if isinstance(tree, (list, tuple)):
         return depth < 6 and all(is_simple(item, depth + 1) for item in tree)
-    return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype, torch.device))
+    return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Generator))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -223,6 +228,7 @@ class ModuleWatch:
         self._with: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that were called with gradients enabled
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._holds: weakref.WeakKeyDictionary[nn.Module, tuple[generators.Path, ...]] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
 
     def forget(self) -> None:
@@ -241,12 +247,13 @@ class ModuleWatch:
         self._open, self._depth, self._began = None, 0, None
         self._resume()
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, args: Any, frame: FrameType) -> None:
         if self.busy or is_traced() or is_ours():
             return
         weighted = self._weighted.get(module)
         if weighted is None:
             weighted = self._weighted[module] = has_weights(module)
+            self._holds[module] = generators.paths_in(module) if weighted else ()
         if weighted and transform() is not None:  # it cannot be run again outside of that: what it computes is recorded as a loss is
             (self._with if torch.is_grad_enabled() else self._without).add(module)
             self.seen.add(module)
@@ -255,7 +262,8 @@ class ModuleWatch:
                 if module not in self._met:
                     self._met.add(module)
                     self.failsafe("remains", self.meets, module)
-                self._began = _began(module.training)
+                found = (*generators.given([args, keywords_of(frame)]), *generators.held(self._holds.get(module, ())))
+                self._began = _began(module.training, found)
                 self._note_parts(torch.is_grad_enabled())
             self._suspend(module)
             self._open, self._depth = module, 1
@@ -279,9 +287,12 @@ class ModuleWatch:
         finally:
             self._resume()
 
-    def begin_function(self) -> Began | None:
-        """A function that torch has compiled is called: return what `end_function` is told; None where it is a part of something else."""
-        return None if self.busy or self._open is not None or is_traced() or is_ours() else _began(None)
+    def begin_function(self, given: Iterable[Any]) -> Began | None:
+        """A function that torch has compiled is called: return what `end_function` is told; None where it is a part of something else.
+
+        given: generators among its arguments.
+        """
+        return None if self.busy or self._open is not None or is_traced() or is_ours() else _began(None, given)
 
     def end_function(self, function: Compiled, began: Began, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned) -> None:
         """It has returned."""
@@ -458,10 +469,13 @@ class ModuleWatch:
         self._outputs = _outputs_of((*self._beside, *self._waiting))
 
 
-def _began(training: bool | None) -> Began | None:
-    """What a call begins with; None for a function in a transform (vmap, grad), which hands over tensors that stand for others."""
+def _began(training: bool | None, found: Iterable[Any]) -> Began | None:
+    """What a call begins with; None for a function in a transform (vmap, grad), which hands over tensors that stand for others. found:
+    generators."""
     grad = torch.is_grad_enabled()
-    return (rng_state() if grad or training else (), autocast_state(), grad, training) if transform() is None else None
+    if transform() is not None:
+        return None
+    return rng_state() if grad or training else (), autocast_state(), grad, training, generators.standing(found)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -497,7 +511,7 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
         if watch is None:
             return
         if watch._open is None:
-            failsafe("module-begins", watch._begin, module)
+            failsafe("module-begins", watch._begin, module, args, sys._getframe(1))
         elif module is watch._open:
             watch._depth += 1
         elif watch.noting is not None:

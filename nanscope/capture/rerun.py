@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from nanscope.capture import generators
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent, mended
 from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
@@ -369,7 +370,7 @@ class Reruns:
             seal = Seal(copies.own())
             with sealed(seal, copies.code):
                 try:
-                    outputs = _called(call, twin, args, kwargs, seen)
+                    outputs = _called(call, twin, args, kwargs, seen, copies)
                 except Written as error:
                     if error.storage in copied or not any(memory_of(p) == error.storage for p in module.parameters()):
                         raise
@@ -422,13 +423,15 @@ def _without_others(module: nn.Module) -> nn.Module:
 
 
 def _called(
-    call: ModuleCall, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], eye: Tape | Follower
+    call: ModuleCall, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], eye: Tape | Follower, copies: Copies
 ) -> list[Tensor]:
     """Call a copy of a module as it was called, and return its outputs."""
     if call.rng:
         torch.set_rng_state(call.rng[0])
     if len(call.rng) > 1:
         torch.cuda.set_rng_state(call.rng[1])
+    for drawn in call.drawn:
+        generators.set_back(copies.stand_in_of(drawn.generator), drawn.state)
     seer = eye.callers if isinstance(eye, Tape) else eye
     seer.end = _called.__code__, call.caller  # above this is whoever looks
     outermost = module.models if isinstance(module, Compiled) else [module]
