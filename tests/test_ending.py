@@ -199,10 +199,10 @@ def test_gradients_that_stay_are_accumulated(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def descend(model: nn.Module, to_none: bool) -> None:
+def descend(model: nn.Module, to_none: bool, data: bool = False) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.sub_(parameter.grad, alpha=1e-3)
+            (parameter.data if data else parameter).sub_(parameter.grad, alpha=1e-3)
             if to_none:
                 parameter.grad = None
             else:
@@ -221,6 +221,19 @@ def test_steps_that_are_taken_by_hand_are_steps(tmp_path: Path, to_none: bool) -
     scope = watched(tmp_path, loop)
     assert [(step, stepped) for step, stepped, _ in told(scope)] == [(n, "taken by hand") for n in range(1, 5)]
     assert scope.verdict.incidents[0].step == 3
+
+
+def test_a_write_of_the_step_before_does_not_end_a_step_between_two_micro_batches(tmp_path: Path) -> None:
+    """`p.data.sub_(…)` is a write that a weight does not count: it belongs to the step after whose backward pass it was made."""
+
+    def loop(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        for _step in range(3):
+            for _part in range(2):
+                model(torch.randn(8, 4)).square().mean().backward()
+            descend(model, True, data=True)
+
+    scope = watched(tmp_path, loop)
+    assert [(step, stepped) for step, stepped, _ in told(scope)] == [(n, "taken by hand") for n in (1, 2, 3)]
 
 
 def surgery(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nanscope
 from nanscope.causes import Cause
@@ -141,6 +141,47 @@ def test_an_update_of_the_loop_s_own_is_to_blame_for_what_it_writes(tmp_path: Pa
     assert first.sentence.startswith("the update of the training loop made weight non-finite: ") and "test_remains.py:" in first.sentence
     assert (second.step, second.consequence_of, second.cause) == (4, 3, Cause.POISONED_WEIGHTS)
     assert "the update of step 3 wrote it there" in second.sentence and scope.verdict.aftermath[0].count == 3
+
+
+def written_as(how: str, parameters: list[nn.Parameter], new: list[Tensor]) -> None:
+    """Give weights other contents. how: as people write that."""
+    if how == "vector_to_parameters":
+        nn.utils.vector_to_parameters(torch.cat([one.reshape(-1) for one in new]), parameters)
+        return
+    for parameter, content in zip(parameters, new, strict=True):
+        if how == "p.copy_":
+            with torch.no_grad():
+                parameter.copy_(content)
+        elif how == "p.data.copy_":
+            parameter.data.copy_(content)
+        elif how == "p.data.add_":
+            parameter.data.add_(content - parameter.data)
+        elif how == "p.data = …":
+            parameter.data = content
+        elif how == "p[...] = …":
+            with torch.no_grad():
+                parameter[...] = content
+
+
+@pytest.mark.parametrize("how", ["p.copy_", "p.data.copy_", "p.data.add_", "p.data = …", "p[...] = …", "vector_to_parameters"])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_update_by_hand_is_looked_into_however_the_weights_are_written(tmp_path: Path, how: str, last: bool) -> None:
+    """The length of a step is the root of a negative number: that line, and not the weights that nobody saw being written."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 4 if last else 6):
+            model.zero_grad()
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            grads = [one.grad for one in model.parameters() if one.grad is not None]
+            curvature = torch.tensor(-1.0 if step == 3 else 1.0) * grads[0].square().sum()
+            length = torch.sqrt(curvature)
+            weights = list(model.parameters())
+            written_as(how, weights, [one.detach() - 0.1 * grad / length for one, grad in zip(weights, grads, strict=True)])
+    first = scope.verdict.incidents[0]
+    assert (first.step, first.phase, first.cause, first.origin.op) == (3, "optimizer", "sqrt_negative", "sqrt")
+    assert (first.origin.variable, first.origin.index, first.reached["stepped"]) == ("length", (), "taken by hand")
+    assert any(fix.works for fix in first.fixes)
 
 
 def loads(model: nn.Linear, step: int) -> float:

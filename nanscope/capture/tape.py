@@ -400,6 +400,16 @@ class Tape:
         entry = self.log.entries.get(made) if made >= since else None
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
 
+    def was_written(self, tensor: Tensor, since: int) -> bool:
+        """Was something seen to be written to the memory of a tensor after so many calls, under whatever name, or to be made there?
+
+        `p.data.add_(…)` does not count as a write to p.
+        """
+        there = self.known.relatives(memory_of(tensor)) if is_plain(tensor) else []
+        now = {value.id for value in there}
+        made = (number for value in now if (number := self.known.made_by.get(value)) is not None and number >= since)
+        return any(now.isdisjoint(self.log.entries[number].reads()) for number in made)  # a view reads what lies there
+
     def norm_of(self, tensor: Tensor) -> Tensor | None:
         """Return the first 2-norm that was taken of a gradient since the last `forget`."""
         part = local(tensor)

@@ -43,7 +43,7 @@ class Ending:
         bad = course.bad or measured
         if self._moved_by_hand(left):
             return Stepped.BY_HAND
-        if left.weights_moved() and not bad:
+        if self._moved(left) and not bad:
             return None
         if bad or scale is not None or counted or self._tape.norms or self._modules.calls:
             return Stepped.BY_TRAINER if self._optimizers.any else Stepped.NONE
@@ -51,7 +51,11 @@ class Ending:
 
     def _moved_by_hand(self, left: Leavings) -> bool:
         """Has the loop written to weights that no optimizer has?"""
-        return left.weights_moved() and self._optimizers.of(left.parameters) is None
+        return self._optimizers.of(left.parameters) is None and self._moved(left)
+
+    def _moved(self, left: Leavings) -> bool:
+        """Has somebody written to the weights since the backward pass?"""
+        return left.weights_moved() or any(self._tape.was_written(parameter, left.calls) for parameter in left.parameters)
 
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""

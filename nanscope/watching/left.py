@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from nanscope.program.local import local
+from nanscope.program.local import is_plain, local
 from nanscope.torch_inside import nonzeros, writes_counted
 from nanscope.watching.recording import Recording
 
@@ -32,19 +32,26 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A parameter as a backward pass left it: where its gradient lies, and how often gradient and weight had been written to."""
+    """A parameter as a backward pass left it: where its gradient and it lie, and how often gradient and weight had been written to."""
 
     parameter: Tensor
     address: int
     size: int
     version: int
     weight_version: int
+    weight_address: int
 
     @staticmethod
     def of(parameter: Tensor) -> Left | None:
         """Note it, None if it has no gradient."""
         grad = _local(parameter.grad)
-        return None if grad is None else Left(parameter, _address(grad), grad.numel(), writes_counted(grad), writes_counted(parameter))
+        if grad is None:
+            return None
+        return Left(parameter, _address(grad), grad.numel(), writes_counted(grad), writes_counted(parameter), _place(parameter))
+
+    def has_moved(self) -> bool:
+        """Has somebody written to the weight since, or put other memory in its place, as `vector_to_parameters` does?"""
+        return (writes_counted(self.parameter), _place(self.parameter)) != (self.weight_version, self.weight_address)
 
     def is_kept(self) -> bool:
         """Is the gradient still there? Reads it only where somebody has written to it."""
@@ -59,10 +66,12 @@ class Leavings:
 
     def __init__(self) -> None:
         self._left: list[Left] = []
+        self.calls = 0  # that the tape had seen then
         self._few: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
-    def take(self, recording: Recording) -> None:
-        """A backward pass has ended."""
+    def take(self, recording: Recording, calls: int = 0) -> None:
+        """A backward pass has ended. calls: that the tape has seen."""
+        self.calls = calls
         modules = {id(model): model for call in recording.calls for model in call.models}
         own = recording.tensors.values() if recording.program is not None else ()
         leaves = [tensor for tensor in own if tensor.requires_grad and tensor.is_leaf]
@@ -83,7 +92,7 @@ class Leavings:
 
     def weights_moved(self) -> bool:
         """Has somebody written to the weights since?"""
-        return any(writes_counted(left.parameter) != left.weight_version for left in self._left)
+        return any(left.has_moved() for left in self._left)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -113,6 +122,11 @@ def _local(grad: Tensor | None) -> Tensor | None:
 
 def _address(grad: Tensor) -> int:
     return 0 if grad.is_sparse else grad.data_ptr()
+
+
+def _place(parameter: Tensor) -> int:
+    """Where a weight lies; 0 where its shard may lie elsewhere whenever it is gathered."""
+    return parameter.data_ptr() if is_plain(parameter) else 0
 
 
 def _is_zero(grad: Tensor) -> bool:

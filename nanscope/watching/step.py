@@ -179,7 +179,7 @@ class Step(Relay):
         self._tape.leave_room()
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.after_backward, self._modules.seen)
-        self._failsafe("gradients-left", self._course.left.take, recording)
+        self._failsafe("gradients-left", self._course.left.take, recording, self._tape.log.count)
         if raised is not None:
             self._look_at_raised(recording, raised)
             self._failsafe("step-inside", self._step_inside, False)
