@@ -85,6 +85,56 @@ def test_masters_are_stepped_once(tmp_path: Path) -> None:
     assert all(math.isinf(float(master.flatten()[0])) for master in optimizer.masters)
 
 
+class Natural(torch.optim.Optimizer):
+    """A natural gradient: solves with products of a Hessian that it differentiates itself, out of a closure over the model."""
+
+    def __init__(self, params: Any, data: bool = False) -> None:
+        super().__init__(params, {})
+        self.data = data
+
+    def step(self, kl: Callable[[], torch.Tensor], size: float = 1.0) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        gradient = torch.cat([p.grad.reshape(-1) for p in params]) * size
+        with torch.enable_grad():
+            flat = torch.cat([one.reshape(-1) for one in torch.autograd.grad(kl(), params, create_graph=True)])
+            product = torch.cat([one.reshape(-1) for one in torch.autograd.grad(flat.dot(gradient), params)])
+        with torch.no_grad():
+            length = gradient.dot(gradient) / gradient.dot(product)
+            offset = 0
+            for p in params:
+                change = (length * gradient)[offset : offset + p.numel()].view_as(p)
+                offset += p.numel()
+                (p.data if self.data else p).sub_(1e-3 * change)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("last", [1, 3])
+def test_an_update_that_takes_gradients_itself_is_looked_into(tmp_path: Path, by_name: bool, data: bool, last: int) -> None:
+    """It cannot be made again without the closure that it was given: what it computed when it was made is told, with its line."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(16, 4)
+    optimizer = Natural(model.parameters(), data)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, last + 1):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            size = 0.0 if step == last else 1.0
+
+            def kl() -> torch.Tensor:
+                return model(x).square().sum()
+
+            if by_name:
+                optimizer.step(kl=kl, size=size)
+            else:
+                optimizer.step(kl, size)
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.phase, incident.cause, incident.origin.op) == (last, "optimizer", "zero_div_zero", "div")
+    assert (incident.origin.variable, incident.origin.index) == ("length", ()) and "test_update.py:" in incident.sentence
+    assert incident.sentence.startswith("the update of Natural made 0.weight non-finite: length = ")
+    assert any(fix.works for fix in incident.fixes) and not [note for note in incident.notes if note.slug == "not_run_again"]
+
+
 class Agent(nn.Module):
     """Its networks are called one by one, and it itself never."""
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Gates:
 
     def __init__(self, threads: Threads, failsafe: Failsafe) -> None:
         self._threads, self._failsafe = threads, failsafe
+        self._differentiate: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that take gradients themselves
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put the gates up. undo: takes them down; a wrapper that somebody put over ours stays, and ours then only passes calls on."""
@@ -49,6 +51,7 @@ class Gates:
                 if strand.eyes is None:
                     return original(*args, **kwargs)
             strand.inside = True
+            strand.passes += 1
             try:
                 self._failsafe("before-backward", self._begin, strand, args, kwargs)
                 # a function mode is told by torch what the name stands for
@@ -139,7 +142,8 @@ class Gates:
             return
         self._end_step(strand)
         closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-        self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step, and wakes the tape for it
+        if optimizer not in self._differentiate:
+            self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step, and wakes the tape for it
         strand.stepping = optimizer
         try:
             with self._threads.aside():
@@ -151,7 +155,10 @@ class Gates:
 
     def _with_closures(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the step is given, with closures that the tape listens to; None if there are none: what else an optimizer computes,
-        and L-BFGS computes hundreds of products a closure, is no loss."""
+        and L-BFGS computes hundreds of products a closure, is no loss.
+
+        One whose closure differentiates nothing does that itself: it is listened to until its step is over, and from then on always.
+        """
         strand = self._threads.here.strand
         if strand.stepping is not optimizer or not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
@@ -159,27 +166,30 @@ class Gates:
         return (*args[:1], *given), {key: self._heard(strand, optimizer, one) if callable(one) else one for key, one in kwargs.items()}
 
     def _heard(self, strand: Strand, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        woken: list[TapeMode] = []
+        woken: list[tuple[TapeMode, int]] = []
 
         def wake() -> None:
             if strand.eyes is not None and strand.stepping is optimizer and strand.is_mine:
                 strand.eyes.mode.wake("step")
-                woken.append(strand.eyes.mode)
+                woken.append((strand.eyes.mode, strand.passes))
 
-        def sleep() -> None:
-            mode = woken.pop()
-            if strand.stepping is optimizer:
+        def sleep(answer: object) -> None:
+            mode, passes = woken.pop()
+            if strand.passes == passes and isinstance(answer, Tensor) and answer.requires_grad:
+                self._differentiate.add(optimizer)
+            if strand.stepping is optimizer and optimizer not in self._differentiate:
                 mode.sleep("step")
 
         @functools.wraps(closure)
         def heard(*args: Any, **kwargs: Any) -> Any:
-            before = len(woken)  # a closure may be called within itself
+            before, answer = len(woken), None  # a closure may be called within itself
             self._failsafe("resume", wake)
             try:
-                return closure(*args, **kwargs)
+                answer = closure(*args, **kwargs)
+                return answer
             finally:
                 if len(woken) > before:
-                    self._failsafe("suspend", sleep)
+                    self._failsafe("suspend", sleep, answer)
 
         return heard
 

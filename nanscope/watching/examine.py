@@ -367,12 +367,16 @@ class Examiner:
         look = Look(Trace.of(recording.program, recording.tensors), None)
         return self.described(replace(blank, asked=True), recording, look, False)
 
-    def update(self, optimizer: torch.optim.Optimizer, first: bool, blank: Snapshot) -> Snapshot:
-        """Loss and gradients were finite, the update was not. first: the optimizer had no state before it."""
+    def update(self, optimizer: torch.optim.Optimizer, first: bool, calls: int, blank: Snapshot) -> Snapshot:
+        """Loss and gradients were finite, the update was not. first: the optimizer had no state before it. calls: seen before the update.
+
+        What was recorded of it, where that takes gradients itself, tells more than making it once more.
+        """
         named = self.modules.parameters()
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
         name = name_of(parameter, named)
-        look = update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
+        recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
+        look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
         blank, infinite = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
         if look.trace is None and look.seen is None:
             look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))
