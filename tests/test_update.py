@@ -135,6 +135,59 @@ def test_an_update_that_takes_gradients_itself_is_looked_into(tmp_path: Path, by
     assert any(fix.works for fix in incident.fixes) and not [note for note in incident.notes if note.slug == "not_run_again"]
 
 
+def solved(steps: int, data: bool) -> list[torch.Tensor]:
+    """The weights after some steps of a natural gradient."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2), nn.Linear(3, 2)), torch.randn(16, 4)
+    optimizer = Natural(model.parameters(), data)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step(lambda: model(x).square().sum())
+    return [one.detach() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_listening_to_an_update_changes_nothing(tmp_path: Path, data: bool) -> None:
+    """Weights are the same to the bit, with and without somebody who listens."""
+    with nanscope.watch(out=tmp_path) as scope:
+        watched = solved(4, data)
+    assert scope.verdict.healthy and scope.steps == 4
+    assert all(torch.equal(one, other) for one, other in zip(watched, solved(4, data), strict=True))
+
+
+class Conjugate(Natural):
+    """Solves with more than one product: what is taken in the second round comes of what went bad in the first."""
+
+    def step(self, kl: Callable[[], torch.Tensor], size: float = 1.0) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        residual = torch.cat([p.grad.reshape(-1) for p in params]) * size
+        direction, solved = residual.clone(), torch.zeros_like(residual)
+        for _ in range(3):
+            with torch.enable_grad():
+                flat = torch.cat([one.reshape(-1) for one in torch.autograd.grad(kl(), params, create_graph=True)])
+                product = torch.cat([one.reshape(-1) for one in torch.autograd.grad(flat.dot(direction), params)])
+            length = residual.dot(residual) / direction.dot(product)
+            solved = solved + length * direction
+            residual = residual - length * product
+            direction = residual + 0.5 * direction
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params) - 1e-3 * solved, params)
+
+
+def test_a_gradient_that_comes_of_the_origin_is_no_second_fault(tmp_path: Path) -> None:
+    """Under an edit it would be another one: that the step heals then is not shown, and nothing speaks against it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(16, 4)
+    optimizer = Conjugate(model.parameters())
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(x).square().mean().backward()
+        optimizer.step(lambda: model(x).square().sum(), 0.0)
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.origin.variable, incident.origin.index) == ("zero_div_zero", "length", ())
+    assert [(fix.id, fix.proven) for fix in incident.fixes] == [("clamp_denominator", False)] and not incident.notes
+
+
 class Agent(nn.Module):
     """Its networks are called one by one, and it itself never."""
 

@@ -209,9 +209,16 @@ class Bench:
         row, there = _try(variant, kind, self.healthy), None
         if kind == "fix" and not row.works:
             again, there = everywhere(variant, edit, self.patch)
+            if there is not None and self._was_taken_since(there):
+                return None
             row = row if again is variant else _try(again, kind, self.healthy)
             row, variant = replace(row, then=then(there)), again
         return _Tried(self._judged(row), variant, there)
+
+    def _was_taken_since(self, there: Patch) -> bool:
+        """Is it a gradient that code took after the origin was made? It may come of that, and under an edit it would be another one."""
+        leaf = there.origin.leaf
+        return leaf is not None and leaf.made_by == "backward" and leaf.id > self.patch.origin.value_id
 
     def _judged(self, row: Row) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
