@@ -80,7 +80,8 @@ class Instruments:
 class Strand:
     """One thread, as the gates see it.
 
-    inside: its backward pass runs. passes: begun so far. stepping: the optimizer between its two hooks; a step that raises never reaches the second.
+    inside: its backward pass runs. passes: begun so far. stepping: the optimizer between its two hooks; a step that raises never reaches
+    the second.
     by, of: the thread that has recorded what it differentiates, and that which has made what it steps on. eyes: what it is watched with,
     None while it is not. lock: held while its observer is told something.
     """
