@@ -10,13 +10,24 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.counts import Counts
 from nanscope.watching.left import Leavings
 from nanscope.watching.line import Line
 from nanscope.watching.oddities import Sizes
 from nanscope.watching.poisoning import Poisoning
+from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.scale import Search
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A loss that was bad, of which it is told when its step is over. snapshot: None where nobody has looked at it."""
+
+    recording: Recording
+    reached: Reached
+    snapshot: Snapshot | None
 
 
 @dataclass(slots=True)
@@ -25,7 +36,7 @@ class Course:
 
     closed: no step runs. bad: the running one is known to be. foreign: weights were already spoilt by gradients that were not made here.
     raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
-    took: those that have since the last backward pass, and whose gradients are left over from that.
+    took: those that have since the last backward pass, and whose gradients are left over from that. held: see `Spared`.
     """
 
     counts: Counts
@@ -41,6 +52,7 @@ class Course:
     took: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     search: Search = field(default_factory=Search)
     sizes: Sizes = field(default_factory=Sizes)
+    held: list[Held] = field(default_factory=list)
 
     @property
     def runs(self) -> bool:
@@ -51,6 +63,7 @@ class Course:
         """No step runs, and nothing of one is held."""
         self.recordings.clear()
         self.left.forget()
+        self.held.clear()
         self.closed, self.bad, self.raised, self.line = True, False, False, Line()
 
     def join(self, other: Course) -> None:
@@ -59,6 +72,7 @@ class Course:
             self.recordings.join(other.recordings)
             self.line.join(other.line)
             self.bad = self.bad or other.bad
+            self.held += other.held
             self.counts.micro_batch = max(self.counts.micro_batch, self.recordings.made)
         other.end()
         other.poisoning = self.poisoning

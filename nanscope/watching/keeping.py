@@ -47,7 +47,7 @@ class Keeper:
         course, counts = self.course, self.course.counts
         another, course.bad = not course.bad, True
         if self._logbook.count(counts.number, recording, another, course.poisoning):
-            kept = [self._blank(recording, reached)]
+            kept = [self.blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
             self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))
             if self.late and kept[-1].found.origin.line is None:
@@ -63,7 +63,7 @@ class Keeper:
 
     def asked(self, recording: Recording) -> None:
         """Keep a step that nothing is wrong with."""
-        snapshot = self._examiner.asked(recording, self._blank(recording, Reached(recording.value)))
+        snapshot = self._examiner.asked(recording, self.blank(recording, Reached(recording.value)))
         if snapshot is not None:
             self._logbook.keep_asked(snapshot)
 
@@ -94,7 +94,8 @@ class Keeper:
         message = f"{verdict.sentence}\nsnapshot: {path or 'not written'}"
         raise NonFiniteError(message, verdict=verdict, snapshot=str(path) if path else None)
 
-    def _blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
+    def blank(self, recording: Recording | None, reached: Reached) -> Snapshot:
+        """Return what is known of the running step before anything in it is looked at."""
         counts = self.course.counts
         part = recording.micro_batch if recording is not None else 1
         blank = self._logbook.blank(counts.number, recording.loss if recording is not None else None, part, reached)

@@ -168,6 +168,11 @@ class Remains:
         """Return the buffers that were finite when they were first seen, as they are now."""
         return [tensor for _, tensor in self._readable()]
 
+    def has_bad_buffers(self) -> bool:
+        """Is one not finite any more, or NaN, which no mask is? The first forward pass may have spoilt them before they were first seen."""
+        every = (part for _, buffer in self._modules.buffers() if (part := _floating(local(buffer))) is not None)
+        return count_bad(self.buffers()) > 0 or any(bool(torch.isnan(part).any()) for part in every)
+
     def buffers_are_fine(self, step: int) -> None:
         """After the update of a step all of them were finite."""
         self._buffers_fine = step, self._tape.log.count

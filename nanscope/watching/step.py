@@ -43,6 +43,7 @@ from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.scale import LossScale, scale_of
 from nanscope.watching.skipping import IN_A_CLOSURE, Skipping
+from nanscope.watching.spared import Spared
 from nanscope.watching.weights import Weights
 
 OnNonFinite = Literal["record", "skip", "stop"]
@@ -93,6 +94,7 @@ class Step(Relay):
         self._absorbed = Absorbed(examiner, logbook)
         self._gradients = Gradients(keeper, examiner, logbook, failsafe)
         self._weights = Weights(remains, keeper, examiner, logbook, failsafe)
+        self._spared = Spared(keeper, examiner, logbook, self._weights.or_buffers_bad, on_nonfinite != "record")
         self._consumed = Consumed()
         self._deep = Deep(awake, examiner, keeper, logbook)
         awake.step = lambda: tally.begun + self._course.closed
@@ -242,6 +244,8 @@ class Step(Relay):
         found_inf = getattr(optimizer, "found_inf", None)
         self._overflowed = found_inf is not None and bool(found_inf)
         self._look_at_waiting(None if self._overflowed else optimizer)
+        if not self._overflowed:
+            self._failsafe("spared", self._spared.settle, None)
         parameters, grads = self._gradients.of(optimizer)
         if self._overflowed and self._recordings[-1:] and (scale := self._recordings[-1].scale) is not None:
             self._skip(scale)
@@ -270,6 +274,7 @@ class Step(Relay):
     def _look_at_weights(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Stepped) -> None:
         """They have stepped: close the step."""
         optimizer = optimizers[-1]
+        self._failsafe("spared", self._spared.settle, stepped)
         weights, bad = self._weights.after(optimizers, self._first)
         # of two optimizers the second has no say in what the first has written
         if self._course.bad and (bad or not self._course.closed or stepped is Stepped.SKIPPED):
@@ -327,6 +332,7 @@ class Step(Relay):
             self._go_on()
         self._course.raised = False
         self._look_whether_it_was_dropped(last=True)
+        self._failsafe("spared", self._spared.settle, None)
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised))
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
@@ -406,6 +412,7 @@ class Step(Relay):
             return
         overflowed = self._ending.norm_is_bad() or self.counts.skipped
         self._look_at_waiting(dropped=True)
+        self._failsafe("spared", self._spared.settle, stepped)
         scales = [recording.scale for recording in self._recordings if recording.scale is not None]
         if overflowed and not self._course.bad and (not scales or self._course.search.stuck):
             self._gradients.keep()
@@ -519,6 +526,8 @@ class Step(Relay):
             hit = Hit(recording, Reached(recording.value, scaled=recording.scaled))
         if hit is None:
             self._absorbed.note(recording, self.counts.number)
+            return
+        if optimizer is None and self._spared.takes(hit):
             return
         self._keeper.keep(hit)
         self._keeper.stop_if_asked()

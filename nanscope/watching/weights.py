@@ -66,6 +66,10 @@ class Weights:
         """Is one of those not finite that are updated?"""
         return count_bad(readable(self._remains.updated(), "weights", self._logbook.gap)) > 0
 
+    def or_buffers_bad(self) -> bool:
+        """Is one of those not finite, or a buffer that was?"""
+        return self.bad() or self._remains.has_bad_buffers()
+
     def left(self) -> Observation | None:
         """Return the first weight or buffer that is bad when the block ends, None if none is that nobody has told: whoever goes on begins
         with that."""
