@@ -320,3 +320,34 @@ def test_the_logarithm_of_ratios_is_a_log_ratio() -> None:
 
     made = record(loss, leaf(2, 3), ones(2, 3))
     assert Names(made.program).role(made_by(made, "log")) is Role.LOG_RATIO
+
+
+def test_what_a_mask_leaves_of_log_probs_is_log_probs() -> None:
+    """Added up and divided by their number, too."""
+
+    def loss(logps: Tensor, mask: Tensor) -> Tensor:
+        each = (logps * mask).sum(-1) / mask.sum(-1)
+        return each.exp().mean()
+
+    made = record(loss, leaf(*SHAPE), ones(*SHAPE))
+    assert Names(made.program).role(made_by(made, "div")) is Role.LOG_PROBS
+
+
+def test_e_to_the_power_of_a_similarity_is_no_ratio() -> None:
+    """It is a part of a softmax by hand; of a weight alone it is that of the model."""
+
+    def loss(features: Tensor) -> Tensor:
+        return torch.exp(features @ features.t() / 0.5).mean()
+
+    made = record(loss, leaf(*SHAPE))
+    assert Names(made.program).role(made_by(made, "exp")) is Role.LOGITS
+
+
+def test_what_is_added_against_zero_changes_no_role() -> None:
+    """The logarithm of importance weights is told as them."""
+
+    def loss(is_weights: Tensor, x: Tensor) -> Tensor:
+        return (torch.log(is_weights + 1e-10) * x).mean()
+
+    made = record(loss, ones(*SHAPE), leaf(*SHAPE))
+    assert Names(made.program).role(made_by(made, "log")) is Role.IS_WEIGHT

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from recorded import record
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -1732,3 +1733,18 @@ def test_what_is_made_of_nothing_is_known(of: Callable[[Tensor], Tensor], tmp_pa
         assert math.isnan(of(values).mean().item())
         values.square().mean().backward()
     assert scope.verdict.healthy
+
+
+def test_a_tensor_that_is_turned_in_place_is_followed() -> None:
+    """The overload without the write has another name: `transpose_` is `transpose.int`, `pow_` is `pow.Tensor_Scalar`."""
+
+    def loss(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.transpose_(0, 1)
+        y.pow_(2)
+        return y[0].sum()
+
+    made = record(loss, torch.ones(2, 3, requires_grad=True))
+    assert {"exp", "transpose", "pow", "select", "sum"} <= {call.name for call in made.program.calls}
+    assert [leaf.name for leaf in made.program.leaves] == ["x"]
+    assert torch.equal(made.run.values[made.program.output], made.loss.detach())

@@ -108,13 +108,20 @@ class Operator:
 
 
 def _functional(func: Any, name: str) -> Any | None:
-    """aten.mul_.Tensor → aten.mul.Tensor, if that exists and takes the same arguments."""
+    """aten.mul_.Tensor → aten.mul.Tensor, aten.transpose_.default → aten.transpose.int: what takes the same and writes nothing."""
     packet = getattr(torch.ops.aten, name.rstrip("_"), None)
-    found = getattr(packet, overload_name(func), None) if packet is not None else None
-    if found is None or schema_of(found).is_mutable:
+    if packet is None:
         return None
-    ours, theirs = ([(a.name, str(a.type)) for a in schema_of(f).arguments] for f in (func, found))
-    return found if ours == theirs else None
+    own, ours = overload_name(func), _arguments(func)
+    for overload in sorted(packet.overloads(), key=lambda other: other != own):
+        found = getattr(packet, overload)
+        if not schema_of(found).is_mutable and _arguments(found) == ours:
+            return found
+    return None
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(one.name, str(one.type)) for one in schema_of(func).arguments]
 
 
 def _is_view(schema: Any) -> bool:

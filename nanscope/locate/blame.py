@@ -48,7 +48,7 @@ def blame_of(location: Location, trace: Trace) -> Blame | None:
         return None
     for groups in (_rows, _elements):
         for ways in _ways(origin, trace):
-            found = [(way, group) for way in ways if (group := way.one(groups)) is not None]
+            found = [(way, group) for way in ways if (group := way.one(groups)) is not None and way.is_out(group)]
             if found:
                 way, group = max(found, key=lambda pair: pair[0].distance(pair[1]))
                 return way.told(group, row=groups is _rows)
@@ -107,6 +107,11 @@ class _Way:
     def _size(self, group: Tensor) -> float:
         own = self.numbers.flatten()[group]
         return float(own[torch.isfinite(own)].median())
+
+    def is_out(self, group: Tensor) -> bool:
+        """Is the number that will be told of a group none of those that 90 % of the others are among?"""
+        _, low, high = self._usual(group)
+        return not low <= self._size(group) <= high
 
     def distance(self, group: Tensor) -> float:
         """Return how far out a group is, in ranges of the others."""

@@ -10,6 +10,7 @@ from nanscope.frameworks.table import site_in
 from nanscope.locate.uses import Uses
 from nanscope.program.calls import Arg, Call, Computes, Ref, Site, refs
 from nanscope.program.ops import (
+    CLAMPS,
     COMMUTATIVE,
     COPIES,
     LOG_SOFTMAXES,
@@ -21,7 +22,9 @@ from nanscope.program.ops import (
     SUMS,
     TOPS,
     WRITES,
+    Flow,
     carries,
+    flow_of,
 )
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word, role_of
@@ -44,6 +47,13 @@ def _listed_as(word: str, items: tuple[Arg, ...], value: int) -> str:
     words = [ast.unparse(item) for item in parsed.elts] if isinstance(parsed, (ast.List, ast.Tuple)) else []
     position = next((n for n, item in enumerate(items) if value in refs(item)), None)
     return words[position] if position is not None and len(words) == len(items) else ""
+
+
+def _is_epsilon(arg: Arg) -> bool:
+    return isinstance(arg, float) and abs(arg) < SMALL
+
+
+SMALL = 1e-3  # what is added for the sake of a division or a logarithm
 
 
 class Names:
@@ -212,6 +222,9 @@ class Names:
         if (leaf := self.program.leaf(value)) is not None and leaf.role in set(Role):
             return Role(leaf.role)
         computed = self._computed(value)
+        if computed is Role.LOG_RATIO and made is not None and made.name in SUMS:
+            site = self.program.site_of(made)
+            return Role.KL if site is not None and role_of(site.within) is Role.KL else computed  # their mean estimates it
         if computed is not None:
             return computed
         if made is None:
@@ -226,7 +239,7 @@ class Names:
             return callee  # `F.kl_div(…)`
         function = role_of(site.function.rsplit(".", 1)[-1])
         # everything is in the end part of a loss: a function of that name says nothing of a value in it
-        around = role_of(site.within) or (function if function not in (Role.LOSS, Role.GRAD) else None)
+        around = role_of(site.within) or (function if function not in (Role.LOSS, Role.GRAD, Role.MASK) else None)
         return around or self._downstream(value if via is None else via)
 
     @staticmethod
@@ -247,15 +260,15 @@ class Names:
         if call is None:
             return None
         name, inputs = call.name, list(call.inputs())
-        if carries(call.op) or name == "neg":
+        if carries(call.op) or name == "neg" or (name == "add" and len(inputs) == 1 and _is_epsilon(call.args[-1])):
             return self._own(inputs[0]) if inputs else None
         if name == "sub" and len(inputs) == 2 and self._is_top_of(inputs[1], inputs[0]):
             return Role.LOGITS  # shifted by their largest, as a softmax does
         first = self._own(inputs[0]) if inputs and not call.module else None
         if first in (Role.REWARDS, Role.ADVANTAGES) and name in SCORE_KEEPERS:
             return first
-        if name in SUMS and (first in LOG_PROBS or first is Role.LOG_RATIO):
-            return first  # of a sequence
+        if (name in SUMS or name in RESCALINGS) and (first in LOG_PROBS or first is Role.LOG_RATIO) and self._is_of_tokens(call):
+            return first  # of a sequence, or what a mask leaves of it, or its mean over tokens
         if name == "sub" and len(inputs) == 2:
             return Role.LOG_RATIO if {self._own(v) for v in inputs} <= LOG_PROBS else None
         if name in NATURAL_EXPONENTIALS and inputs:
@@ -264,11 +277,25 @@ class Names:
             return Role.LOG_PROBS
         if name in NATURAL_LOGARITHMS and self._is_ratio(inputs[0]):
             return Role.LOG_RATIO
+        if name in NATURAL_LOGARITHMS and first is Role.IS_WEIGHT:
+            return first
         if name in NATURAL_LOGARITHMS and LOG_PROBS & self._ancestors(inputs[0]):
             return Role.LOG_PROBS
         if name in RESCALINGS and inputs and role_of(self.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
         return None
+
+    def _is_of_tokens(self, call: Call) -> bool:
+        """Is it a sum, or a product or a quotient with a mask, or with the number of tokens that one selects?"""
+        others = [value for value in list(call.inputs())[1:] if value != next(call.inputs())]
+        return call.name in SUMS or (len(others) == 1 and self._counts(others[0]))
+
+    def _counts(self, value: int) -> bool:
+        call = self.program.maker(value)
+        while call is not None and (call.name in SUMS or call.name in CLAMPS or carries(call.op)) and not self.says_mask(value):
+            value = next(call.inputs(), -1)
+            call = self.program.maker(value)
+        return self.says_mask(value)
 
     def _is_ratio(self, value: int) -> bool:
         """Is it a ratio, or the sum of some?"""
@@ -286,13 +313,22 @@ class Names:
             return Role.KL if Role.REF_LOG_PROBS in self._ancestors(operand) else Role.RATIO
         if call.name != "exp":
             return None
-        if call.module and self._of_weights_only(value):
+        if self._of_weights_only(value):
             return Role.WEIGHTS  # a temperature or a deviation that is learnt
         if _SPREAD.search((self.name(operand) or "").lower()):
             return Role.HIDDEN  # a standard deviation or scale that a policy puts out
+        if not call.module and self._is_score(operand):
+            return Role.LOGITS  # of similarities: numerator and denominator of a softmax by hand
         if not call.module and self._downstream(value) in (None, Role.LOSS, Role.ADVANTAGES):
             return Role.RATIO  # what a loss raises e to and calls by no name of ours weighs its tokens
         return None
+
+    def _is_score(self, value: int) -> bool:
+        """Is it a product of matrices, scaled as it may be?"""
+        call = self.program.maker(value)
+        while call is not None and (call.name in RESCALINGS or carries(call.op)):
+            call = self.program.maker(next(call.inputs(), -1))
+        return call is not None and flow_of(call.op) is Flow.MATMUL
 
     def _is_top_of(self, value: int, content: int) -> bool:
         """Is a value the largest of some others, exactly or smoothly?"""
