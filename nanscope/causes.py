@@ -24,6 +24,7 @@ class Cause(StrEnum):
     STD_SINGLE = "std_single"
     SQRT_ZERO_GRAD = "sqrt_zero_grad"
     SQRT_NEGATIVE = "sqrt_negative"
+    OUTSIDE_DOMAIN = "outside_domain"
     CANCELLATION_SPIKE = "cancellation_spike"
     FULLY_MASKED_SOFTMAX = "fully_masked_softmax"
     FP16_OVERFLOW = "fp16_overflow"
@@ -86,6 +87,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.SQRT_NEGATIVE: CauseInfo(
         "the root of a negative number", ("clamp_input",), ("the root of a small negative number left by cancellation",)
     ),
+    Cause.OUTSIDE_DOMAIN: CauseInfo("finite operands for which the operation, or its derivative, has no finite number", ("clamp_input",)),
     Cause.CANCELLATION_SPIKE: CauseInfo("cancellation leaves a tiny denominator", ("clamp_denominator",)),
     Cause.FULLY_MASKED_SOFTMAX: CauseInfo("softmax over a row that is entirely −inf", ("safe_softmax", "finite_mask_fill")),
     Cause.FP16_OVERFLOW: CauseInfo("a value leaves the range of half precision (65504)", ("upcast_fp32",)),
@@ -95,7 +97,9 @@ CAUSES: dict[Cause, CauseInfo] = {
         ("clamp_input",),
         ("a quotient of finite numbers leaves the dtype's range", "a finite value leaves the dtype's range"),
     ),
-    Cause.BAD_INPUT: CauseInfo("non-finite data came with the batch", ("reject_input", "drop_invalid_sample")),
+    Cause.BAD_INPUT: CauseInfo(
+        "non-finite data came with the batch", ("reject_input", "drop_invalid_sample"), ("a number that the code gave is NaN",)
+    ),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),
     Cause.HW_BITFLIP: CauseInfo("a flipped bit in a weight", ("fix_upstream",)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import math
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nanscope
 import nanscope.verdict.diagnose
 from nanscope.capture.custom import is_custom
+from tests.functions import CASES
 
 
 class Score(torch.autograd.Function):
@@ -200,6 +204,72 @@ def test_a_backward_that_fails_the_second_time_is_a_warning(tmp_path: Path, capl
         scope, _ = train(Once, (2, 3), tmp_path)
     assert "not again" in caplog.text
     assert scope.verdict.incidents[0].origin.op == "Once"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["in the loss", "in a module"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_goes_wrong_in_a_function_is_found_in_there(tmp_path: Path, name: str, inside: bool) -> None:
+    """Operator, line, cause and phase, in its forward and in its backward; a fix that was run; gradients as without us."""
+    case = CASES[name]
+    _, bare = case.train(lambda: contextlib.nullcontext(), inside=inside)
+    scope, watched = case.train(lambda: nanscope.watch(out=tmp_path), inside=inside)
+    (incident,) = scope.verdict.incidents
+    place = incident.origin
+    assert (place.op, str(incident.cause), incident.phase) == (case.op, case.cause, case.phase)
+    assert case.line in dict(place.source)[place.line or 0]
+    assert place.masked is case.masked or (inside and place.masked is None)
+    assert any(fix.works for fix in incident.fixes) or name == "saved"
+    again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].origin.to_json() == place.to_json()
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(bare, watched, strict=True))
+
+
+@pytest.mark.parametrize("zero_at", [None, (2, 3)])
+def test_what_a_checkpoint_saves_is_asked_for_once(tmp_path: Path, zero_at: tuple[int, int] | None) -> None:
+    """Asked for twice it raises, and asked for early it computes the loss again: its gradients are those of an unwatched run."""
+
+    def grads(watched: bool) -> list[Tensor]:
+        x = torch.linspace(0.1, 0.9, 20).reshape(4, 5)
+        if zero_at is not None:
+            x[zero_at] = 0.0
+        x.requires_grad_()
+        with nanscope.watch(out=tmp_path) if watched else contextlib.nullcontext():
+            loss = checkpoint(lambda t: Score.apply(t, 1e-6).sum(), x * 1.0, use_reentrant=False)
+            loss.backward()
+        return [x.grad] if x.grad is not None else []
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(watched=False), grads(watched=True), strict=True))
+
+
+class Unseen(torch.autograd.Function):
+    """Its backward writes the first rows of a memory of its own, in a way that nobody can follow, and hands on what it makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(gate)
+        return (rows * gate).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate,) = ctx.saved_tensors
+        found = torch.empty(len(grad), len(gate))
+        ctypes.memmove(found.data_ptr(), (grad[:2, None] * gate).contiguous().data_ptr(), 2 * len(gate) * 4)
+        return found, None
+
+
+def test_rows_that_a_kernel_has_never_written_are_named(tmp_path: Path) -> None:
+    """Function, argument, element, and how much of it; torch has seen nothing of the writing."""
+    model = nn.Linear(3, 4)
+    torch.use_deterministic_algorithms(True)  # the memory holds NaN then
+    try:
+        with nanscope.watch(out=tmp_path) as scope:
+            Unseen.apply(model(torch.ones(3, 3)), torch.ones(4)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (incident,) = scope.verdict.incidents
+    place = incident.origin
+    assert (place.op, place.index, place.shape, place.variable, place.masked) == ("Unseen", (2, 0), (3, 4), "rows", False)
+    assert str(incident.cause) == "uninitialized" and "the whole row 2" in incident.sentence and "rows" in incident.sentence
 
 
 def test_only_functions_of_others_are_custom() -> None:

@@ -201,7 +201,8 @@ HIDDEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, str]]]
     "made": (lambda m, x: torch.log(m(x) * 0 - 1), ("forward", "log")),
     "data": (lambda m, x: torch.full((3, 4), math.nan), ("input", "input")),
     "data, moved": (lambda m, x: torch.full((3, 4), math.nan)[1:].neg(), ("input", "input")),
-    "by nobody knows whom": (lambda m, x: torch.linalg.inv(m(x)[:, :3] * 0 + math.nan) @ x, ("forward", "opaque")),
+    "a number": (lambda m, x: torch.linalg.inv(m(x)[:, :3] * 0 + math.nan) @ x, ("input", "add")),
+    "by nobody knows whom": (lambda m, x: nn.functional.rrelu(m(x)[:, :3] * 0 + math.nan, training=True) @ x, ("forward", "opaque")),
 }
 
 

@@ -209,24 +209,23 @@ def test_of_several_hooks_none_is_accused(tmp_path: Path) -> None:
     assert "a hook on a tensor changed it." in incident.sentence and incident.origin.line is None
 
 
-TAKEN_OUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "values": (lambda rows: rows.values(), "log"),
-    "rows": (lambda rows: rows.unbind()[1], "log"),
-    "padded": (lambda rows: rows.to_padded_tensor(0.0), "opaque"),
+TAKEN_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "values": lambda rows: rows.values(),
+    "rows": lambda rows: rows.unbind()[1],
+    "padded": lambda rows: rows.to_padded_tensor(0.0),
 }
 
 
 @pytest.mark.parametrize("how", TAKEN_OUT)
 def test_what_is_made_of_a_jagged_tensor_element_by_element_is_seen(tmp_path: Path, how: str) -> None:
-    """The line that made it, where it is taken out as it was packed; where not, that nobody saw it, and no cause is made up."""
-    take_out, op = TAKEN_OUT[how]
+    """The line that made it, however it is taken out."""
     model = nn.Linear(4, 4)
     with nanscope.watch(out=tmp_path) as scope:
         logs = ((model(jagged()) * 0.0).abs() - 0.0).log()
-        take_out(logs).pow(2).mean().backward()
+        TAKEN_OUT[how](logs).pow(2).mean().backward()
     (incident,) = scope.verdict.incidents
-    assert (incident.origin.op, incident.cause) == (op, "log_zero" if op == "log" else "unknown")
-    assert (incident.origin.expression or "").endswith(".log()") == (op == "log") and incident.origin.value == -INF
+    assert (incident.origin.op, incident.cause) == ("log", "log_zero")
+    assert (incident.origin.expression or "").endswith(".log()") and incident.origin.value == -INF
 
 
 def test_jagged_tensors_of_two_kinds_are_not_mixed_up(tmp_path: Path) -> None:
@@ -238,3 +237,86 @@ def test_jagged_tensors_of_two_kinds_are_not_mixed_up(tmp_path: Path) -> None:
         (scaled * rows.detach()).values().log().mean().backward()
     (incident,) = scope.verdict.incidents
     assert (incident.origin.op, incident.origin.shape) == ("log", (5, 4))
+
+
+class Controller:
+    """An adaptive coefficient that is kept as a number of Python."""
+
+    def __init__(self) -> None:
+        self.value = 0.2
+
+    def update(self, measured: Tensor) -> None:
+        error = measured / 0.0 - 1
+        self.value *= float(1 + error.clamp(-0.2, 0.2))
+
+
+def test_a_number_that_went_by_way_of_the_host_is_followed(tmp_path: Path) -> None:
+    """0 / 0 in one step, read as a number, makes NaN of the next step's loss: the line of the division is named."""
+    model, controller = nn.Linear(3, 2), Controller()
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for _ in range(2):
+            log_probs = model(torch.ones(4, 3)).log_softmax(-1)
+            loss = (controller.value * log_probs).mean()
+            loss.backward()
+            controller.update((log_probs.detach() * 0.0).mean())
+    (incident,) = scope.verdict.incidents
+    assert (incident.micro_batch, incident.origin.op, incident.origin.index) == (2, "div", ())
+    assert incident.origin.expression == "measured / 0.0"
+    assert incident.cause in ("zero_denominator", "zero_div_zero") and incident.fixes[0].works is not False
+
+
+@pytest.mark.parametrize("kind", ["product", "sum"])
+def test_a_number_that_is_nan_is_shown_as_the_operand(tmp_path: Path, kind: str) -> None:
+    """Where nobody has seen it made: that it came in as a number, and what the code calls it."""
+    x, kl_coef = torch.ones(3, 4, requires_grad=True), math.nan
+    with nanscope.watch(out=tmp_path) as scope:
+        if kind == "product":
+            loss = kl_coef * x.sigmoid()
+        else:
+            loss = x.sigmoid() + kl_coef
+        loss.mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.cause, incident.origin.masked) == ("input", "bad_input", None)
+    assert [name for name, _ in incident.origin.operands] == ["x.sigmoid()", "kl_coef"] and math.isnan(incident.origin.number(1))
+    assert "kl_coef, a number of Python, came in as NaN" in incident.sentence and "number that the code gave" in incident.sentence
+    again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
+    assert again.incidents[0].sentence == incident.sentence
+
+
+RANDOM: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, str, str]]] = {
+    "what was computed": (lambda x: nn.functional.rrelu(torch.log(x * 0), training=True), ("forward", "log", "torch.log(x * 0)")),
+    "the batch": (lambda x: nn.functional.rrelu(x * BAD, training=True), ("input", "input", "")),
+}
+BAD = torch.tensor([1.0, math.nan, 1.0])
+
+
+@pytest.mark.parametrize("what", RANDOM)
+def test_a_call_that_cannot_be_made_again_is_asked_for_its_arguments(tmp_path: Path, what: str) -> None:
+    """It is random, and what it was given is known: the walk goes on there."""
+    make, (phase, op, expression) = RANDOM[what]
+    with nanscope.watch(out=tmp_path) as scope:
+        make(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op) == (phase, op)
+    assert expression in (incident.origin.expression or "")
+
+
+@torch.library.custom_op("nanscope_tests::reciprocal", mutates_args=())
+def reciprocal(x: Tensor) -> Tensor:
+    """A kernel of somebody's."""
+    return torch.from_numpy(1.0 / x.detach().numpy())
+
+
+reciprocal.register_autograd(lambda ctx, grad: grad * 0)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_kernel_that_makes_it_of_good_arguments_is_named(tmp_path: Path) -> None:
+    """By its name, its line, and the element; and not the sum behind it."""
+    x = torch.tensor([1.0, 0.0, 2.0], requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        loss = reciprocal(x * 1.0).sum()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.index) == ("nanscope_tests::reciprocal", (1,))
+    assert incident.origin.expression == "reciprocal(x * 1.0)"

@@ -117,6 +117,7 @@ CASES = (  # one row a rule, in the order of the rules
     ),
     Case(seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, seen("mm", INF, dtype="bfloat16"), Cause.MAGNITUDE_OVERFLOW),
     Case(seen("pow", INF, 1e30), Cause.MAGNITUDE_OVERFLOW, seen("pow", INF, -INF), Cause.UNKNOWN),
+    Case(seen("acos", NAN, 1.5), Cause.OUTSIDE_DOMAIN, seen("abs", NAN, 1.5), Cause.UNKNOWN),
 )  # fmt: skip
 
 BOTH = (  # what two rules fit: the cause that is said, and the one that is not
@@ -161,6 +162,7 @@ NEVER = {  # two rules beside each other that fit no observation together, and s
     14: "an infinity is not NaN",
     18: "NaN is not finite",
     27: "the logarithm of 0 is below 0",
+    37: "an infinity is not NaN",
 }
 
 

@@ -221,3 +221,30 @@ def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, g
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.cause) == ("optimizer", "unknown") and f"{kind.__name__} (lr = +inf)" in incident.sentence
     assert incident.snapshot is not None and "(lr = +inf)" in diagnose(nanscope.load(incident.snapshot)).sentence
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Writes what it makes of a gradient back into the gradient, as K-FAC does; one direction has no curvature."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__([weight], {"lr": 0.1, "damping": 0.0})
+        self.curvature = torch.tensor([1.0, 0.0, 2.0])
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                natural = weight.grad / (self.curvature + self.param_groups[0]["damping"])
+                weight.grad.copy_(natural)
+                weight.add_(weight.grad, alpha=-0.1)
+
+
+def test_an_optimizer_that_spoils_the_gradient_itself_is_named_with_its_line(tmp_path: Path) -> None:
+    """The gradient was finite when the step began: the division in there is the origin, and no gradient that came in."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Preconditioned(weight)
+    with nanscope.watch(out=tmp_path) as scope:
+        (weight * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.variable, incident.origin.index) == ("optimizer", "div", "natural", (1,))
+    assert incident.cause in ("zero_denominator", "zero_div_zero")

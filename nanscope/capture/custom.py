@@ -7,7 +7,9 @@ always, while it is small) what forward saved for it is held until the step is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +17,17 @@ from torch import Tensor
 
 from nanscope.capture.copies import Copies
 from nanscope.capture.mode import TapeMode
-from nanscope.capture.seal import Seal, sealed
+from nanscope.capture.modules import Address, place_of
+from nanscope.capture.seal import Seal, is_marked, sealed
 from nanscope.capture.source import definition_of
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Computes, Site
+from nanscope.program.local import local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.torch_inside import function_of
+
+INSIDE = -1  # no leaf of the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,15 @@ class Backward:
     """One call of a custom function's backward.
 
     node: its context. saved: what forward saved. received, returned: gradients, of its results and of its arguments. leaf: id of the
-    result in the program of the loss.
+    result in the program of the loss, INSIDE if it is none of its leaves. first: id from which on the values of its own program are.
     """
 
     node: Any
     saved: tuple[Tensor | None, ...]
     received: tuple[Tensor | None, ...]
     returned: tuple[Tensor | None, ...]
-    leaf: int
+    leaf: int = INSIDE
+    first: int = 0
 
     def bytes(self) -> int:
         """Return how much memory is held by it."""
@@ -46,6 +53,25 @@ class Backward:
     def spoilt(self) -> bool:
         """Did a non-finite gradient come out although only finite ones went in? Waits for the device."""
         return _all_finite(self.received) and not _all_finite(self.returned)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A gradient that a backward has made bad once more.
+
+    program, tensors: that make it, None where it does not come of recorded calls. argument: of forward, whose gradient it is. flat: of the
+    first element that is bad. unwritten: which ones nobody wrote. places: where the originals of the leaves lie. grads: ids of the
+    gradients that came in, as far as they are read.
+    """
+
+    program: Program | None
+    tensors: dict[int, Tensor]
+    argument: str | None
+    gradient: Tensor
+    flat: int
+    unwritten: Tensor
+    places: Mapping[int, Address] = field(default_factory=dict)
+    grads: tuple[int, ...] = ()
 
 
 def is_custom(node: Any) -> bool:
@@ -60,30 +86,69 @@ def backward_of(node: Any) -> tuple[str, Site | None]:
     return name, definition_of(function_of(node).backward, f"{name}.backward")
 
 
-def seen(node: Any, leaf: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Backward:
+def seen(
+    node: Any, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...], leaf: int = INSIDE, first: int = 0
+) -> Backward:
     """Return what a post-hook of the node sees; what forward saved is still there."""
-    return Backward(node, tuple(node.saved_tensors), received, returned, leaf)
+    return Backward(node, saved_by(node), received, returned, leaf, first)
 
 
-def run_again(found: Backward, budget: int) -> tuple[Program, dict[int, Tensor]] | None:
-    """Return the program of the first non-finite gradient that a backward makes, and its leaves; None if a second run makes none.
+def saved_by(node: Any) -> tuple[Tensor | None, ...]:
+    """Return what forward saved for a node, as long as backward has not let go of it."""
+    return tuple(node.saved_tensors)
 
-    It runs on copies. Raises LookupError if there are none, and whatever the function raises.
+
+def run_again(found: Backward, budget: int) -> Repeated | None:
+    """Return the first gradient that a backward makes non-finite once more, in the same place; None if none is.
+
+    It runs on copies, and memory that it makes without content is marked: what was in there the first time, nobody knows. Raises
+    LookupError if there are none, and whatever the function raises.
     """
     copies = Copies(budget)
     saved, received, attributes = copies.of((found.saved, found.received, vars(found.node)))
     tape = Tape(budget)
+    tape.known.length = found.first
+    grads = [tape.value_of(tensor).id for tensor in received if tensor is not None]
     for tensor in received:
         if tensor is not None:
             tape.tag("grad", tensor)
     function = function_of(found.node)
-    with torch.no_grad(), sealed(Seal(copies.own()), [function, *copies.code]), TapeMode(tape):
+    with torch.no_grad(), sealed(Seal(copies.own(), marks=True), [function, *copies.code]), TapeMode(tape):
         results = function.backward(_Context(found.node, saved, attributes), *received)
-    for result in results if isinstance(results, tuple) else (results,):
-        if isinstance(result, Tensor) and not bool(is_finite(result)) and (value := tape.find(result)) is not None:
-            program, tensors = tape.program(value)
-            return replace(program, computes=Computes.GRADIENT), tensors
+    for position, result in enumerate(results if isinstance(results, tuple) else (results,)):
+        part = local(result) if isinstance(result, Tensor) else None
+        bad = _bad_again(part, found.returned) if part is not None else None
+        if part is None or bad is None:
+            continue
+        flat, argument = int(bad.flatten().int().argmax()), _argument(function, position)
+        value = tape.find(result)
+        if value is None:
+            return Repeated(None, {}, argument, part, flat, is_marked(part))
+        program, tensors = tape.program(value)
+        places = {leaf: place_of(copies.original(tensor)) for leaf, tensor in tensors.items()}
+        return Repeated(replace(program, computes=Computes.GRADIENT), tensors, argument, part, flat, is_marked(part), places, tuple(grads))
     return None
+
+
+def _bad_again(result: Tensor, returned: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Return where a gradient is not finite that was not there the first time, either; None if nowhere."""
+    bad = ~torch.isfinite(result) if result.is_floating_point() else torch.zeros(())
+    before = [part for grad in returned if grad is not None and (part := local(grad)) is not None and part.shape == result.shape]
+    for part in before:
+        if bool((bad & ~torch.isfinite(part)).any()):
+            return bad & ~torch.isfinite(part)
+    return bad if bool(bad.any()) and not before else None
+
+
+def _argument(function: Any, position: int) -> str | None:
+    """Return what forward calls the argument whose gradient stands there."""
+    try:
+        names = list(inspect.signature(function.forward).parameters)
+    except (TypeError, ValueError):
+        return None
+    own = function.setup_context is torch.autograd.Function.setup_context  # then the context comes first
+    names = names[1:] if own else names
+    return names[position] if position < len(names) else None
 
 
 class _Context:

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
-from nanscope.program.calls import Arg, Leaf, Ref
+from nanscope.program.calls import Arg, Leaf, Ref, runs_again
 from nanscope.program.ops import FLOW, HISTORY_ENDS
 from nanscope.torch_inside import (
     base_of,
@@ -73,6 +73,15 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Opaque:
+    """A call that cannot be made again. read: ids of its arguments, where they are known. place: where in the trainer's code."""
+
+    op: str
+    read: tuple[int, ...]
+    place: tuple[CodeType | None, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
     """What the tape needs to know of an aten overload, looked up once."""
 
@@ -82,7 +91,8 @@ class Operator:
     view: bool  # its result is a view to autograd, too
     functional: str | None  # the overload without the write, for in-place operators
     turns: bool  # in place, but what it changes is how a tensor lies or whether it has a gradient, not its elements
-    replayable: bool
+    replayable: bool  # in this process
+    listed: bool  # and from a file
     ends: bool  # no gradient flows through it
     inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
     casts_inside: bool  # and these may be cast
@@ -100,6 +110,7 @@ class Operator:
             _is_view(schema),
             None if pure is None else str(pure),
             pure is not None and _is_view(schema_of(pure)),
+            name in FLOW or runs_again(func),
             name in FLOW,
             name in HISTORY_ENDS,
             left_inside(func),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.capture.custom import backward_of, is_custom
+from nanscope.capture.custom import Backward, backward_of, is_custom, seen
 from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author_of
@@ -244,6 +244,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def left(self, found: MadeBackward) -> LeftBehind | None:
         """Return what a node's forward call had made bad, if the bad gradient is of the same element; None if there is no such thing."""
+        if found.function is not None:
+            return self._saved(found.function)
         number = next((number for number, mark in enumerate(self.marks) if mark.number == found.number + 1), -1)
         made = self._made(number, self.marks[number].kinds) if number >= 0 and self.marks[number].kinds else None
         if made is None or made.foreign or made.result.shape != found.gradient.shape:
@@ -252,6 +254,12 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat = int(both.int().argmax())
         dropped = found.received is not None and float(found.received.flatten()[flat]) == 0
         return LeftBehind(replace(made, flat=flat), dropped) if bool(both[flat]) else None
+
+    def _saved(self, function: Backward) -> LeftBehind | None:
+        """What the forward of a custom function made bad, and saved."""
+        saved = next((tensor for tensor in function.saved if tensor is not None and kinds_of(tensor)), None)
+        made = self.made(saved) if saved is not None else None
+        return None if made is None or made.foreign else LeftBehind(made, False)
 
     def site_of(self, node: int) -> Site | None:
         """Return where the call was made that an autograd node belongs to. node: its number."""
@@ -330,7 +338,7 @@ class MadeBackward:
     """The autograd node that made a bad gradient out of a finite one. op: of its forward. number: of the node, by order of creation.
 
     site: of its forward, or of the backward of a custom function, where known. received: the gradient that came in, if it has the same
-    shape.
+    shape. function: what is known of its backward, if it is a custom one.
     """
 
     op: str
@@ -339,6 +347,7 @@ class MadeBackward:
     flat: int
     site: Site | None = None
     received: Tensor | None = None
+    function: Backward | None = None
 
 
 def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> MadeBackward | None:
@@ -357,7 +366,8 @@ def made_backward(outputs: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Se
                 if grad is not None and (kinds := kinds_of(grad)):
                     op, site = backward_of(node) if is_custom(node) else (op_of(node), None)
                     alike = next((came.detach() for came in received if came is not None and came.shape == grad.shape), None)
-                    found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site, alike))
+                    custom = seen(node, tuple(returned), tuple(received)) if is_custom(node) else None
+                    found.append(MadeBackward(op, number_of(node), grad.detach(), _first(grad, kinds), site, alike, custom))
                     return
 
         return hook

@@ -10,17 +10,19 @@ So what led to the arguments of a model is taken from the tape with the loss: a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from nanscope.capture.entries import Value
 from nanscope.capture.modules import KEPT_BYTES, Address, ModuleCall, place_of, tensors_in, version_of
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Call, Ref
 from nanscope.program.local import local
-from nanscope.program.numbers import tensor_bytes
-from nanscope.program.program import Program
+from nanscope.program.numbers import is_finite, tensor_bytes
+from nanscope.program.program import Program, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,16 @@ class Glue:
         return all(local(tensor) is not None for tensor in self.tensors.values())
 
     def leading_to(self, argument: int) -> Program:
-        """Return the program with its result under another id: as a copy, which may lie otherwise than what was copied."""
-        if argument == self.program.output:
-            return self.program
-        copy = Call("aten.clone.default", (Ref(self.program.output),), (), (argument,))
-        return replace(self.program, calls=(*self.program.calls, copy), output=argument)
+        """Return the program with its result under another id."""
+        return leading(self.program, argument)
+
+
+def leading(program: Program, value: int) -> Program:
+    """Return a program with its result under another id: as a copy, which may lie otherwise than what was copied."""
+    if value == program.output:
+        return program
+    copy = Call("aten.clone.default", (Ref(program.output),), (), (value,))
+    return replace(program, calls=(*program.calls, copy), output=value)
 
 
 def glue_before(tape: Tape, calls: Iterable[ModuleCall]) -> tuple[Glue, ...]:
@@ -55,11 +62,56 @@ def glue_before(tape: Tape, calls: Iterable[ModuleCall]) -> tuple[Glue, ...]:
             value = tape.computed(tensor) if tensor.is_floating_point() and version_of(tensor) == version else None
             if value is None:
                 continue
-            try:
-                program, tensors = tape.program(value)
-            except LookupError:
-                continue
-            if tensor_bytes(tensors) <= KEPT_BYTES:
-                place = place_of(tensor)
-                found[place, value.diff] = Glue(place, program, tensors, tape.places(tensors), value.diff)
+            if (glue := _made(tape, value, place_of(tensor))) is not None:
+                found[glue.place, value.diff] = glue
     return tuple(found.values())
+
+
+def glue_within(tape: Tape, tensors: Iterable[Tensor]) -> dict[Address, Glue]:
+    """Return what the forward of a custom function did to make these, as far as it is plain torch, by where they lie."""
+    found: dict[Address, Glue] = {}
+    for tensor in tensors:
+        value = tape.within(tensor)
+        glue = _made(tape, value, place_of(tensor)) if value is not None else None
+        if glue is not None and glue.program.calls:
+            found[glue.place] = glue
+    return found
+
+
+def glue_behind(tape: Tape, leaf: int) -> tuple[Glue, ...]:
+    """Return what led to the arguments of the call that a leaf came out of, and that cannot be made again; nothing if that is not known."""
+    call = tape.opaque.get(leaf)
+    read = [value for one in dict.fromkeys(call.read) if (value := tape.values.get(one)) is not None] if call is not None else []
+    return tuple(glue for value in read if (glue := _made(tape, value, value.key[:4])) is not None)
+
+
+def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
+    """Return the program of a value, and its leaves; where a custom function has returned one that is bad, what its forward did.
+
+    Raises LookupError as the tape does.
+    """
+    program, tensors = tape.program(value)
+    looked = set[int]()
+    while bad := [
+        one for one in program.leaves if one.origin == "opaque" and one.id not in looked and not bool(is_finite(tensors[one.id]))
+    ]:
+        leaf = bad[0].id
+        looked.add(leaf)
+        within = tape.within(tensors[leaf])
+        with contextlib.suppress(LookupError):
+            part, own = tape.program(within) if within is not None else (EMPTY, {})
+            if part.calls:
+                program = join([leading(part, leaf), program]).slice()
+                tensors = {one.id: {**tensors, **own}[one.id] for one in program.leaves}
+    return program, tensors
+
+
+EMPTY = Program((), (), -1)
+
+
+def _made(tape: Tape, value: Value, place: Address) -> Glue | None:
+    try:
+        program, tensors = tape.program(value)
+    except LookupError:
+        return None
+    return Glue(place, program, tensors, tape.places(tensors), value.diff) if tensor_bytes(tensors) <= KEPT_BYTES else None

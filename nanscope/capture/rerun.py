@@ -20,8 +20,9 @@ from torch.nn.modules import module as hooks
 from nanscope.capture import generators
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, cloned, lent, mended
+from nanscope.capture.custom import is_custom
 from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
-from nanscope.capture.glue import Glue
+from nanscope.capture.glue import Glue, opened
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import (
     NOWHERE,
@@ -134,10 +135,11 @@ class Reruns:
                 tape = again.eye
             made: list[tuple[int, Program, dict[int, Tensor]]] = []
             for place, tensor in zip(call.outputs, again.outputs, strict=False):
-                target, value = self._comes_out(call, again, place, tensor, wanted, leaves), tape.find(tensor)
+                target = self._comes_out(call, again, place, tensor, wanted, leaves)
+                value = tape.value_of(tensor) if is_custom(tensor.grad_fn) else tape.find(tensor)
                 if target is not None and value is not None:  # else not read by the loss, or transient: it does not come out again
                     with contextlib.suppress(LookupError):
-                        made.append((target, *tape.program(value)))
+                        made.append((target, *opened(tape, value)))
             outputs = {part.output: target for target, part, _ in made}
             mapping = dict(outputs)  # one output may be made of another: all of them have their places first
             between: dict[int, Glue] = {}  # leaf → what led to it

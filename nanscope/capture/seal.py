@@ -21,7 +21,7 @@ from nanscope.capture.alone import NotIsolated, refuse_collective
 from nanscope.capture.modules import tensors_in
 from nanscope.capture.reach import Reach
 from nanscope.program.local import memory_of
-from nanscope.program.ops import OVERWRITES
+from nanscope.program.ops import OVERWRITES, UNWRITTEN_FACTORIES, base_name
 from nanscope.torch_inside import (
     TorchDispatchMode,
     backward_hooks,
@@ -39,6 +39,14 @@ STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "at
 FRESH = torch.ops.aten.lift_fresh.default  # hands over what `torch.tensor` has just made, where nobody sees it
 
 
+MARK = 0xFF  # in every byte a float of any size is NaN
+
+
+def is_marked(tensor: Tensor) -> Tensor:
+    """Return which elements hold what memory without content was filled with."""
+    return (tensor.contiguous().view(torch.uint8).reshape(*tensor.shape, -1) == MARK).all(-1)
+
+
 class Written(NotIsolated):
     """The code writes to a tensor that is not its own."""
 
@@ -48,7 +56,10 @@ class Written(NotIsolated):
 
 
 class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets calls read anything, and write only to what was made in here or is named. own: copies that may be written to."""
+    """Lets calls read anything, and write only to what was made in here or is named.
+
+    own: copies that may be written to. marks: memory that is made without content holds MARK in every byte, see `is_marked`.
+    """
 
     supports_higher_order_operators = True
 
@@ -56,9 +67,10 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, own: Iterable[Tensor] = ()) -> None:
+    def __init__(self, own: Iterable[Tensor] = (), marks: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()  # storages
+        self._marks = marks
         self._own = {memory_of(tensor) for tensor in own}
         self._drawn: dict[int, tuple[torch.Generator, Tensor]] = {}  # generators of others, as they were
 
@@ -76,6 +88,9 @@ class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._drawn.setdefault(id(value), (value, value.get_state()))
         before = set() if func is FRESH else {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
         result = func(*args, **kwargs)
+        if self._marks and base_name(str(func)).startswith(tuple(UNWRITTEN_FACTORIES)):
+            for tensor in tensors_in([result]):
+                tensor.untyped_storage().fill_(MARK)  # type: ignore[attr-defined]
         self._own |= {memory_of(tensor) for tensor in (*tensors_in([result]), *targets)} - before  # a view's memory is not new
         return result
 

@@ -24,20 +24,22 @@ from torch import Tensor
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
-from nanscope.capture.doubts import ANSWER, Doubts, is_doubtful
-from nanscope.capture.entries import PLAIN, Handle, Noted, Operator, Record, Taken, Unseen, Value, is_intact, node_of, tensors_of
-from nanscope.capture.layout import first_row, is_dense, is_turned
-from nanscope.capture.log import RING, Log
+from nanscope.capture.doubts import ANSWER, Doubts, Sliced, is_doubtful
+from nanscope.capture.entries import PLAIN, Handle, Noted, Opaque, Operator, Record, Taken, Unseen, Value, is_intact, node_of, tensors_of
+from nanscope.capture.jagged import Jagged
+from nanscope.capture.layout import is_dense, is_turned
+from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.sites import Callers
+from nanscope.capture.sites import NOWHERE, Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
-from nanscope.program.local import is_plain, local, memory_of, refuses, unwrapped
-from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES, Flow, flow_of
+from nanscope.program.local import is_plain, local, memory_of, refuses
+from nanscope.program.numbers import tensor_bytes
+from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
@@ -46,7 +48,6 @@ from nanscope.torch_inside import (
 )
 
 Answer = TypeVar("Answer")
-SLICE = "aten.slice.Tensor"
 
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
@@ -54,6 +55,7 @@ BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
+NUMBERS = 4  # that went to the host, of which it is remembered what made them
 MEASURED = 1 << 16  # tensors of which a norm is remembered
 
 
@@ -64,7 +66,8 @@ class Tape:
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
     measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
-    agreed: by the ranks of the run. doubts: of the trainer's code about its losses.
+    agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
+    were not finite. opaque: of leaves that came out of such calls, what is known of them.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None) -> None:
@@ -79,15 +82,18 @@ class Tape:
         self.measured: dict[tuple[int, int], Tensor] = {}
         self.measured_at: dict[tuple[int, int], int | None] = {}
         self.agreed = Agreed()
+        self.numbers: deque[Sliced] = deque(maxlen=NUMBERS)
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self.log, self.known)
         self._slicing = Slicing(self.log, self.known)
+        self._jagged = Jagged(self.log, self.known, self.find, self._leaf)
         self.doubts = Doubts(self.known, self.log, self.account, self.program)
         self.differentiated = Differentiated(self.find)
         self.log.lost = self._note_lost
         self._lost: dict[Address, tuple[str, Handle]] = {}  # results of calls that had to make room, as long as they are there
-        self._opaque: dict[Address, tuple[str, Handle]] = {}  # results of calls that cannot be replayed, until they are read
+        self._opaque: dict[Address, tuple[Opaque, Handle]] = {}  # results of calls that cannot be replayed, until they are read
+        self.opaque: dict[int, Opaque] = {}
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
@@ -136,7 +142,7 @@ class Tape:
             self.known.unfind(tensors_of((args, result)))
             self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
-            if not self._after_jagged(operator, args, result):
+            if not self._jagged.after(operator, args, self._keywords, result):
                 self._forget_results(result)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
@@ -157,8 +163,17 @@ class Tape:
             if refuses(tensor):
                 return
             value = self.value_of(tensor) if node_of(tensor) is not None else self.find(tensor)
+            if value is not None and type(answer) is float:
+                self._note_number(value)
             if value is not None:
                 self.doubts.answered(value, answer, self.callers.caller)
+
+    def _note_number(self, value: Value) -> None:
+        """A number that is not finite goes to the host: who calculates with it later calculates with what made this."""
+        with contextlib.suppress(LookupError):
+            program, tensors = self.program(value)
+            if program.calls and tensor_bytes(tensors) <= REMEMBERED:
+                self.numbers.append((program, tensors))
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
@@ -178,6 +193,9 @@ class Tape:
     def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if target is None:
             self.known.unfind(tensors_of((args, result)))
+            for item in tensors_of(result):
+                if is_plain(item) and not any(item is arg for arg in args):
+                    self._note_opaque(item, operator.name, tuple(self.log.read))
         elif operator.turns:
             self._writes.after_turn(operator, noted, target, args[0])
         elif not self._writes.after(operator, noted, target, args[0]):
@@ -188,7 +206,8 @@ class Tape:
         results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
         if not any(isinstance(item, Tensor) for item in results):
             return
-        if not operator.replayable or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
+        odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
+        if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
             self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
@@ -196,60 +215,6 @@ class Tape:
             results = list(tensors_of(result))
             self._after_norm(results)
             self._measure(noted, results)
-
-    def _after_jagged(self, operator: Operator, args: tuple[Any, ...], result: Any) -> bool:
-        """Note what `values()` and `unbind()` take out of a jagged tensor as a slice of what was packed, and what is made of one element by
-        element as made of that; False for anything else."""
-        nested = bool(args) and isinstance(args[0], Tensor) and not refuses(args[0]) and args[0].is_nested
-        packed = unwrapped(args[0]) if nested else None
-        if packed is not None and isinstance(result, Tensor) and result.is_nested:
-            return self._after_pointwise(operator, args, result)
-        value = self.find(packed) if packed is not None else None
-        if packed is None or value is None:
-            return False
-        results = list(tensors_of(result))
-        starts = [first_row(packed, item) for item in results]
-        if None in starts or not results:
-            return False
-        self.log.read.append(value.id)
-        diff = self.log.flows(self.log.read)
-        for start, item in zip(starts, results, strict=True):
-            call = ((Ref(value.id), 0, start, (start or 0) + len(item)), ())
-            if value.history != PLAIN or not diff:
-                self.log.append(SLICE, call, [item], diff, True)
-            else:  # made on the way: its history is that of the wrapper, of which this will be a view
-                self.known.rehistory(self.log.append(SLICE, call, [item], diff, False), id(args[0]))
-        return True
-
-    def _after_pointwise(self, operator: Operator, args: tuple[Any, ...], result: Tensor) -> bool:
-        made, noted = unwrapped(result), list[Arg]()
-        if made is None or not is_plain(made) or self._keywords or operator.mutable or flow_of(operator.overload) is not Flow.POINTWISE:
-            return False
-        self.log.read.clear()
-        for arg in args:
-            inner = unwrapped(arg) if isinstance(arg, Tensor) else None
-            if inner is None:
-                if not (arg is None or isinstance(arg, (bool, int, float))):
-                    return False
-                noted.append(arg)
-            elif is_plain(inner) and (inner.shape == made.shape if arg.is_nested else not inner.dim()):
-                value = self.find(inner) or (self._packed(inner) if arg.is_nested else self._leaf(inner))
-                self.log.read.append(value.id)
-                noted.append(Ref(value.id))
-            else:
-                return False
-        diff = not operator.ends and self.log.flows(self.log.read)
-        for out in self.log.append(operator.overload, (tuple(noted), ()), [made], False, operator.view):
-            if out is not None:
-                self.known.by_id[out].diff = diff  # its history is the wrapper's
-        return True
-
-    def _packed(self, inner: Tensor) -> Value:
-        """What was packed, as a leaf: some call on jagged tensors has made it."""
-        value = self.known.leaf(inner)
-        value.diff = torch.is_grad_enabled()
-        value.leaf = Leaf(value.id, None, "opaque", value.diff, "NestedTensor")
-        return value
 
     def _after_norm(self, results: Iterable[Tensor]) -> None:
         self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
@@ -282,10 +247,10 @@ class Tape:
                     if value.key[:4] == place:
                         self.known.by_key.pop(value.key, None)
                 if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
-                    self._note_opaque(item, op)
+                    self._note_opaque(item, op, tuple(self.log.read))
 
-    def _note_opaque(self, tensor: Tensor, op: str) -> None:
-        self._opaque[key_of(tensor, PLAIN)[:4]] = op, Handle(tensor)
+    def _note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
+        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self.callers.caller() if read else NOWHERE), Handle(tensor)
         if len(self._opaque) > self._crowd:
             self._opaque = {place: made for place, made in self._opaque.items() if not made[1].expired()}
             self._crowd = PATIENCE + 2 * len(self._opaque)
@@ -318,14 +283,15 @@ class Tape:
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
-        return self.known.find(tensor) or self._leaf(tensor)
+        return self.known.find(tensor) or self.known.resolved(tensor) or self._leaf(tensor)
 
     def _leaf(self, tensor: Tensor) -> Value:
         node, base = node_of(tensor), base_of(tensor)
         # A view that was made under no_grad says that it wants a gradient, and gets none.
         diff = tensor.requires_grad and not (node is None and base is not None and base.requires_grad)
         made = self._opaque.pop(key_of(tensor, PLAIN)[:4], None) if self._opaque else None
-        opaque = made[0] if made is not None and not made[1].expired() else ""
+        call = made[0] if made is not None and not made[1].expired() else None
+        opaque = "" if call is None else call.op
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
         derived = None if opaque or module or parameter else self.differentiated.of(tensor)
@@ -349,6 +315,8 @@ class Tape:
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         if derived is not None:
             self.differentiated.read[value.id] = derived
+        if call is not None and call.read:
+            self.opaque[value.id] = call
         return value
 
     def made_by_backward(self, tensors: Iterable[Tensor]) -> None:
@@ -356,6 +324,16 @@ class Tape:
         for tensor in tensors:
             if (grad := tensor.grad) is not None and is_plain(grad) and grad.layout is torch.strided:
                 self._note_opaque(grad, "backward")
+
+    def within(self, tensor: Tensor) -> Value | None:
+        """Return what was computed without gradient in the place of a tensor: what a custom function returns, or saves, its forward has
+        made so. None if that was not seen."""
+        if not is_plain(tensor):
+            return None
+        place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
+        there = [value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and not value.diff]
+        made = [value for value in there if value.id in self.known.made_by and value.version in (None, version)]
+        return max(made, key=lambda value: value.id, default=None)
 
     def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
         """Return the ids of values, None if one of them is not known."""
@@ -379,7 +357,7 @@ class Tape:
         if not is_plain(tensor) or version_of(tensor):
             return False
         made = self._opaque.get(key_of(tensor, PLAIN)[:4])
-        if made is not None and made[0].startswith(tuple(UNWRITTEN_FACTORIES)) and not made[1].expired():
+        if made is not None and made[0].op.startswith(tuple(UNWRITTEN_FACTORIES)) and not made[1].expired():
             return True
         read = (value for value in self.known.relatives(memory_of(tensor)) if value.leaf is not None and value.leaf.made_by == "empty")
         return any(is_intact(value) for value in read)
@@ -581,6 +559,7 @@ class Tape:
         self.known.forget_histories(over and not waiting)
         self._slicing.forget()
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
+        self.opaque = {i: call for i, call in self.opaque.items() if i in self.values}
         if over:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length

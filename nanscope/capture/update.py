@@ -26,9 +26,10 @@ def update_again(
 ) -> tuple[Program, dict[int, Tensor]] | None:
     """Return the program of the update that an optimizer made to one parameter, and its leaves; None if it does not come out again.
 
-    The update is made once more on copies, with the state that it left behind: what was non-finite in weight and state counts as 0, as
-    the best that is still known of what was there before. first: it was the optimizer's first step, before which there was no state. The
-    whole group is copied if it is small: an optimizer may stack its weights. Raises LookupError if the optimizer cannot be copied.
+    The update is made once more on copies, with the state that it left behind: what was non-finite in weight, gradient and state counts as
+    0, as the best that is still known of what was there before; an optimizer may write to gradients, too. first: it was the optimizer's
+    first step, before which there was no state. The whole group is copied if it is small: an optimizer may stack its weights. Raises
+    LookupError if the optimizer cannot be copied.
     """
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     members = group["params"] if sum(p.numel() * p.element_size() for p in group["params"]) <= SMALL_GROUP else [parameter]
@@ -60,7 +61,7 @@ def update_again(
 
 def _twin(parameter: nn.Parameter) -> Tensor:
     twin = nn.Parameter(_finite(parameter), requires_grad=False)
-    twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+    twin.grad = None if parameter.grad is None else _finite(parameter.grad)
     return twin
 
 

@@ -14,6 +14,7 @@ from nanscope.capture.modules import version_of
 from nanscope.program.local import is_plain, memory_of, refuses
 from nanscope.torch_inside import base_of, uses
 
+CONJUGATE = -1  # stands behind the strides of what is to be read as its conjugate
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
 
 
@@ -77,6 +78,17 @@ class Values:
         account.take(value.storage, size)
         value.tensor = tensor
         return True
+
+    def resolved(self, tensor: Tensor) -> Value | None:
+        """Return the value for which this very tensor stands, which was taken to have a gradient and has none: torch has written a
+        conjugate out for the kernel alone, and the gradient goes another way. None if it is no such thing."""
+        if not tensor.is_complex() or tensor.requires_grad or not is_plain(tensor):
+            return None
+        value = self.by_id.get(self.by_key.get(key_of(tensor, id(tensor)), -1))
+        if value is None or value.tensor is not tensor or value.id != self.length - 1:
+            return None
+        self.rehistory([value.id], PLAIN)
+        return value
 
     def held_as(self, tensor: Tensor) -> Value | None:
         """Return the value without gradient for which this very tensor stands, None if there is none."""
@@ -178,10 +190,11 @@ class Values:
             base = self.by_id.get(value_id)
             # it counts its writes with its base, and so does a view of no element, which lies nowhere
             if base is not None and (base.storage == pointer if item.numel() else view):
+                version = base.version if view else version_of(item)  # what autograd takes for no view counts its own writes
                 if not diff:
-                    return PLAIN, base.version
+                    return PLAIN, version
                 if not view or not base.diff:
-                    return id(item), base.version
+                    return id(item), version
                 if base.alien and self._owners.setdefault(base.alien, base.history) != base.history:
                     self._mixed.add(base.alien)
                 return base.alien or base.history, base.version
@@ -275,6 +288,8 @@ def key_of(tensor: Tensor, history: int) -> Key:
     if not is_plain(tensor):
         raise Unseen
     try:
+        if tensor.is_conj():  # it is another value in the same memory
+            return (tensor.data_ptr(), tensor.shape, (*tensor.stride(), CONJUGATE), tensor.dtype, history)
         return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, history)
     except RuntimeError:
         raise Unseen from None  # no memory of its own: a wrapper of some transform

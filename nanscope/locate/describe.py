@@ -97,7 +97,11 @@ def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bo
         return Role.WEIGHTS
     if came and any(call.module for call in trace.program.readers(value)[:1]):
         return Role.HIDDEN  # read inside the model
-    return trace.names.role(value, via=via)
+    found = trace.names.role(value, via=via)
+    if found is not Role.LOSS or trace.program.computes is Computes.LOSS:
+        return found
+    call = trace.program.maker(value)  # there is no loss: it is what it was made of
+    return next((role for read in (call.inputs() if call is not None else ()) if (role := trace.names.role(read)) is not Role.LOSS), None)
 
 
 def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand, ...]:
@@ -108,10 +112,14 @@ def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand,
         for key, arg in call.kwargs
         if key in SCALES_OF and isinstance(arg, (int, float)) and arg != 1
     ]
-    if call.name not in NUMBERED:
+    numbers = {
+        place: Operand(NUMBER, None, None, (), float(arg))
+        for place, arg in enumerate(call.args)
+        if isinstance(arg, (int, float)) and (call.name in NUMBERED or math.isnan(arg))
+    }
+    if not numbers:
         return (*(_operand(trace, source) for source in found), *named)
     read = {source.argument: _operand(trace, source) for source in found}
-    numbers = {place: Operand(NUMBER, None, None, (), float(arg)) for place, arg in enumerate(call.args) if isinstance(arg, (int, float))}
     return (*(operand for _, operand in sorted({**read, **numbers}.items())), *named)
 
 

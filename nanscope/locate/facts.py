@@ -54,7 +54,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[int(origin.op != "pow")].id)),
         dropped=bool(origin.drops),
         zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
-        extent=_extent(trace.values[origin.value_id], origin.index) if origin.call is None else "",
+        extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
         plogp=origin.op in LOGARITHMS and call is not None and _times_own_operand(program, call),
@@ -62,6 +62,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
         filled=call is not None and _filled(trace, call),
+        number=origin.given is not None,
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
     )
 
@@ -129,9 +130,8 @@ def _meets_zero(location: Location, program: Program) -> bool:
     return call is not None and (flow_of(call.op) is Flow.MATMUL or call.name in ZERO_PRODUCTS)
 
 
-def _extent(tensor: Tensor, index: tuple[int, ...]) -> str:
-    """How much of a tensor is non-finite beside the element that was named."""
-    bad = ~torch.isfinite(tensor)
+def extent_of(bad: Tensor, index: tuple[int, ...]) -> str:
+    """Return how much of a tensor is bad beside the element that was named."""
     count = int(bad.sum())
     if count <= 1:
         return ""

@@ -136,7 +136,7 @@ def bad_sources(trace: Trace, call: Call, out: int, flat: int) -> list[Spot]:
     along = flow_of(call.op) is Flow.ALONG
     for source in sources(call, trace.values, out, flat):
         tensor = trace.values[source.value]
-        bad = _bad_part(call, source, tensor) if tensor.is_floating_point() else source.flat[:0]
+        bad = _bad_part(call, source, tensor) if tensor.is_floating_point() or tensor.is_complex() else source.flat[:0]
         if bad.numel() and along:
             same = bad[bad == flat]
             if not math.isnan(number) and same.numel():

@@ -8,6 +8,7 @@ call made it, and its forward operands say why.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,12 +40,14 @@ def locate(trace: Trace) -> Location | None:
     return None if first is None else _backward(trace, first)
 
 
-def _forward(trace: Trace, flat: int) -> Location:
+def _forward(trace: Trace, flat: int, alike: bool = True) -> Location:
     root = walk_back(trace, trace.program.output, flat)
-    root = flipped_weight(trace, root) or first_alike(trace, root)
+    root = flipped_weight(trace, root) or (first_alike(trace, root) if alike else root)
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED)
     chain = tuple(crossing_at(trace, *spot) for spot in reversed(root.path))
     phase = _PHASES.get(trace.program.computes) or phase_of(trace, origin, Phase.FORWARD)
+    if origin.given is not None:
+        phase, origin = Phase.INPUT, replace(origin, masked=None, drops=())  # all that is calculated with it is NaN
     return Location(phase, origin, chain)
 
 
@@ -55,6 +58,11 @@ def _backward(trace: Trace, leaf: int) -> Location:
     forth = tuple(crossing_at(trace, *crossed) for crossed in reversed(root.path))
     back = tuple(crossing_at(trace, *crossed, backward=True) for crossed in reversed(path))
     return Location(phase_of(trace, origin, Phase.BACKWARD), origin, (*forth, *back))
+
+
+def located(trace: Trace, flat: int) -> Location:
+    """Return the origin of one element of what a program ends in."""
+    return _forward(trace, flat, alike=False)
 
 
 def spotted(trace: Trace) -> Location | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, SHIFTS
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, NUMBERED, SHIFTS
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -110,16 +111,32 @@ _NUMBERS = {  # and these it may write as a number
 
 def operand_name(origin: Element, position: int) -> str:
     operand = origin.operands[position]
+    words = origin.site.args if origin.site else ()
+    if operand.name and origin.given is not None and operand.name == _number_word(origin, words, 1) and operand.name in words:
+        return next((word for word in words if word != operand.name), last_word(operand.name))  # what stands first is the number
     if operand.name:
         return last_word(operand.name)
-    words = origin.site.args if origin.site else ()
     known = _OPERANDS.get(origin.op, ())
     if position < len(known):
         return known[position]
     if operand.id == NUMBER and origin.op in COMMUTATIVE and len(words) == 2 and words[position] == origin.operands[1 - position].name:
         words = words[::-1]  # `-coef * kl` arrives as kl, −coef
     word = words[position] if position < len(words) else f"operand {position + 1}"
+    if operand.id == NUMBER and math.isnan(operand.value) and origin.op not in NUMBERED:
+        return _number_word(origin, words, position)
     return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if operand.id == NUMBER and not word.isidentifier() else word
+
+
+_PLAIN = re.compile(r"-?[\w.]+")  # what is calculated nowhere
+
+
+def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
+    """What the code calls a number that it gives: it may stand first there and last in the call, or behind a keyword."""
+    places = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
+    found = [words[place] for place in places if 0 <= place < len(words) and _PLAIN.fullmatch(words[place])]
+    tensors = {operand.name for operand in origin.operands if operand.name}
+    apart = [word for word in found if word not in tensors]
+    return next(iter(found if len(found) == 1 else apart), "a number")
 
 
 def _drop_words(how: str, name: str | None) -> str:

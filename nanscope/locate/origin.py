@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nanscope.locate.drops import Drop
@@ -50,6 +51,11 @@ class Element:
     masked: bool | None
     drops: tuple[Drop, ...]
     coefficient: str | None
+
+    @property
+    def given(self) -> Operand | None:
+        """Return the number of the code that made it NaN, None if none did."""
+        return next((operand for operand in self.operands if operand.id == NUMBER and math.isnan(operand.value)), None)
 
 
 @dataclass(frozen=True, slots=True)

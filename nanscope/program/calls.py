@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, Union
 import torch
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import FLOW, base_name
+from nanscope.program.ops import DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name
 from nanscope.torch_inside import has_kernel, schema_of
 
 
@@ -140,12 +140,37 @@ def overload(op: str) -> Any:
 
     Raises ProgramError for anything outside the whitelist, so a name from a file can never reach other code.
     """
-    match = re.fullmatch(r"aten\.([a-z_0-9]+)\.([A-Za-z_0-9]+)", op)
-    if not match or match[1] not in FLOW:
+    if base_name(op) not in FLOW:
         raise ProgramError(f"operator {op!r} is not in the whitelist of replayable operators", slug="program-unknown-op")
-    packet = getattr(torch.ops.aten, match[1], None)
-    found = getattr(packet, match[2], None) if packet is not None and match[2] in packet.overloads() else None
-    # a packet holds functions of TorchScript, too, on numbers, strings and lists; the dispatcher does not know them, and they check nothing
-    if found is None or schema_of(found).is_mutable or not has_kernel(found.name()):
+    found = _functional(op)
+    if found is None:
         raise ProgramError(f"operator {op!r} does not exist in torch {torch.__version__} or is not functional", slug="program-unknown-op")
     return found
+
+
+@lru_cache(maxsize=1024)
+def recorded(op: str) -> Any:
+    """Return the aten overload of a call that this process has made itself; one whose name comes from a file is asked of `overload`.
+
+    Raises ProgramError for what does not give the same again.
+    """
+    found = _functional(op)
+    if found is None or not runs_again(found):
+        raise ProgramError(f"operator {op!r} does not give the same again", slug="program-unknown-op")
+    return found
+
+
+def _functional(op: str) -> Any | None:
+    match = re.fullmatch(r"aten\.([a-z_0-9]+)\.([A-Za-z_0-9]+)", op)
+    packet = getattr(torch.ops.aten, match[1], None) if match else None
+    found = getattr(packet, match[2], None) if match and packet is not None and match[2] in packet.overloads() else None
+    # a packet holds functions of TorchScript, too, on numbers, strings and lists; the dispatcher does not know them, and they check nothing
+    return None if found is None or schema_of(found).is_mutable or not has_kernel(found.name()) else found
+
+
+def runs_again(function: Any) -> bool:
+    """Does a call of aten, though no file may hold it, give the same again? Not what is random, or makes memory without content."""
+    schema, name = schema_of(function), base_name(str(function))
+    functional = str(function).startswith("aten.") and not schema.is_mutable and bool(schema.returns)
+    other = name in DATA_FACTORIES | SILENT or name.startswith(NOT_AGAIN) or UNDECLARED_WRITES in name
+    return functional and not other and torch.Tag.nondeterministic_seeded not in function.tags

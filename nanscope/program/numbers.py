@@ -68,9 +68,12 @@ def first_nonfinite(tensor: Tensor) -> int | None:
 
 
 def at(tensor: Tensor, flat: int) -> float:
-    """Return one element as a float, of the part that is here."""
+    """Return one element as a float, of the part that is here; of a complex number its magnitude, or what is bad in it."""
     part = local(tensor)
-    return math.nan if part is None or part.is_complex() else float(part.flatten()[flat])
+    if part is None:
+        return math.nan
+    element = part.flatten()[flat]
+    return float(plain(element) if element.is_complex() else element)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def plain(tensor: Tensor) -> Tensor:
     if values.is_quantized:
         values = values.dequantize()
     if values.is_complex():
-        parts = torch.view_as_real(values).double()
+        parts = torch.view_as_real(values.resolve_conj()).double()
         worst = torch.where(torch.isfinite(parts[..., 0]), parts[..., 1], parts[..., 0])
         return torch.where(torch.isfinite(worst), torch.hypot(parts[..., 0], parts[..., 1]), worst)
     return values.double()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.calls import Arg, Call, Ref
+from nanscope.program.calls import Arg, Call, Ref, recorded
 from nanscope.program.cost import Allowance, cost
-from nanscope.program.ops import FLOAT_FACTORIES
+from nanscope.program.ops import FLOAT_FACTORIES, flow_of
 from nanscope.program.safety import permitted
 
 
@@ -42,13 +42,15 @@ def perform(
     """Execute one call on the values it reads; return its results.
 
     dtype: compute in this floating dtype instead of the recorded one. grad: with gradients.
-    allowance: what the program may still take, None if there is no need to count. index: its place in the program, for the error.
+    allowance: what the program may still take, None if this process has recorded it: then operators beside those of the table run, too,
+    and there is no need to count. index: its place in the program, for the error.
     Raises ProgramError if it cannot be executed, or must not be.
     """
     args = [_resolve(arg, values, dtype, device) for arg in call.args]
     kwargs = {name: _resolve(arg, values, dtype, device) for name, arg in call.kwargs}
     try:
-        function = permitted(call.op, args, kwargs)
+        listed = allowance is not None or flow_of(call.op) is not None
+        function = permitted(call.op, args, kwargs) if listed else recorded(call.op)
         if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
             kwargs["dtype"] = dtype
         if allowance is not None:

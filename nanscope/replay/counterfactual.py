@@ -154,6 +154,7 @@ COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] =
     Cause.STD_SINGLE: (guard_small_group,),
     Cause.SQRT_ZERO_GRAD: (_in_domain, _harmless, _harmless_all),
     Cause.SQRT_NEGATIVE: (_in_domain, _harmless, _harmless_all),
+    Cause.OUTSIDE_DOMAIN: (_harmless, _harmless_all),
     Cause.CANCELLATION_SPIKE: (clamp_denominator,),
     Cause.FULLY_MASKED_SOFTMAX: (safe_softmax, _softmax),
     Cause.FP16_OVERFLOW: (upcast_fp32,),

@@ -161,7 +161,7 @@ class Facts:
     extent: how much of a tensor that came in is bad. selects_nothing: it divides a sum over what a mask lets through, and that is nothing.
     cancelled: what it divides by, or takes the root of, is a difference of much larger numbers, as small as their rounding errors.
     exponential: it is a power whose exponent varies, and is what made it large. filled: the −inf that it was made from are a number of the
-    code, written by another call than the origin's.
+    code, written by another call than the origin's. number: a number that the code gave is NaN.
     """
 
     coefficient: bool = False
@@ -181,6 +181,7 @@ class Facts:
     cancelled: bool = False
     exponential: bool = False
     filled: bool = False
+    number: bool = False
 
 
 @dataclass(frozen=True, slots=True)

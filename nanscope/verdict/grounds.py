@@ -15,6 +15,7 @@ from nanscope.locate.observe import CLIPPED
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
     DIVISIONS,
+    EVERYWHERE,
     EXPONENTIALS,
     MEANS,
     POWERS,
@@ -76,6 +77,13 @@ def overflows(seen: Observation) -> bool:
     into may have been so."""
     operands = (number for _, number in seen.origin.operands)
     return is_infinite(seen) and seen.origin.op not in UNOPENED and all(map(math.isfinite, operands)) and not seen.settings
+
+
+def no_number(seen: Observation) -> bool:
+    """Is it NaN of finite numbers, or, in backward, finite itself and its gradient is not?"""
+    made = (is_nan(seen) and seen.origin.op not in EVERYWHERE) or (seen.phase is Phase.BACKWARD and is_finite(seen))
+    operands = [number for _, number in seen.origin.operands]
+    return made and seen.phase in (Phase.FORWARD, Phase.BACKWARD) and bool(operands) and all(map(math.isfinite, operands))
 
 
 def is_exponential(seen: Observation) -> bool:
@@ -170,6 +178,7 @@ GROUNDS: Mapping[Cause, Grounds] = {
     Cause.STD_SINGLE: Grounds("a deviation that is NaN", lambda o: o.origin.op in SPREADS and is_nan(o)),
     Cause.SQRT_ZERO_GRAD: Grounds("a root of 0, or next to it, or what is as steep somewhere", _is_steep),
     Cause.SQRT_NEGATIVE: Grounds("the root of a number below 0", lambda o: o.origin.op in POWERS and o.origin.number(0) < 0),
+    Cause.OUTSIDE_DOMAIN: Grounds("finite operands, and a result or a gradient that is not", no_number),
     Cause.CANCELLATION_SPIKE: Grounds("a denominator as small as the rounding of what it is made of", lambda o: o.facts.cancelled),
     Cause.FULLY_MASKED_SOFTMAX: Grounds("a softmax that is NaN", lambda o: o.origin.op in ALL_SOFTMAXES and is_nan(o)),
     Cause.FP16_OVERFLOW: Grounds("an infinity of half precision, made of finite numbers", _half),

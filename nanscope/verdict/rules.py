@@ -37,6 +37,7 @@ from nanscope.verdict.grounds import (
     is_infinite,
     is_masked,
     is_nan,
+    no_number,
     of_a_sequence,
     over_nothing,
     overflows,
@@ -137,4 +138,5 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.OPTIMIZER, None, lambda o: o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     Rule(None, None, lambda o: overflows(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
     Rule(None, None, overflows, Cause.MAGNITUDE_OVERFLOW),
+    Rule(None, None, no_number, Cause.OUTSIDE_DOMAIN),
 )

@@ -75,6 +75,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
+    Cause.BAD_INPUT: (lambda seen: seen.facts.number,),
 }
 
 
@@ -144,6 +145,9 @@ def _came_in(seen: Observation) -> str:
     if p.op == RECEIVED:
         source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
         return f"what another rank sent to this one came in as {number(p.value)}{_at(p)}{source}"
+    if seen.facts.number:
+        given = next((name for name, value in p.operands if math.isnan(value)), "a number")
+        return f"{_made(p)}: {'a number of Python' if given == 'a number' else f'{given}, a number of Python,'} came in as NaN"
     extent = f" ({seen.facts.extent})" if seen.facts.extent and not seen.facts.unwritten else ""
     where = _where(p.file, p.line)
     name = p.variable or "a tensor of the batch"
@@ -202,7 +206,8 @@ def _made_here(seen: Observation) -> str:
         return f"{is_large}, and the norm of all gradients overflows, {_where(p.file, p.line)}"
     if p.op in ("unknown", "module"):
         return f"{p.variable or 'a value'} came out of {p.module or 'the model'} as {number(p.value)}{_at(p)}"
-    return _made(p, _inside(p), seen.suspect)
+    extent = f" ({seen.facts.extent})" if seen.facts.unwritten and seen.facts.extent else ""
+    return _made(p, extent + _inside(p), seen.suspect)
 
 
 _BY_PHASE: dict[Phase | None, Callable[[Observation], str]] = {
@@ -216,7 +221,9 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     """What a call made, where, and the numbers that it was made from."""
     result = number(p.value)
     limit = f", {p.dtype} ends at exp({p.limit})" if p.limit is not None and math.isinf(p.value) else ""
-    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or p.variable or p.op)
+    function = p.expression == f"{p.op}.backward"  # one that is custom, of which nothing more is known
+    subject = f"{p.variable} = {p.expression}" if p.variable and p.expression and not function else (p.expression or p.variable or p.op)
+    inside = f" in the gradient of {p.variable}{inside}" if function and p.variable else inside
     if not math.isfinite(p.value):
         overflowed = p.value == math.inf and p.divided != 0 and all(math.isfinite(value) for _, value in p.operands)
         head = f"{subject} overflowed to +inf" if overflowed else f"{subject} gave {result}"

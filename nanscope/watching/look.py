@@ -24,7 +24,8 @@ from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
-from nanscope.locate.location import came_in, is_masked, left_behind, locate
+from nanscope.locate.facts import extent_of
+from nanscope.locate.location import came_in, left_behind, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
@@ -40,12 +41,13 @@ from nanscope.snapshot.observation import (
     HOOKED,
     RECEIVED,
     REDUCED,
-    UNSEEN,
+    Facts,
     Kind,
     Observation,
     Phase,
 )
 from nanscope.torch_inside import function_of, gradient_hooks
+from nanscope.watching.functions import by_received, counted, function_walked, is_unwritten
 from nanscope.watching.laid import in_its_weight
 from nanscope.watching.recording import Recording
 
@@ -92,6 +94,8 @@ HANDED_ON = -2  # stands among the leaves for what one module has made and anoth
 LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
 NOTHING = Look(None, None)
+
+FUNCTIONS = 8  # custom functions, one behind the other, that are looked into
 
 
 def second_look(recording: Recording, reruns: Reruns) -> Look | None:
@@ -298,21 +302,39 @@ def function_look(recording: Recording, reruns: Reruns) -> Look | None:
             continue
         if not bool(is_finite(recording.tensors[found.leaf])):
             return _of_forward(recording, found)
-        name, site = custom.backward_of(found.node)
-        look = run_again(reruns.notes, functools.partial(_function_again, recording, found, reruns.budget), f"the backward of {name}")
-        if look is not None:
-            return look
-        gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
-        return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, site, "", Phase.BACKWARD))
-    return None
+        inside = _inside_backward(recording, found, reruns)
+        leaf = None if recording.program is None else recording.program.leaf(found.leaf)
+        if inside is not None or leaf is None or leaf.origin != "module":
+            return inside or _named_by(found)
+    return None  # of what a module has returned, its forward may tell more
 
 
-def _function_again(recording: Recording, found: Backward, budget: int) -> Look | None:
+def _inside_backward(recording: Recording, found: Backward, reruns: Reruns, module: str = "") -> Look | None:
+    """What went wrong in the backward of a custom function: the call in there, or memory that nobody wrote; None if that is not seen."""
+    again = functools.partial(_function_again, recording, found, reruns.budget, module)
+    return run_again(reruns.notes, again, f"the backward of {custom.backward_of(found.node)[0]}")
+
+
+def _named_by(found: Backward, module: str = "") -> Look:
+    """A gradient that a custom function has made bad, nobody sees how."""
+    name, site = custom.backward_of(found.node)
+    gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
+    return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, site, module, Phase.BACKWARD))
+
+
+def _function_again(recording: Recording, found: Backward, budget: int, module: str) -> Look | None:
     again = custom.run_again(found, budget)
-    look = walked(*again) if again is not None else None
-    if look is None or look.location is None or not look.location.origin.born:
+    if again is None:
         return None
-    return replace(look, seen=_counted(recording, found.leaf, look.location))
+    look = Look(*function_walked(recording, again), second=True) if again.program is not None else None
+    if look is not None and look.location is not None and (look.location.origin.born or is_unwritten(look.location)):
+        return replace(look, seen=counted(recording, found, again, look.location, look.trace))
+    name, site = custom.backward_of(found.node)
+    if bool(again.unwritten.flatten()[again.flat]):
+        seen = observe_made(name, again.gradient, again.flat, site, module, Phase.BACKWARD, again.argument)
+        seen = replace(seen, facts=Facts(unwritten=True, extent=extent_of(again.unwritten, seen.origin.index)))
+        return _seen(seen.joined(by_received(found, seen.origin.shape, again.flat)))
+    return None
 
 
 def _of_forward(recording: Recording, found: Backward) -> Look:
@@ -327,15 +349,6 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     location = came_in(trace, found.leaf, int(both.flatten().int().argmax()))
     location = replace(location, origin=replace(location.origin, op=function_of(found.node).__name__))
     return _seen(replace(observe(location, trace), outside=True))
-
-
-def _counted(recording: Recording, leaf: int, location: Location) -> Observation:
-    """Return whether the loss counts the element of a function's result whose gradient went bad."""
-    assert recording.program is not None
-    if recording.tensors[leaf].numel() != math.prod(location.origin.shape):
-        return UNSEEN
-    trace = Trace.of(recording.program, recording.tensors, backward=False)
-    return Observation(masked=is_masked(trace, leaf, location.origin.flat))
 
 
 def is_settled(location: Location) -> bool:
@@ -414,6 +427,9 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     if found is None:
         return None
     made, module, left = found
+    if made.function is not None:
+        saved = None if left is None else _seen(_left_behind(left.made))
+        return _inside_backward(recording, made.function, reruns, module) or saved or _named_by(made.function, module)
     if left is None:
         return _seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
     seen = _left_behind(left.made)
@@ -481,12 +497,53 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
         return again() or NOTHING
     trace = Trace.of(recording.program, recording.tensors)
     first = Look(trace, locate(trace))
+    for _ in range(FUNCTIONS):
+        leaf = first.location.origin.leaf if first.location is not None else None
+        if leaf is None or leaf.origin != "opaque" or not recording.opened(leaf.id):
+            break
+        trace = Trace.of(recording.program, recording.tensors)
+        first = Look(trace, locate(trace), second=True)
     if first.location is not None and is_settled(first.location):
-        return first
+        return _of_number(recording, first.location) or first
+    behind = _behind(recording, first)
+    if behind is not None:
+        return behind
     deeper = again()
     if deeper is None or deeper.location is not None or deeper.seen is not None:
         return deeper or first
     return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
+
+
+def _behind(recording: Recording, first: Look) -> Look | None:
+    """Of what came bad out of a call that cannot be made again: what was bad of its arguments, and where that came from, or that none was,
+    and the call itself has made it. None if they are not known, or come out of a model."""
+    leaf = first.location.origin.leaf if first.location is not None else None
+    behind = recording.opaque.get(leaf.id) if leaf is not None else None
+    if behind is None or leaf is None or first.location is None or not behind.given:
+        return None
+    code, lasti = behind.call.place
+    site = None if code is None else site_of(code, lasti)
+    for glue in behind.given:
+        own = glue.program.leaf(glue.program.output)
+        if own is not None and first_nonfinite(glue.tensors[own.id]) is not None:
+            return None if own.origin == "module" else _came(glue.tensors[own.id], site, "", "" if own.origin == "data" else own.origin)
+        look = walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors)) if own is None else None
+        if look is not None and look.location is not None:
+            return told(look) if is_settled(look.location) else None
+    tensor = recording.tensors[leaf.id]
+    seen = observe_made(behind.call.op, tensor, first.location.origin.flat, site, "", Phase.FORWARD)
+    return _seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
+
+
+def _of_number(recording: Recording, location: Location) -> Look | None:
+    """Of a NaN that the code gave as a number: what made the last that went to the host; None if it is none, or none did."""
+    if location.origin.given is not None:
+        for program, tensors in reversed(recording.numbers):
+            with contextlib.suppress(ProgramError):
+                look = walked(replace(program, computes=Computes.ACTIVATION), tensors)
+                if look is not None:
+                    return look
+    return None
 
 
 def update_seen(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str | None) -> Observation:

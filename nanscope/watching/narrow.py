@@ -17,6 +17,7 @@ from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Leaf, refs
 from nanscope.program.numbers import tensor_bytes
+from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.tries import replay
@@ -32,7 +33,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         snapshot.program, snapshot.tensors, snapshot.grads, save_tokens, None if look.trace is None else look.trace.run
     )
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
-        program, tensors, grads = Program((), (), -1), {}, {}  # weights of a real model are not for a file that is attached to an issue
+        program, tensors, grads = EMPTY, {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
     narrowed = program is not snapshot.program
     if look.location is not None and look.trace is not None and narrowed and not _same_origin(look.location, program, tensors):
@@ -66,6 +67,8 @@ WIDE_FACTOR = 8  # a tensor this many times larger than the tokens of the loss i
 
 WIDE_BYTES = 1 << 20
 
+EMPTY = Program((), (), -1)
+
 SNAPSHOT_BYTES = 64 << 20  # leaves larger than this in all are not written
 
 
@@ -87,11 +90,14 @@ def narrow(
 
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     closed = {leaf.id for leaf in program.leaves if wide(tensors[leaf.id])}
+    unlisted = {out for call in program.calls if flow_of(call.op) is None for out in call.outs}  # made by what no file may hold
+    if program.output in unlisted:
+        return EMPTY, {}, {}
     if not save_tokens:
         closed |= {leaf.id for leaf in program.leaves if _token_ids(leaf, tensors[leaf.id])}
     if total > SNAPSHOT_BYTES:
         closed |= {leaf.id for leaf in program.leaves if leaf.origin == "parameter"}
-    if not closed:
+    if not closed and not unlisted:
         return program, tensors, grads
     cut: dict[int, Leaf] = {}
     namer = Names(program)
@@ -99,7 +105,7 @@ def narrow(
     for call in program.calls:
         inputs = list(call.inputs())
         outs = [out for out in call.outs if out is not None]
-        if not any(value in closed for value in inputs):
+        if unlisted.isdisjoint(outs) and not any(value in closed for value in inputs):
             kept.append(call)
             continue
         for out in outs:
@@ -109,8 +115,8 @@ def narrow(
                 site = program.site_of(call)
                 role = namer.role(out)
                 cut[out] = Leaf(out, site.name if site else None, "cut", bool(out in run.grads), call.op, str(role) if role else "")
-    if program.output in cut:
-        return program, tensors, grads  # nothing would be left; keep what there is
+    if program.output in cut:  # nothing would be left; keep what there is
+        return (EMPTY, {}, {}) if unlisted else (program, tensors, grads)
     leaves = tuple(leaf for leaf in program.leaves if leaf.id not in closed) + tuple(cut.values())
     smaller = replace(program, leaves=leaves, calls=tuple(kept)).slice()
     needed = {leaf.id for leaf in smaller.leaves}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,10 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.custom import Backward
 from nanscope.capture.depth import Heard
 from nanscope.capture.differentiated import Part
-from nanscope.capture.entries import Taken
+from nanscope.capture.entries import Opaque, Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
-from nanscope.capture.glue import Glue, glue_before
+from nanscope.capture.glue import Glue, glue_before, glue_behind, glue_within
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
 from nanscope.capture.tape import Tape
@@ -24,7 +25,7 @@ from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import is_finite
-from nanscope.program.program import Program
+from nanscope.program.program import Program, join
 from nanscope.torch_inside import compiles_backward, hooks_on
 from nanscope.watching.scale import LossScale
 from nanscope.watching.within import Seen, is_known, seen_within
@@ -37,6 +38,14 @@ def finite_batch(recording: Recording) -> list[Tensor]:
         return []
     parts = [recording.taken[name].content() for name, _ in found[0].tensors if name in recording.taken]
     return [is_finite(part) for part in parts if part is not None and part.is_floating_point()]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A call that cannot be made again, and what led to its arguments."""
+
+    call: Opaque
+    given: tuple[Glue, ...]
 
 
 HIDDEN = -1  # stands among the leaves for what a kernel was given of the model
@@ -55,7 +64,9 @@ class Recording:
     begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
     the loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
     at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient that the code of the
-    trainer took itself. heard: what was heard inside its models, in a deep step.
+    trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards of custom functions
+    did, by where their results lie and what they saved. numbers: what made those that went to the host before it and were not finite.
+    opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended.
     """
 
     program: Program | None
@@ -83,6 +94,10 @@ class Recording:
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
     behind: dict[int, Part] = field(default_factory=dict)
     heard: Heard | None = None
+    within_functions: dict[Address, Glue] = field(default_factory=dict)
+    numbers: tuple[tuple[Program, dict[int, Tensor]], ...] = ()
+    opaque: dict[int, Behind] = field(default_factory=dict)
+    tape: Tape | None = None
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
@@ -91,6 +106,29 @@ class Recording:
         self.others = [hook for tensor in held for hook in hooks_on(tensor)]
         self.glue = glue_before(tape, self.all_calls())
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
+        self.tape = tape
+        self.within_functions = glue_within(tape, self._of_functions())
+        self.numbers = tuple(tape.numbers)
+        leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.opaque] if self.program is not None else []
+        self.opaque = {leaf: Behind(tape.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
+
+    def _of_functions(self) -> Iterator[Tensor]:
+        """What custom functions have returned to the loss."""
+        for leaf in self.program.leaves if self.program is not None else ():
+            node = self.tensors[leaf.id].grad_fn if leaf.origin == "opaque" and leaf.diff else None
+            if node is not None and custom.is_custom(node):
+                yield self.tensors[leaf.id]
+
+    def opened(self, leaf: int) -> bool:
+        """Let the program go on into the custom function that a leaf came out of; False if that was not seen."""
+        glue = self.within_functions.get(self.places.get(leaf) or place_of(self.tensors[leaf]))
+        if glue is None or self.program is None or not glue.is_whole():
+            return False
+        joined = join([glue.leading_to(leaf), self.program]).slice()
+        held = {**glue.tensors, **self.tensors}
+        self.program, self.tensors = joined, {one.id: held[one.id] for one in joined.leaves}
+        self.places = {**glue.places, **self.places}
+        return True
 
     def watch(self, failsafe: Failsafe, account: Balance, parts: Parts | None = None) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it.
@@ -103,6 +141,9 @@ class Recording:
         self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
         self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
         self.behind = {leaf: part for leaf, part in self.behind.items() if self.holding.add(*part[1].values())}
+        held = self.opaque.items()
+        self.opaque = {leaf: one for leaf, one in held if self.holding.add(*(t for glue in one.given for t in glue.tensors.values()))}
+        self.within_functions = {place: one for place, one in self.within_functions.items() if self.holding.add(*one.tensors.values())}
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if parts is not None:
             failsafe("within", self._look_within, parts, known)
@@ -156,6 +197,7 @@ class Recording:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.tape = None
 
     def let_go(self) -> None:
         """Take everything off the account: nobody will ask any more."""
@@ -205,9 +247,12 @@ class Recording:
         on_cpu = all(flag.is_cpu for flag in flags)
         if on_cpu and all(bool(flag) for flag in flags):
             return
-        found = custom.seen(node, leaf, returned, received)
+        found = custom.seen(node, returned, received, leaf, 0 if self.tape is None else self.tape.length)
         if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
             self.backwards.append(found)
+            saved = [tensor for tensor in found.saved if tensor is not None]  # asked for earlier, a checkpoint would compute it again
+            glue = glue_within(self.tape, saved) if self.tape is not None else {}
+            self.within_functions |= {place: one for place, one in glue.items() if self._holds(*one.tensors.values())}
 
     def _watch_kernel(self, failsafe: Failsafe, limit: int) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
