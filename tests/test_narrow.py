@@ -13,9 +13,11 @@ from recorded import Recorded, leaf, record
 from torch import Tensor, nn
 
 import nanscope
+import nanscope.verdict.diagnose
 from nanscope.locate.location import locate
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
+from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import UNSEEN
 from nanscope.watching import narrow
@@ -178,3 +180,20 @@ def test_a_call_inside_the_model_is_saved_only_if_it_is_small(monkeypatch: pytes
     monkeypatch.setattr(narrow, "LARGEST_CALL", 3)
     saved = narrow.to_save(snapshot, seen, False)
     assert saved.program.calls == () and saved.tensors == {} and saved.observation.outside and saved.observation.origin.op == "exp"
+
+
+@pytest.mark.parametrize("where", ["before it", "behind it", "at the end"])
+def test_what_no_file_may_hold_is_cut_out_of_it(tmp_path: Path, where: str) -> None:
+    """An inverse is part of the loss in the process; the file holds calls of the table alone, and tells the same origin."""
+    x = torch.eye(3).requires_grad_()
+    with nanscope.watch(out=tmp_path) as scope:
+        made = torch.log(x - 1.0) if where == "before it" else x * 1.0
+        inverse = torch.linalg.inv_ex(made).inverse
+        loss = torch.log(inverse - inverse).sum() if where == "behind it" else torch.linalg.inv_ex(inverse * 0.0).inverse.sum()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    saved = nanscope.load(incident.snapshot)
+    assert all(flow_of(call.op) is not None for call in saved.program.calls)
+    assert incident.origin.op == {"before it": "log", "behind it": "log"}.get(where, "linalg_inv_ex")
+    again = nanscope.verdict.diagnose.verdict([saved])
+    assert (again.incidents[0].origin.op, again.incidents[0].origin.index) == (incident.origin.op, incident.origin.index)
