@@ -18,7 +18,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, NUMBERED, SHIFTS
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, SHIFTS
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -116,14 +116,14 @@ def operand_name(origin: Element, position: int) -> str:
         return next((word for word in words if word != operand.name), last_word(operand.name))  # what stands first is the number
     if operand.name:
         return last_word(operand.name)
+    if operand.id == NUMBER and math.isnan(operand.value):
+        return _number_word(origin, words, position)
     known = _OPERANDS.get(origin.op, ())
     if position < len(known):
         return known[position]
     if operand.id == NUMBER and origin.op in COMMUTATIVE and len(words) == 2 and words[position] == origin.operands[1 - position].name:
         words = words[::-1]  # `-coef * kl` arrives as kl, −coef
     word = words[position] if position < len(words) else f"operand {position + 1}"
-    if operand.id == NUMBER and math.isnan(operand.value) and origin.op not in NUMBERED:
-        return _number_word(origin, words, position)
     return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if operand.id == NUMBER and not word.isidentifier() else word
 
 
