@@ -210,3 +210,28 @@ def test_a_trap_in_a_model_that_is_followed_is_one_of_forward_s_values(tmp_path:
     origin = incident.origin
     assert (incident.phase, incident.cause, origin.op, origin.index) == ("backward", "where_grad_trap", op, (0, 1)), incident.sentence
     assert (origin.variable, origin.value, origin.masked) == ("raised", math.inf, True) and "does not count" in incident.sentence
+
+
+class Normed(nn.Module):
+    """Overflows in one row, and puts all rows together in a norm that nobody can record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(3)), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.exp(x * self.scale))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("left_out", "masked"), [(None, False), (1, None)])
+def test_what_is_followed_into_a_model_counts_if_its_output_does(tmp_path: Path, left_out: int | None, masked: bool | None) -> None:
+    """All rows are bad then: where the loss counts them all, it counts the origin; where it leaves one out, nobody knows."""
+    x, mask = torch.zeros(4, 3), torch.ones(4, 1)
+    x[2, 1] = 100.0
+    if left_out is not None:
+        mask[left_out] = 0.0
+    with nanscope.watch(out=tmp_path) as scope:
+        out = Normed()(x)
+        ((out - 1.0).square().mean(-1, keepdim=True) * mask).sum().div(mask.sum()).backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.index, incident.origin.masked) == ("forward", "exp", (2, 1), masked)

@@ -510,7 +510,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
         return behind
     deeper = again()
     if deeper is None or deeper.location is not None or deeper.seen is not None:
-        return deeper or first
+        return first if deeper is None else _as_counted(deeper, trace, first.location)
     return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
 
 
@@ -544,6 +544,25 @@ def _of_number(recording: Recording, location: Location) -> Look | None:
                 if look is not None:
                     return look
     return None
+
+
+def _as_counted(deeper: Look, trace: Trace, location: Location | None) -> Look:
+    """What was followed into a model counts if all that is bad of the model's output does."""
+    leaf, inner = location.origin.leaf if location is not None else None, deeper.location
+    if (
+        leaf is None
+        or inner is None
+        or deeper.seen is not None
+        or deeper.program.computes is not Computes.ACTIVATION
+        or inner.phase is not Phase.FORWARD
+    ):
+        return deeper
+    bad = (~torch.isfinite(trace.values[leaf.id])).flatten().nonzero().flatten()[:MANY].tolist()
+    counts = bool(bad) and all(is_masked(trace, leaf.id, flat) is False for flat in bad)
+    return replace(deeper, seen=Observation(masked=False)) if counts else deeper
+
+
+MANY = 64  # bad elements of an output of which it is asked whether the loss counts them
 
 
 def update_seen(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str | None) -> Observation:
