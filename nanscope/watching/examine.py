@@ -459,9 +459,10 @@ class Examiner:
 
 def _found(look: Look, seen: Observation) -> Observation:
     """What a look located, in words and numbers. seen: what else is known."""
-    if look.seen is None and look.location is not None and look.trace is not None:
-        return observe(look.location, look.trace).joined(seen)
-    return seen if look.seen is None else look.seen.joined(seen)
+    beside = seen if look.seen is None else look.seen.joined(seen)
+    if look.location is not None and look.trace is not None and (look.seen is None or look.seen.phase is None):
+        return observe(look.location, look.trace).joined(beside)
+    return beside
 
 
 def _counted(gradients: int, bad: int) -> tuple[int | None, int | None]:
