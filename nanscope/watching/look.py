@@ -25,7 +25,7 @@ from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
-from nanscope.locate.location import came_in, left_behind, locate
+from nanscope.locate.location import came_in, is_masked, left_behind, locate
 from nanscope.locate.observe import observe, observe_gradient, observe_made, observe_weight
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
