@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.program.ops import DIVISIONS, EXPONENTIALS, LOGARITHMS, QUOTIENTS, ROOTS, SCALED, SPREADS
+from nanscope.program.ops import DIVISIONS, EXPONENTIALS, LOGARITHMS, QUOTIENTS, ROOTS, SCALED, SPREADS, TAKEN_OF
 from nanscope.report.origin import mask_words
 from nanscope.snapshot.observation import Blame, Origin
 from nanscope.text import number
@@ -72,10 +72,10 @@ def _of_the_value(origin: Origin, phase: str, said: str) -> Iterator[str]:
 def _of_the_cause(origin: Origin, phase: str, cause: Cause, said: str) -> Iterator[str]:
     """Is the cause, in words, one of these numbers?"""
     first, second = origin.number(0), origin.number(1)
-    divisor = origin.number(DIVISIONS.get(origin.op, 0))
+    divisor, taken = origin.number(DIVISIONS.get(origin.op, 0)), origin.number(TAKEN_OF.get(origin.op, 0))
     held: dict[str, bool] = {
-        "the logarithm of 0": origin.op in LOGARITHMS and (second if origin.op == "xlogy" else first) == (-1 if origin.op == "log1p" else 0),
-        "the logarithm of a negative number": (second if origin.op == "xlogy" else first) < (-1 if origin.op == "log1p" else 0),
+        "the logarithm of 0": origin.op in LOGARITHMS and taken == (-1 if origin.op == "log1p" else 0),
+        "the logarithm of a negative number": taken < (-1 if origin.op == "log1p" else 0),
         "the product p · log p": origin.op in LOGARITHMS or (0 in (first, second) and -math.inf in (first, second)),
         "0 divided by 0": origin.op in QUOTIENTS and divisor == 0 and origin.number(DIVISIONS[origin.op] - 1) == 0,
         "a division by a setting or a scale that is 0": 0 in (origin.divided, divisor),

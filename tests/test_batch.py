@@ -113,6 +113,10 @@ def nameless_reference(x, y, z, a, m):
     return ((-r * a[:, None] + 0.04 * (torch.exp(d) - d - 1)) * m).sum() / m.sum()
 
 
+def nameless_squares(x, y, m):
+    return ((x - y).square() * m).sum() / m.sum()
+
+
 def unnamed_reference(logps, old_logps, z, advantages, mask):
     ratio = torch.exp(logps - old_logps)
     d = z - logps
@@ -197,7 +201,7 @@ def old_per_sequence(logps, old_logps, advantages, mask):
         (no_advantages, (LP, OLD, MASK), "no advantages"),
         (pairs, (LP, REF.clone().requires_grad_()), "chosen_logps, rejected_logps"),
         (old_per_sequence, (LP, OLD[:, 0], ADV, MASK), "one number a sequence"),
-        (nameless_reference, (LP, OLD, REF, ADV, MASK), "no log_probs"),
+        (nameless_squares, (LP, OLD, MASK), "no log_probs"),
     ],
     ids=["per_sequence", "no_advantages", "pairs", "old_per_sequence", "nameless"],
 )
@@ -208,6 +212,14 @@ def test_what_is_not_there_is_an_error_that_says_how_to_name_it(loss, tensors, w
         loss_inputs(record(loss, first, *tensors[1:]).snapshot())
     assert caught.value.slug == "missing-role"
     assert word in str(caught.value) and "scope.tag(" in str(caught.value) and "The file holds" in str(caught.value)
+
+
+def test_a_loss_without_a_single_name_is_read_from_what_it_does() -> None:
+    """Who carries the gradient, what is taken from it before exp, and what weighs the ratio."""
+    found = loss_inputs(record(nameless_reference, LP.clone().requires_grad_(), OLD, REF, ADV, MASK).snapshot())
+    for name, wanted in (("log_probs", LP), ("old_log_probs", OLD), ("ref_log_probs", REF), ("mask", MASK)):
+        assert torch.equal(getattr(found, name), wanted), name
+    assert torch.equal(found.advantages, ADV[:, None])
 
 
 def test_a_loss_that_drops_no_token_counts_all() -> None:

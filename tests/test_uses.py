@@ -73,3 +73,14 @@ def test_a_name_that_does_not_say_whose_they_are_gives_way() -> None:
     names = Names(program)
     found = {leaf.name: names.role(leaf.id) for leaf in program.leaves}
     assert found == {"logprobs": Role.LOG_PROBS, "logps": Role.OLD_LOG_PROBS, "ref_logps": Role.REF_LOG_PROBS}
+
+
+def test_what_says_where_from_is_not_what_is_moved() -> None:
+    """The selection is no advantage because what it selects weighs a ratio."""
+
+    def loss(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        chosen = d > 0
+        return (torch.exp(a - b)[chosen] * c[chosen]).mean()
+
+    program = record(loss, *tensors(), torch.ones(SHAPE)).program
+    assert {leaf.name: Uses(program).role(leaf.id) for leaf in program.leaves}["d"] is None

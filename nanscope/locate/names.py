@@ -360,7 +360,8 @@ class Names:
     def _alone(self, value: int) -> Role | None:
         leaf = self.program.leaf(value)
         known = Role(leaf.role) if leaf is not None and leaf.role in set(Role) else None
-        return self.named(value) or known or self._computed(value)
+        told = self.named(value) or known or self._computed(value)
+        return self.uses.role(value) if told is None and leaf is not None else told
 
     def _ancestors(self, value: int) -> set[Role]:
         """The roles that names tell of what a value is made of; log-probs are where a loss begins, so not beyond them."""

@@ -11,13 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from nanscope.program.calls import Call
-from nanscope.program.ops import CLAMPS, DIFFERENCES, HISTORY_ENDS, NATURAL_EXPONENTIALS, PRODUCTS, SHIFTS, SUMS, carries
+from nanscope.program.calls import Call, refs
+from nanscope.program.ops import (
+    BEFORE_RAISED,
+    CHOICES,
+    CLAMPS,
+    DIFFERENCES,
+    HISTORY_ENDS,
+    MEANS,
+    NATURAL_EXPONENTIALS,
+    PAYLOAD,
+    PRODUCTS,
+    SHIFTS,
+    carries,
+)
 from nanscope.program.program import Program
 from nanscope.roles import Role
 
 FAR = 8  # calls from a tensor to what is made of it
-BETWEEN = CLAMPS | SUMS | PRODUCTS | frozenset({"div", "neg", "where", "nan_to_num"})  # of a log-ratio, before it is raised
 
 
 class Uses:
@@ -52,7 +63,9 @@ class Uses:
                 return
             current = waiting.pop(0)
             yield current
-            readers = [call for call in self.program.readers(current) if carries(call.op) and call.name not in ("where", "masked_fill")]
+            readers = [
+                call for call in self.program.readers(current) if carries(call.op) and call.name not in CHOICES and _holds(call, current)
+            ]
             waiting += [out for call in readers for out in call.outs if out is not None]
 
     def _difference(self, call: Call, value: int) -> Role | None:
@@ -80,7 +93,7 @@ class Uses:
             for call in self.program.readers(waiting.pop(0)):
                 if call.name in NATURAL_EXPONENTIALS:
                     return call
-                if carries(call.op) or call.name in BETWEEN:
+                if carries(call.op) or call.name in BEFORE_RAISED:
                     waiting += [out for out in call.outs if out is not None]
         return None
 
@@ -104,7 +117,7 @@ class Uses:
             made = self.program.maker(other)
             while made is not None and carries(made.op):
                 made = self.program.maker(next(iter(made.inputs()), -1))
-            if other != value and made is not None and made.name == "mean" and value in set(made.inputs()):
+            if other != value and made is not None and made.name in MEANS and value in set(made.inputs()):
                 return Role.REWARDS
         return None
 
@@ -114,6 +127,11 @@ class Uses:
         if call.name not in PRODUCTS or value in self._carried or len(others) != 1 or others[0] not in self._carried:
             return None
         made = self.program.maker(others[0])
-        while made is not None and (carries(made.op) or made.name in CLAMPS):
+        while made is not None and (carries(made.op) or made.name in CLAMPS or made.name == "neg"):
             made = self.program.maker(next(iter(made.inputs()), -1))
         return Role.ADVANTAGES if made is not None and made.name in NATURAL_EXPONENTIALS else None
+
+
+def _holds(call: Call, value: int) -> bool:
+    """Are the elements of a value moved, and not what says where from?"""
+    return any(value in refs(arg) for position, arg in enumerate(call.args) if position in PAYLOAD.get(call.name, (0,)))

@@ -185,6 +185,7 @@ MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # t
 UP_TO_SIGN = MOVES | _family("expand neg")
 WEIGHINGS = COPIES | MASKINGS | _family("_unsafe_view div neg squeeze unsqueeze view")  # between a token's loss and the sum
 EXPANSIONS = _family("broadcast_to expand")
+BEFORE_RAISED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # of a log-ratio, before e is raised to it
 SIZED = EXPANSIONS | _family("_unsafe_view new_full new_ones new_zeros reshape view")  # argument 1 is the size of the result
 INSIDE_ROW = _family("gather index_select narrow select slice squeeze unsqueeze")  # argument 1 is a dimension
 FILLS = _family("fill masked_fill")
