@@ -135,15 +135,11 @@ BOUNDING = SHIFTS | CLAMPS | _family("maximum minimum")  # where an epsilon or a
 DIVISIONS = {"div": 1, "true_divide": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}  # which argument is the divisor
 QUOTIENTS = frozenset(name for name, divisor in DIVISIONS.items() if divisor)  # and the one before it is divided
 DIVISORS = {**DIVISIONS, **dict.fromkeys(ROUNDED_DIVISIONS, 1), "pow": 0}  # a negative power divides by what is raised
-NUMBERED = (
-    QUOTIENTS | ROUNDED_DIVISIONS | SHIFTS | PRODUCTS | _family("lerp pow xlogy")
-)  # of which a number of the code may be what goes wrong
-SCALED = {
-    **dict.fromkeys(SHIFTS, 2),
-    "addcdiv": 3,
-    "addcmul": 3,
-}  # operands after which one by name may follow, by which one of these is scaled
-SCALES_OF = ("alpha", "value")  # and its name
+# Of which a number of the code may be what goes wrong.
+NUMBERED = QUOTIENTS | ROUNDED_DIVISIONS | SHIFTS | PRODUCTS | _family("lerp pow xlogy")
+# Operands after which one by name may follow, by which one of these is scaled.
+SCALED = {**dict.fromkeys(SHIFTS, 2), "addcdiv": 3, "addcmul": 3}
+SCALES_OF = ("alpha", "value")
 
 # Many numbers in.
 SUMS = _family("mean sum")
@@ -166,14 +162,8 @@ PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
 WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
 UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
 
-GROWING = (
-    SHIFTS
-    | PRODUCTS
-    | SQUARES
-    | SEQUENCE_SUMS
-    | frozenset(_TABLE[Flow.MATMUL].split())
-    | _family("addcmul linalg_vector_norm norm prod std var")
-)
+# By which large numbers become larger.
+GROWING = SHIFTS | PRODUCTS | SQUARES | SEQUENCE_SUMS | SPREADS | _family("addcmul linalg_vector_norm norm prod " + _TABLE[Flow.MATMUL])
 
 # Elements to other places.
 GATHERS = _family("gather index")
