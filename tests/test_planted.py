@@ -830,7 +830,9 @@ class Writer:
         if plant.leaf:
             phase = "weights" if "parameter" in plant.ops else "input"
         masked: frozenset[bool | None]
-        if self.fate == "rejected":
+        if phase == "weights":
+            masked = frozenset((None,))  # the loss counts tokens, and a weight is none
+        elif self.fate == "rejected":
             masked = frozenset((True,))
         elif self.fate == "unclear":
             masked = ANY
