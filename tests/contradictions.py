@@ -103,7 +103,7 @@ def _of_the_cause(origin: Origin, phase: str, cause: Cause, said: str) -> Iterat
         yield f"{cause} is not told"
 
 
-STATED = re.compile(r": (\w+)\(([^()…]*)\) = ([^\s,.;]+(?:\.\d+)?(?:e[+−-]?\d+)?)")
+STATED = re.compile(r": (\w+)\(([^()…]*)\) = ([^\s,.;:]+(?:\.\d+)?(?:e[+−-]?\d+)?)")
 
 
 def _arithmetic(origin: Origin, said: str) -> Iterator[str]:
