@@ -64,7 +64,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
     Cause.INF_TIMES_ZERO_COEF: CauseInfo(
         "an overflow meets a factor that is exactly 0 (an advantage, a coefficient), and inf · 0 is NaN",
-        ("clamp_exponent", "finite_mask_fill"),
+        ("clamp_exponent", "finite_mask_fill", "skip_disabled_term"),
     ),
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
     Cause.WHERE_GRAD_TRAP: CauseInfo(
@@ -110,7 +110,16 @@ CAUSES: dict[Cause, CauseInfo] = {
 
 # Fix classes that change what a loss reads: the update of an optimizer has neither samples nor a mask.
 OF_A_BATCH = frozenset(
-    ("mask_before_op", "drop_invalid_sample", "reject_input", "guard_empty", "guard_small_group", "finite_mask_fill", "safe_softmax")
+    (
+        "mask_before_op",
+        "drop_invalid_sample",
+        "reject_input",
+        "skip_disabled_term",
+        "guard_empty",
+        "guard_small_group",
+        "finite_mask_fill",
+        "safe_softmax",
+    )
 )
 
 ADVICE: dict[str, str] = {

@@ -101,6 +101,7 @@ CASES = [
         lambda x, scale: (x / scale.clamp_min(1e-8)).sum(),
         lambda: (wanting(1.0, 2.0), torch.tensor([0.5, 0.0])),
     ),
+    Case("skip_disabled_term", "a coefficient that is 0", lambda p: p.sum() + 0.0 * p.exp().sum(), lambda p: p.sum() + 0.0, lambda: (wanting(0.5, 99.0),)),
     Case("clamp_input", "the argument of xlogy", lambda p: torch.xlogy(p.detach() + 1, p).sum(), lambda p: torch.xlogy(p.detach() + 1, p.clamp_min(1e-8)).sum(), lambda: (wanting(0.5, 0.0),)),
     Case("clamp_input", "log of 0", lambda p: p.log().sum(), lambda p: p.clamp_min(1e-8).log().sum(), lambda: (wanting(0.5, 0.0),)),
     Case("clamp_input", "log1p of −1", lambda p: p.log1p().sum(), lambda p: p.clamp_min(TINY - 1).log1p().sum(), lambda: (wanting(0.5, -1.0),)),

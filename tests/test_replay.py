@@ -24,7 +24,8 @@ BEST = {
     "chunks": "mask_before_op", "sequence ratio": "clamp_exponent", "prefix ratio": "clamp_exponent", "transposed and flat": "clamp_exponent",
     "in-place mask": "mask_before_op", "slice assignment": "mask_before_op", "empty row": "clamp_denominator", "empty batch": "clamp_denominator",
     "log of 0": "clamp_input", "sqrt at 0": "avoid_singular_op", "difference of -inf": "drop_invalid_sample", "p log p": "stable_function",
-    "fully masked softmax": "safe_softmax", "NaN in the batch, masked": "mask_before_op", "NaN in the rewards": "reject_input",
+    "fully masked softmax": "safe_softmax", "NaN in the batch, masked": "mask_before_op", "NaN in the rewards": "reject_input", "the first of two": "clamp_input", "infinite by decision": "skip_disabled_term",
+    "-inf of the batch, twice": "reject_input",
 }  # fmt: skip
 
 

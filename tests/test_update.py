@@ -248,3 +248,59 @@ def test_an_optimizer_that_spoils_the_gradient_itself_is_named_with_its_line(tmp
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.op, incident.origin.variable, incident.origin.index) == ("optimizer", "div", "natural", (1,))
     assert incident.cause in ("zero_denominator", "zero_div_zero")
+
+
+class Counts(torch.optim.Optimizer):
+    """Divides by how often it has stepped, which only the first of its workers counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"step": torch.zeros(1), "mean": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, rank: int = 0) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] += rank == 0
+            state["mean"].lerp_(p.grad, 0.1)
+            p.sub_(state["mean"] * (state["step"] / state["step"]))
+
+
+def trained(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, **given: Any) -> Any:
+    with nanscope.watch(out=folder) as scope:
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step(**given)
+    return scope.verdict.incidents[0]
+
+
+def test_an_update_is_made_again_with_what_the_step_was_given(tmp_path: Path) -> None:
+    """Without its argument it would have been another one, and the weight would be said to have been bad before."""
+    model = nn.Linear(3, 2)
+    incident = trained(Counts(model.parameters()), model, tmp_path, rank=3)
+    assert (incident.phase, incident.cause, incident.origin.op) == ("optimizer", "zero_div_zero", "div")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_an_optimizer_keeps_may_be_what_is_bad(tmp_path: Path, fresh: bool) -> None:
+    """The weight was finite, and the update of finite numbers is: the state is told, and whether anybody had written to it."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with nanscope.watch(out=tmp_path) as scope:
+        torch.use_deterministic_algorithms(fresh)  # torch fills fresh memory with NaN then
+        for state in optimizer.state.values():
+            state["exp_avg_sq"] = (torch.empty_like if fresh else lost)(state["exp_avg_sq"])
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+    torch.use_deterministic_algorithms(False)
+    incident = scope.verdict.incidents[0]
+    assert (incident.phase, incident.origin.variable, incident.origin.role) == ("optimizer", "exp_avg_sq", "optimizer")
+    assert "exp_avg_sq, of which AdamW makes the update of weight, is NaN at [0, 0] of [2, 3]" in incident.sentence
+    assert incident.cause == ("uninitialized" if fresh else "unknown")
+
+
+def lost(state: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(state, math.nan)

@@ -27,6 +27,7 @@ from nanscope.capture.mode import TapeMode
 from nanscope.capture.source import variables
 from nanscope.capture.threads import Strand, Threads
 from nanscope.capture.unseen import OURS, is_ours, is_traced
+from nanscope.capture.update import remember
 from nanscope.torch_inside import count_function_modes, is_transformed, running_backward
 
 
@@ -141,7 +142,9 @@ class Gates:
             self._threads.missed("other-thread", f"an optimizer step in thread {strand.thread.name}, which was not watched")
             return
         self._end_step(strand)
-        closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if len(args) > 1 or kwargs:
+            self._failsafe("update", remember, optimizer, args[1:], kwargs)
         if optimizer not in self._differentiate:
             self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step, and wakes the tape for it
         strand.stepping = optimizer

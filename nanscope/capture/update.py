@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,17 @@ from nanscope.program.calls import Computes
 from nanscope.program.program import Program
 
 SMALL_GROUP = 64 << 20  # bytes of the weights of a group that are copied to make their update once more
+
+# What the last step of each was given beside a closure: an update that depends on that is another one without it.
+_GIVEN: WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[Any, ...], dict[str, Any]]] = WeakKeyDictionary()
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def remember(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """An optimizer is about to step, with these numbers and words."""
+    if all(isinstance(one, _PLAIN) for one in (*args, *kwargs.values())):
+        _GIVEN[optimizer] = (args, dict(kwargs))
+
 
 LEFT_OUT = ("param_groups", "state", "step", "zero_grad")  # attributes: what is copied by parts, and what schedulers put over the methods
 
@@ -51,7 +64,8 @@ def update_again(
     step = type(optimizer).step
     grads = [copy.grad for _, copy in copies.pairs() if copy.grad is not None]
     with sealed(Seal([*copies.own(), *grads]), [type(optimizer), *copies.code]), TapeMode(tape):
-        getattr(step, "__wrapped__", step)(copied)  # without the hooks that people have put on the real one
+        args, kwargs = _GIVEN.get(optimizer, ((), {}))
+        getattr(step, "__wrapped__", step)(copied, *args, **kwargs)  # without the hooks that people have put on the real one
     value = tape.find(twin)
     if value is None:
         return None

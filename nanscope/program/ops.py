@@ -169,6 +169,7 @@ GROWING = SHIFTS | PRODUCTS | SQUARES | SEQUENCE_SUMS | SPREADS | _family("addcm
 GATHERS = _family("gather index")
 PICKS = _family("index masked_select")  # by a mask: a smaller tensor
 MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
+BOUNDED_OR_WEIGHED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # what comes of a log-ratio before e is raised to it
 CHOICES = _family("masked_fill where")
 SELECTIONS = PICKS | CHOICES
 MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens

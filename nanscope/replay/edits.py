@@ -337,6 +337,30 @@ def guard_small_group(patch: Patch) -> Variant | None:
     return Variant("guard_small_group", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
 
 
+def skip_disabled_term(patch: Patch) -> Variant | None:
+    """Leave the term out whose coefficient is a 0 of the code, or a setting that is 0."""
+    made = {patch.origin.value_id}
+    for index, call in enumerate(patch.program.calls):
+        if not any(value in made for value in call.inputs()):
+            continue
+        term = next((arg for arg in call.args if isinstance(arg, Ref) and arg.id in made), None)
+        if call.name == "mul" and term is not None and any(_is_zero(patch, arg) for arg in call.args):
+            calls = list(patch.program.calls)
+            calls[index] = replace(call, op="aten.zeros_like.default", args=(term,), kwargs=(), grad=False)
+            return Variant(
+                "skip_disabled_term", "leave the term out whose coefficient is 0", replace(patch.program, calls=tuple(calls)), patch.tensors
+            )
+        made.update(out for out in call.outs if out is not None)
+    return None
+
+
+def _is_zero(patch: Patch, arg: Arg) -> bool:
+    """Is it the number 0, or a single one that came in?"""
+    if isinstance(arg, Ref):
+        return patch.program.maker(arg.id) is None and patch.values[arg.id].dim() == 0 and bool(patch.values[arg.id] == 0)
+    return isinstance(arg, (int, float)) and arg == 0
+
+
 def guard_empty(patch: Patch) -> Variant | None:
     """Use 0 for the mean of nothing."""
     if patch.op not in MEANS:
@@ -428,6 +452,7 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "drop_invalid_sample": drop_invalid_sample,
     "reject_input": reject_input,
     "avoid_singular_op": avoid_singular_op,
+    "skip_disabled_term": skip_disabled_term,
 }
 
 CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {

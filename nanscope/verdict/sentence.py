@@ -182,6 +182,10 @@ def _update(seen: Observation) -> str:
     settings = f" ({seen.settings})" if seen.settings else ""
     if seen.suspect:
         return f"the update of {seen.optimizer} moved {p.variable or 'a weight'} by {number(p.value)}{_at(p)}"
+    if p.op in ("empty", "state") and seen.optimizer:
+        since = "memory that nobody had written to" if p.op == "empty" else "it was so before the update"
+        whose = f"of which {seen.optimizer} makes the update of {seen.weight or 'a weight'}"
+        return f"{p.variable}, {whose}, is {number(p.value)}{_at(p)}: {since}"
     if p.operands and p.op != "unknown" and seen.weight:
         return f"the update of {seen.optimizer}{settings} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
@@ -266,7 +270,7 @@ def _reached(seen: Observation, r: Reached) -> str:
         parts.append(_gradients(r.bad_gradients, r.gradients))
     elif r.bad_gradients == 0 and r.gradients and not r.bad_weights:
         parts.append("gradients stayed clean" if seen.phase is Phase.WEIGHTS else "weights and gradients stayed clean")
-    if seen.weight and not seen.optimizer:
+    if seen.weight and not seen.optimizer and seen.phase is not Phase.OPTIMIZER:
         parts.append(f"{seen.weight} keeps it")
     if r.bad_weights:
         parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")

@@ -367,8 +367,11 @@ class Examiner:
         look = Look(Trace.of(recording.program, recording.tensors), None)
         return self.described(replace(blank, asked=True), recording, look, False)
 
-    def update(self, optimizer: torch.optim.Optimizer, first: bool, calls: int, blank: Snapshot) -> Snapshot:
+    def update(
+        self, optimizer: torch.optim.Optimizer, first: bool, calls: int, was_fine: Callable[[Tensor], bool], blank: Snapshot
+    ) -> Snapshot:
         """Loss and gradients were finite, the update was not. first: the optimizer had no state before it. calls: seen before the update.
+        was_fine: is a weight known to have been finite when the step began?
 
         What was recorded of it, where that takes gradients itself, tells more than making it once more.
         """
@@ -376,7 +379,7 @@ class Examiner:
         parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
         name = name_of(parameter, named)
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
-        look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first)
+        look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)
         blank, infinite = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
         if look.trace is None and look.seen is None:
             look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))

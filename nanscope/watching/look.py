@@ -50,6 +50,7 @@ from nanscope.torch_inside import function_of, gradient_hooks
 from nanscope.watching.functions import by_received, counted, function_walked, is_unwritten
 from nanscope.watching.laid import in_its_weight
 from nanscope.watching.recording import Recording
+from nanscope.watching.states import bad_state
 
 log = logging.getLogger("nanscope")
 
@@ -449,11 +450,14 @@ def _left_behind(left: Made) -> Observation:
 
 
 @alone()
-def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool) -> Look:
+def update_look(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool, fine: bool, tape: Tape
+) -> Look:
     """Make the update of one parameter once more and walk through it; what cannot be made again shows nothing. first: the optimizer's
-    first step.
+    first step. fine: the weight was finite before it. tape: has seen who made the optimizer's state.
 
-    An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it.
+    An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it, or else what the optimizer
+    keeps of it was.
     """
     notes: list[tuple[str, str]] = []
     if not is_plain(parameter):
@@ -465,6 +469,9 @@ def update_look(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name:
             return None
         look = walked(*made)
         if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
+            if fine:
+                state = bad_state(optimizer, parameter, tape)
+                return None if state is None else _seen(replace(state, weight=name))
             flat = first_nonfinite(parameter) or 0
             return _seen(observe_made("parameter", parameter, flat, None, "", Phase.WEIGHTS, name))
         return look

@@ -24,6 +24,7 @@ from nanscope.snapshot.observation import Observation, Past, Phase
 from nanscope.snapshot.step import Snapshot
 from nanscope.torch_inside import buffers_of
 from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.states import is_fresh
 
 AT_END = "when the block ended"
 Owner = tuple[weakref.ref[nn.Module], str, str]  # of a buffer: module, attribute, full name
@@ -88,10 +89,13 @@ class Remains:
                     self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
 
     def _is_unwritten(self, weight: Tensor) -> bool:
-        """Was memory seen to be made that nobody has written to since, or does it hold what torch fills such memory with?"""
-        filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        part = local(weight)
-        return self._tape.is_unwritten(weight) or (filled and part is not None and bool(torch.isnan(part).any()))
+        return is_fresh(self._tape, weight)
+
+    def was_fine(self, weight: Tensor) -> bool:
+        """Is a weight known to have been finite, and was nobody but an optimizer seen to write to it since?"""
+        first = self._first.get(id(weight))
+        known = self._last_fine(weight)[0] is not None or (first is not None and first[0]() is weight and first[1] is not None)
+        return known and self._writers.get(id(weight)) is None
 
     def learn(self, other: Remains) -> None:
         """Know of the weights what was known of them in another thread. Who wrote to them there, its own tape knows."""

@@ -109,7 +109,11 @@ class Weights:
         optimizer = next(one for one in optimizers if count_bad(self._of([one])))
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         reached = Reached(self._loss(), len(grads), count_bad(readable(grads, "gradients", self._logbook.gap)), total, bad, "taken")
-        self._keeper.save(self._last(), reached, functools.partial(self._examiner.update, optimizer, first, self._course.left.calls))
+        self._keeper.save(
+            self._last(),
+            reached,
+            functools.partial(self._examiner.update, optimizer, first, self._course.left.calls, self._remains.was_fine),
+        )
 
     def _of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
         return readable(_updated_by(optimizers), "weights", self._logbook.gap)

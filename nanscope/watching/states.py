@@ -1,0 +1,35 @@
+"""What an optimizer keeps of a weight, where that is bad: loaded so, or memory that nobody has written to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nanscope.capture.tape import Tape
+from nanscope.locate.observe import observe_made
+from nanscope.program.local import is_plain, local
+from nanscope.program.numbers import first_nonfinite
+from nanscope.roles import Role
+from nanscope.snapshot.observation import Facts, Observation, Phase
+
+
+def bad_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tape: Tape) -> Observation | None:
+    """Return the first number that is bad of what an optimizer keeps of a weight, None if none is."""
+    for key, state in optimizer.state.get(parameter, {}).items():
+        flat = first_nonfinite(state) if isinstance(state, Tensor) and state.is_floating_point() and is_plain(state) else None
+        if flat is None:
+            continue
+        fresh = is_fresh(tape, state)
+        seen = observe_made("empty" if fresh else "state", state, flat, None, "", Phase.OPTIMIZER)
+        origin = replace(seen.origin, variable=str(key), role=str(Role.OPTIMIZER))
+        return replace(seen, origin=origin, optimizer=type(optimizer).__name__, facts=Facts(unwritten=fresh))
+    return None
+
+
+def is_fresh(tape: Tape, tensor: Tensor) -> bool:
+    """Was memory seen to be made that nobody has written to since, or does it hold what torch fills such memory with?"""
+    filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    part = local(tensor)
+    return tape.is_unwritten(tensor) or (filled and part is not None and bool(torch.isnan(part).any()))
