@@ -40,7 +40,7 @@ ROLES = {  # other fair names for a role
 }  # fmt: skip
 SAME: dict[str, Callable[[str], str]] = {"op": lambda op: op.strip("_"), "role": lambda role: ROLES.get(role, role)}
 
-KNOWN = {  # what is not yet answered rightly: script -> field. What answers it rightly takes its row out
+KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it rightly takes its row out
     # no edit keeps an angle's cosine inside of both of its bounds
     "rotation_geodesic_acos": "fix",
     # memory is allocated by no call of a program, and the first line that writes into it is named instead
@@ -62,6 +62,38 @@ KNOWN = {  # what is not yet answered rightly: script -> field. What answers it 
     "rllib_7853_exp_log_std": "variable",
     # `a, b = f(x), g(x)` names neither
     "std_single_uid_groups": "variable",
+    # a hook on a tensor is named, and not looked into
+    "muzero_general_gradient_scale_of_zero": "cause op index fix variable line",
+    # the stable form of a determinant is none of the edits
+    "glow_pytorch_7_logdet_underflow": "fix",
+    "mpo_11_determinant_ratio": "fix",
+    "pytorch_76531_whitening_eigh_equal_eigenvalues": "cause fix variable",
+    # the mask has to be applied at more places than are tried
+    "axolotl_kd_zscore_short_topk": "fix",
+    # the backward of a model in half precision is told, and no edit is run in it
+    "unsloth_zoo_866_half_backward_of_norm_gain": "fix",
+    "unsloth_zoo_962_affine_second_moment": "index",
+    # 0 / 0 in numbers, of which the divisor is to blame
+    "pytorch_lars_layer_without_gradient": "cause",
+    # of a row of attention that a kernel's backward divides it is not asked whether its key counts
+    "lucidrains_flash_attention_backward_row_sum": "masked",
+    # what a value means that no name near it tells
+    "compose_rl_kl_target_of_zero": "role",
+    "cql_density_of_action_chunk": "role",
+    "dreamerv3_symexp_value_in_half": "role",
+    "egnn_pairwise_force_self_distance": "role",
+    "gflownet_gumbel_loss_where_clip": "role",
+    "openrlhf_1289_adaptive_kl_horizon": "role",
+    "sdpo_softmax_rejected_underflow": "role",
+    # two lines trap the same gradient, and the first one is told
+    "torchtune_reverse_kl_inf_mask_gradient": "role line",
+    # a weight of a model that is not trained, or of none, is called by what is known of its owner
+    "cares_rl_407_target_not_rolled_back": "variable",
+    "skrl_sac_initial_entropy_of_zero": "variable",
+    "skyrl_1709_reference_inv_freq": "variable",
+    # a function that anything is handed to has its own name for it
+    "flowrl_trajectory_balance_ref_neg_inf": "variable",
+    "sketch_rnn_straight_strokes": "variable",
     # `goal = 1.0 / x` is run as a reciprocal and a product, and only the product is called by its name
     "zero_denominator_ipo_tau": "variable",
 }
@@ -142,7 +174,7 @@ def test_an_incident_is_explained(path: Path, result: Callable[[Path], Result]) 
     assert found.said is not None, found.sentence
     wrong = {field: getattr(found.said, field) for field, rank in ranks(expected, found.said).items() if rank is None}
     if path.stem in KNOWN:
-        assert set(wrong) == {KNOWN[path.stem]}, f"no longer so, take it out of KNOWN: {found.sentence}"
+        assert set(wrong) == set(KNOWN[path.stem].split()), f"no longer so, take it out of KNOWN: {found.sentence}"
     else:
         assert wrong == {}, found.sentence
 

@@ -371,3 +371,18 @@ def test_a_mask_that_is_filled_is_meant() -> None:
 
     found = record(loss, leaf(3, 6)).location
     assert found is not None and found.phase is Phase.FORWARD and found.origin.op == "mul"
+
+
+def test_no_mask_of_infinities_goes_into_a_convolution() -> None:
+    """A −inf in what it reads is bad data, in the tensor that it was written into."""
+    weight = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+    def loss(weight: Tensor) -> Tensor:
+        mels = torch.linspace(-1, 1, 3 * 8).reshape(1, 3, 8)
+        mels[0, :, 5:7] = -INF
+        return torch.nn.functional.conv1d(mels, weight).square().mean()
+
+    location = record(loss, weight).location
+    assert location is not None
+    assert (location.phase, location.origin.op) == (Phase.INPUT, "input")
+    assert location.origin.index == (0, 0, 5)

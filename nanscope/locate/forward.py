@@ -20,7 +20,7 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import COMPARISONS, FILLS, LITERALS, MASK_ARITHMETIC, SHRINKING, WRITES, Flow, flow_of
+from nanscope.program.ops import COMPARISONS, FILLS, LITERALS, MASK_ARITHMETIC, MASK_FREE, SHRINKING, WRITES, Flow, flow_of
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
@@ -188,7 +188,17 @@ def _where_infinities_met(trace: Trace, path: Sequence[Spot], bad: Sequence[Spot
         for root in roots:
             if root.birth is birth or (root.birth is Birth.FED and _is_weight(trace, root.value)):
                 return Root(root.birth, (*path, *root.path))
+    call = trace.program.maker(path[-1][0])
+    written = [root for root in roots if call is not None and call.name in MASK_FREE and _is_literal(trace, root.value)]
+    if written:  # no mask of infinities goes into a product of matrices: it is bad data, in the tensor that it was written into
+        return Root(Birth.FED, (*path, *written[0].path[: _last_write(trace, written[0].path, len(written[0].path) - 1) + 1]))
     return Root(Birth.BORN, tuple(path))
+
+
+def _is_literal(trace: Trace, value: int) -> bool:
+    """Is it a number of the code, or data?"""
+    made = trace.program.maker(value)
+    return made is None or made.name in LITERALS
 
 
 def _told_last(trace: Trace, value: int) -> tuple[bool, int]:
