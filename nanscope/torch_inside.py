@@ -344,6 +344,13 @@ _set_strategy: Callable[[CodeType, Any], None] = spared(
 )
 
 
+def offsets_of(rows: object) -> Tensor | None:
+    """Return where the rows of a jagged tensor begin in what it packs; None if they are not one after another along its first dimension."""
+    plain = getattr(rows, "_ragged_idx", None) == 1 and getattr(rows, "_lengths", None) is None
+    offsets: Tensor | None = getattr(rows, "_offsets", None)
+    return offsets if plain else None
+
+
 def leave_uncompiled(code: CodeType, nested: bool) -> None:
     """Let code run as it is where it is called from code that torch compiles. nested: and what it calls."""
     _set_strategy(code, _STRATEGY(_SKIP, _SKIP if nested else _DEFAULT))

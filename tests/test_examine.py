@@ -161,7 +161,7 @@ def test_an_update_that_went_bad_is_made_once_more() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=3e38)
     module.weight.grad = torch.tensor([[1e-9, 1e30]])
     optimizer.step()
-    snapshot = examiner.update(optimizer, True, 0, blank(reached=Reached(0.5, 1, 0, 1, 1, "taken")))
+    snapshot = examiner.update(optimizer, True, 0, lambda weight: False, blank(reached=Reached(0.5, 1, 0, 1, 1, "taken")))
     assert (snapshot.observation.optimizer, snapshot.observation.kind) == ("SGD", Kind.NONFINITE)
     incident = diagnose(snapshot)
     assert incident.phase == "optimizer" and incident.sentence.startswith("the update of SGD made ") and incident.origin.index == (0, 1)

@@ -71,7 +71,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     # the mask has to be applied at more places than are tried
     "axolotl_kd_zscore_short_topk": "fix",
     # the backward of a model in half precision is told, and no edit is run in it
-    "unsloth_zoo_866_half_backward_of_norm_gain": "fix",
+    "unsloth_zoo_866_half_backward_of_norm_gain": "cause fix",
     "unsloth_zoo_962_affine_second_moment": "index",
     # 0 / 0 in numbers, of which the divisor is to blame
     "pytorch_lars_layer_without_gradient": "cause",

@@ -378,7 +378,7 @@ def test_no_mask_of_infinities_goes_into_a_convolution() -> None:
     weight = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(3), requires_grad=True)
 
     def loss(weight: Tensor) -> Tensor:
-        mels = torch.linspace(-1, 1, 3 * 8).reshape(1, 3, 8)
+        mels = torch.ones(1, 3, 8) * 0.3
         mels[0, :, 5:7] = -INF
         return torch.nn.functional.conv1d(mels, weight).square().mean()
 

@@ -144,7 +144,7 @@ class Gates:
         self._end_step(strand)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         if len(args) > 1 or kwargs:
-            self._failsafe("update", remember, optimizer, args[1:], kwargs)
+            self._failsafe("before-step", remember, optimizer, args[1:], kwargs)
         if optimizer not in self._differentiate:
             self._failsafe("suspend", eyes.mode.sleep, "step")  # a closure computes its loss inside the step, and wakes the tape for it
         strand.stepping = optimizer

@@ -23,6 +23,7 @@ from nanscope.capture.values import Values
 from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.local import is_plain, refuses, unwrapped
 from nanscope.program.ops import MEANS, SUMS, TOPS, Flow, flow_of
+from nanscope.torch_inside import offsets_of
 
 SLICE, PUT = "aten.slice.Tensor", "aten.index_put.default"
 
@@ -73,9 +74,8 @@ class Jagged:
     def _padded(self, value: Value, args: tuple[Any, ...], result: Tensor, diff: bool) -> bool:
         """Rows of one length are the packed ones, put into numbers that are the padding."""
         rows = args[0]
-        plain = getattr(rows, "_ragged_idx", None) == 1 and getattr(rows, "_lengths", None) is None
-        offsets: Tensor | None = getattr(rows, "_offsets", None)
-        if not plain or offsets is None or len(args) < 2 or not isinstance(args[1], (int, float)) or not is_plain(result):
+        offsets = offsets_of(rows)
+        if offsets is None or len(args) < 2 or not isinstance(args[1], (int, float)) or not is_plain(result):
             return False
         total = value.shape[0]
         number = torch.arange(total, device=result.device)
