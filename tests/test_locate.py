@@ -386,3 +386,16 @@ def test_no_mask_of_infinities_goes_into_a_convolution() -> None:
     assert location is not None
     assert (location.phase, location.origin.op) == (Phase.INPUT, "input")
     assert location.origin.index == (0, 0, 5)
+
+
+def test_of_a_running_maximum_the_number_that_was_picked_goes_on() -> None:
+    """It begins at −inf, which is meant, and takes on the +inf that the first tile brings."""
+
+    def loss(x: Tensor) -> Tensor:
+        tile = (x * 1e30) * 1e30
+        running = torch.maximum(torch.full((2,), -INF), tile.amax(-1))
+        return torch.exp(tile - running[:, None]).sum()
+
+    location = record(loss, leaf(2, 3).detach().abs().requires_grad_()).location
+    assert location is not None
+    assert location.origin.op == "mul"

@@ -20,7 +20,7 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import COMPARISONS, FILLS, LITERALS, MASK_ARITHMETIC, MASK_FREE, SHRINKING, WRITES, Flow, flow_of
+from nanscope.program.ops import COMPARISONS, EXTREMA, FILLS, LITERALS, MASK_ARITHMETIC, MASK_FREE, SHRINKING, WRITES, Flow, flow_of
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
@@ -154,6 +154,8 @@ def bad_sources(trace: Trace, call: Call, out: int, flat: int) -> list[Spot]:
             bad = alike
         every = nan if nan.numel() else bad
         found += [(source.value, int(position)) for position in every[: SEVERAL if along and not nan.numel() else 1]]
+    if call.name in EXTREMA:  # of two, the one that was picked
+        return [spot for spot in found if _number(trace, spot) == number] or found
     return found
 
 
