@@ -8,6 +8,7 @@ from contradictions import contradictions
 
 from nanscope.report.html import render_html
 from nanscope.report.tried import best_of, tried_json
+from nanscope.snapshot.observation import CHANGED, HOOKED
 from nanscope.text import MOST
 from nanscope.verdict.incident import Incident, Verdict
 
@@ -47,7 +48,7 @@ def _reproduction(incident: Incident) -> Iterator[str]:
             yield f"as recorded: {row['outcome']}; and {found.words}"
     if (found.words == "reproduces bit for bit") != (found.exact is True and found.gradients == 0):
         yield f"{found.words}: {found}"
-    if found.exact is False:  # it was recorded on this machine a moment ago
+    if found.exact is False and incident.origin.op not in (HOOKED, CHANGED):  # it was recorded on this machine a moment ago
         yield f"does not come out again: {found}"
     told = _json(incident)["reproduction"]["words"] == found.words
     if not told or (found.words and found.words not in " ".join(render_html(Verdict((incident,))).split())):

@@ -30,7 +30,7 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
     if mask is not None:
         masked, drops = True, (mask, *drops)
     leaf = program.leaf(value)
-    if leaf is not None and leaf.origin == "parameter":
+    if leaf is not None and leaf.is_of_model:
         masked = None  # the loss counts tokens, and a weight is none
     return Element(
         value_id=value,
