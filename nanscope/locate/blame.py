@@ -34,6 +34,7 @@ FENCE = 3.0  # ranges of the middle half: what is further out is far out
 FEWEST = 4  # others that say what is usual
 MOST = 1 << 22  # elements of all that is read on the way to the origin, which is run again and again
 NAMED = 16  # tensors that the code made without a gradient
+FEW_ROWS = 8  # of so few one may be a large part of them all
 ROWS = 64  # rows that are held against the rest
 JUMP = 1e3  # away from what it was, or from the end of its dtype, an origin is a number like any other
 
@@ -216,8 +217,15 @@ def _rows(numbers: Tensor, counted: Tensor) -> Tensor:
     if numbers.dim() < 2 or numbers.shape[-1] < FEWEST or not 1 < rows <= ROWS:
         return torch.zeros(0, 1, dtype=torch.long)
     flat, valid = numbers.reshape(rows, -1), counted.reshape(rows, -1)
-    others = [torch.cat([flat[:row][valid[:row]], flat[row + 1 :][valid[row + 1 :]]]) for row in range(rows)]
-    far = [bool(valid[row].any()) and bool(_far(flat[row][valid[row]].median(), others[row])) for row in range(rows)]
+    medians = torch.stack([flat[row][valid[row]].median() if bool(valid[row].any()) else flat.new_tensor(math.nan) for row in range(rows)])
+    # Of many rows one hardly moves the range of all: only those that are out of that are held against the rest without them.
+    asked = _far(medians, flat[valid]) if rows > FEW_ROWS else torch.isfinite(medians)
+
+    def is_far(row: int) -> bool:
+        others = torch.cat([flat[:row][valid[:row]], flat[row + 1 :][valid[row + 1 :]]])
+        return bool(_far(medians[row], others))
+
+    far = [bool(asked[row]) and is_far(row) for row in range(rows)]
     return torch.arange(numbers.numel()).reshape(rows, -1)[torch.tensor(far)]
 
 
