@@ -21,7 +21,7 @@ from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.file import save
 from nanscope.snapshot.observation import Came, Kind, Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.watching.look import arrived
+from nanscope.watching.afterwards import arrived
 
 CAME = arrived("w", torch.tensor([NAN]))
 MODULE = Observation(phase=Phase.FORWARD, origin=Origin("module", variable="logits"), outside=True)

@@ -23,7 +23,7 @@ from nanscope.snapshot.observation import TEST, Kind, Observation, Phase, Row
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose, examine, verdict
 from nanscope.verdict.incident import Note
-from nanscope.watching.look import arrived
+from nanscope.watching.afterwards import arrived
 
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 POISONED = observe_made("parameter", torch.tensor([0.5, NAN]), 1, None, "", Phase.WEIGHTS, "lm_head.weight")

@@ -27,7 +27,7 @@ from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import examine
 from nanscope.verdict.rules import RULES, Rule, cause_of
-from nanscope.watching.look import arrived
+from nanscope.watching.afterwards import arrived
 
 FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # the scripts do what torch warns of

@@ -21,8 +21,8 @@ from nanscope.snapshot.observation import Came
 from nanscope.snapshot.record import RunRecord, records
 from nanscope.snapshot.runs import Folder
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.watching.afterwards import arrived
 from nanscope.watching.logbook import NOTES, Logbook
-from nanscope.watching.look import arrived
 from nanscope.watching.place import Place
 
 

@@ -16,7 +16,7 @@ from nanscope.snapshot.file import save
 from nanscope.snapshot.history import Entry, History
 from nanscope.snapshot.record import RunRecord
 from nanscope.watching import peers
-from nanscope.watching.look import arrived
+from nanscope.watching.afterwards import arrived
 from nanscope.watching.peers import ALL, TRIES, Peers, near, of_other_ranks
 
 

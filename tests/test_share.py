@@ -13,8 +13,8 @@ from test_logbook import bad
 
 from nanscope.snapshot.observation import Observation, Origin, Phase
 from nanscope.snapshot.step import Snapshot
+from nanscope.watching.afterwards import arrived
 from nanscope.watching.disk import Disk
-from nanscope.watching.look import arrived
 from nanscope.watching.share import FEW, Share
 
 WORLD = 64

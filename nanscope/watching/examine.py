@@ -47,25 +47,18 @@ from nanscope.snapshot.observation import (
 )
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.torch_inside import has_backward_hooks, hooks_on
+from nanscope.watching.afterwards import arrived, by_hook, handed, hooked, late, received, update_seen, written
 from nanscope.watching.laid import in_its_weight, name_of
 from nanscope.watching.look import (
     HIDING,
     NOTHING,
     Look,
-    arrived,
-    by_hook,
     deeper_look,
-    handed,
-    hooked,
     is_settled,
-    late,
     look_closely,
-    received,
     swallowed_look,
     update_look,
-    update_seen,
     weight_look,
-    written,
     written_look,
 )
 from nanscope.watching.narrow import to_save
