@@ -189,9 +189,7 @@ class Drops:
 
     def _is_attention(self, value: int) -> bool:
         """Is it what a softmax has made, moved and copied as it may be?"""
-        call = self.program.maker(value)
-        while call is not None and carries(call.op):
-            call = self.program.maker(next(call.inputs(), -1))
+        call = self.program.maker_behind(value)
         return call is not None and call.name in ALL_SOFTMAXES
 
     def _outdone(self, call: Call, out: int, mark: Tensor, marked: Mapping[int, Tensor]) -> Tensor:

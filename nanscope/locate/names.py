@@ -299,11 +299,9 @@ class Names:
 
     def _is_ratio(self, value: int) -> bool:
         """Is it a ratio, or the sum of some?"""
-        call = self.program.maker(value)
-        while call is not None and (call.name in SUMS or carries(call.op)):
-            value = next(call.inputs(), -1)
-            call = self.program.maker(value)
-        return call is not None and call.name in NATURAL_EXPONENTIALS and self._own(value) is Role.RATIO
+        call = self.program.maker_behind(value, SUMS)
+        made = None if call is None or call.name not in NATURAL_EXPONENTIALS else call.outs[0]
+        return made is not None and self._own(made) is Role.RATIO
 
     def _exponential(self, call: Call, value: int, operand: int) -> Role | None:
         """What e to the power of something is."""
@@ -325,9 +323,7 @@ class Names:
 
     def _is_score(self, value: int) -> bool:
         """Is it a product of matrices, scaled as it may be?"""
-        call = self.program.maker(value)
-        while call is not None and (call.name in RESCALINGS or carries(call.op)):
-            call = self.program.maker(next(call.inputs(), -1))
+        call = self.program.maker_behind(value, RESCALINGS)
         return call is not None and flow_of(call.op) is Flow.MATMUL
 
     def _is_top_of(self, value: int, content: int) -> bool:

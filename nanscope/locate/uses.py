@@ -114,9 +114,7 @@ class Uses:
         if call.name not in DIFFERENCES or value in self._carried:
             return None
         for other in call.inputs():
-            made = self.program.maker(other)
-            while made is not None and carries(made.op):
-                made = self.program.maker(next(iter(made.inputs()), -1))
+            made = self.program.maker_behind(other)
             if other != value and made is not None and made.name in MEANS and value in set(made.inputs()):
                 return Role.REWARDS
         return None
@@ -126,9 +124,7 @@ class Uses:
         others = [read for read in call.inputs() if read != value]
         if call.name not in PRODUCTS or value in self._carried or len(others) != 1 or others[0] not in self._carried:
             return None
-        made = self.program.maker(others[0])
-        while made is not None and (carries(made.op) or made.name in CLAMPS or made.name == "neg"):
-            made = self.program.maker(next(iter(made.inputs()), -1))
+        made = self.program.maker_behind(others[0], CLAMPS | {"neg"})
         return Role.ADVANTAGES if made is not None and made.name in NATURAL_EXPONENTIALS else None
 
 

@@ -8,7 +8,7 @@ Slicing is a walk from the output back to the leaves, an edit is an insertion, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
-from nanscope.program.ops import COPIES
+from nanscope.program.ops import COPIES, carries
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
 
@@ -59,6 +59,14 @@ class Program:
         """Return the call that makes a value, None for a leaf."""
         index = self.producers.get(value)
         return None if index is None else self.calls[index]
+
+    def maker_behind(self, value: int, through: Container[str] = ()) -> Call | None:
+        """Return the call that makes a value, behind those that only carry its elements elsewhere, and those of these names; None for a
+        leaf."""
+        call = self.maker(value)
+        while call is not None and (carries(call.op) or call.name in through):
+            call = self.maker(next(call.inputs(), -1))
+        return call
 
     def only_copy(self, value: int) -> int | None:
         """Return the copy that is made of a value, in another dtype at most, if nobody reads anything else of it."""
