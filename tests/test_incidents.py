@@ -79,6 +79,8 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "lucidrains_flash_attention_backward_row_sum": "masked",
     # what a value means that no name near it tells
     "compose_rl_kl_target_of_zero": "role",
+    "gflownet_147_outflow_of_done_states": "role",
+    "mlagents_4664_mask_branch_renormalise": "role",
     "cql_density_of_action_chunk": "role",
     "dreamerv3_symexp_value_in_half": "role",
     "egnn_pairwise_force_self_distance": "role",
@@ -94,6 +96,16 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     # a function that anything is handed to has its own name for it
     "flowrl_trajectory_balance_ref_neg_inf": "variable",
     "sketch_rnn_straight_strokes": "variable",
+    "cleanrl_td3_nan_next_obs_of_terminal": "variable",
+    "mbrl_lib_110_constant_feature_normalizer": "variable",
+    # what selects in one place does not in another, and the element goes into both
+    "transformers_time_series_scaler_missing_values": "masked variable",
+    # what half precision cannot hold is dropped by a selection: either is a cause
+    "deformable_detr_sine_position_half": "cause",
+    # what is returned is called what it is bound to in the end
+    "nemo_aligner_194_no_sequence_ended": "variable",
+    # a weight of a model that was never called before it was spoilt has no name yet
+    "sample_factory_pbt_copies_diverged_member": "variable line",
     # `goal = 1.0 / x` is run as a reciprocal and a product, and only the product is called by its name
     "zero_denominator_ipo_tau": "variable",
 }

@@ -197,3 +197,24 @@ def test_what_no_file_may_hold_is_cut_out_of_it(tmp_path: Path, where: str) -> N
     assert incident.origin.op == {"before it": "log", "behind it": "log"}.get(where, "linalg_inv_ex")
     again = nanscope.verdict.diagnose.verdict([saved])
     assert (again.incidents[0].origin.op, again.incidents[0].origin.index) == (incident.origin.op, incident.origin.index)
+
+
+def test_a_fix_before_a_choice_by_token_ids_is_tried_while_these_are_there(tmp_path: Path) -> None:
+    """The ids stay out of the file, and with them what was chosen: a fix of the logits was run on all of the step."""
+    torch.manual_seed(0)
+    model, ids = nn.Linear(4, 6).half(), torch.tensor([[1], [2], [5]])
+    hidden = torch.randn(3, 4).half()
+    hidden[1] = 200.0
+    with torch.no_grad():
+        model.weight[2] = 100.0
+    with nanscope.watch(model, out=tmp_path) as scope:
+        logits = hidden @ model.weight.t() / 64.0
+        loss = -(logits.float() - logits.float().logsumexp(-1, keepdim=True)).gather(-1, ids).mean()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.origin.op, incident.origin.index) == ("fp16_overflow", "mm", (1, 2))
+    assert (incident.fixes[0].id, incident.fixes[0].works) == ("upcast_fp32", True)
+    snapshot = nanscope.load(incident.snapshot or "")
+    assert not any(tensor.dtype is torch.int64 for tensor in snapshot.tensors.values())
+    replayed = nanscope.verdict.diagnose.diagnose(snapshot)
+    assert [(fix.id, fix.works) for fix in replayed.fixes] == [(fix.id, fix.works) for fix in incident.fixes]

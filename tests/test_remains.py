@@ -246,6 +246,7 @@ def test_memory_that_was_seen_to_be_made_and_not_to_be_written(tmp_path: Path) -
 
 def test_when_a_weight_was_last_finite_is_known_of_its_own_optimizer(tmp_path: Path) -> None:
     """The step of another one says nothing of it, and does not hide the line that wrote to it."""
+    bad = torch.full((1, 2), math.nan)
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     with nanscope.watch(out=tmp_path) as scope:
@@ -254,10 +255,10 @@ def test_when_a_weight_was_last_finite_is_known_of_its_own_optimizer(tmp_path: P
             optimizers[step % 2].step()
             if step == 2:
                 with torch.no_grad():
-                    models[0].weight.div_(0)
+                    models[0].weight.copy_(bad)
         models[0](torch.ones(1, 2)).sum().backward()
         optimizers[0].step()
-    assert "it was finite in step 3" in scope.verdict.sentence and "models[0].weight.div_(0) wrote it there" in scope.verdict.sentence
+    assert "it was finite in step 3" in scope.verdict.sentence and "models[0].weight.copy_(bad) wrote it there" in scope.verdict.sentence
 
 
 def test_what_is_left_bad_is_told_also_after_another_incident(tmp_path: Path) -> None:
@@ -433,3 +434,61 @@ def test_a_buffer_that_the_first_call_of_a_model_spoils_was_fine_before(tmp_path
         optimizer.step()
     incident = scope.verdict.incidents[0]
     assert (incident.phase, incident.origin.index) == ("input", (1, 2))
+
+
+def through_a_view(weight: nn.Parameter, scale: Tensor) -> None:
+    weight.view(2, 2, 4).mul_(scale.view(2, 2, 1))
+
+
+def in_place(weight: nn.Parameter, scale: Tensor) -> None:
+    weight.mul_(scale[:, None])
+
+
+def behind_autograd(weight: nn.Parameter, scale: Tensor) -> None:
+    weight.data = weight.data * scale[:, None]
+
+
+def row_by_row(weight: nn.Parameter, scale: Tensor) -> None:
+    for row, factor in enumerate(scale):
+        weight[row] *= factor
+
+
+@pytest.mark.parametrize("write", [through_a_view, in_place, behind_autograd, row_by_row])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_the_loop_makes_of_a_weight_behind_the_optimizer_is_looked_into(
+    tmp_path: Path, write: Callable[[nn.Parameter, Tensor], None], steps: int
+) -> None:
+    """Weights are clipped, rescaled, projected after the update: the root of a negative number is told, and not that a weight is bad."""
+
+    def run() -> None:  # nobody holds the model any more when the block ends
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).pow(2).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                norms = model.weight.pow(2).sum(-1)
+                norms[2] = -1.0
+                write(model.weight, torch.sqrt(norms))
+
+    with nanscope.watch(out=tmp_path) as scope:
+        run()
+    first = scope.verdict.incidents[0]
+    assert (first.phase, first.cause, first.origin.op, first.origin.index) == ("optimizer", "sqrt_negative", "sqrt", (2,))
+    assert "test_remains.py:" in first.sentence and any(fix.works for fix in first.fixes)
+    assert not any(note.slug == "left_behind" for note in first.notes)
+
+
+def test_a_weight_that_is_given_what_was_bad_before_is_only_written_to(tmp_path: Path) -> None:
+    """What is copied into it was made by nobody who was seen: the line that wrote it is told."""
+    model, bad = nn.Linear(4, 4), torch.full((4, 4), math.nan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope:
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.copy_(bad)
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.cause) == ("weights", "poisoned_weights")
+    assert "model.weight.copy_(bad) wrote it there" in incident.sentence

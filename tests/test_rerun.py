@@ -453,3 +453,52 @@ def test_what_a_call_has_written_into_a_buffer_did_not_come_with_the_batch(tmp_p
     """`out=` of a head that runs without gradient: the walk goes on to the weight that was NaN."""
     incident = distil(Frozen(), Buffered("weight"), tmp_path)
     assert (incident.phase, incident.cause, incident.origin.index) == ("weights", "poisoned_weights", (1, 2)), incident.sentence
+
+
+class Decision:
+    """What a policy returns: no tuple, no mapping, no dataclass."""
+
+    def __init__(self, logits: Tensor, extras: list[object]) -> None:
+        self.inner, self.policy = torch.distributions.Categorical(logits=logits, validate_args=False), extras
+        self.whole = self  # goes round
+
+
+class Deciding(nn.Module):
+    """Zeroes the only choice that is likely, and divides by what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        with torch.no_grad():
+            self.head.weight[1], self.head.bias[1] = 0.0, 300.0
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Decision:
+        kept = torch.softmax(self.head(x), -1) * allowed
+        return Decision(torch.log(kept / kept.sum(-1, keepdim=True)), [self, kept])
+
+
+def test_what_a_module_returns_in_an_object_of_its_own_class_is_looked_into(tmp_path: Path) -> None:
+    """A policy that returns a distribution inside of an object: the division in its forward is told, and the line."""
+    torch.manual_seed(0)
+    model, allowed = Deciding(), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope:
+        decision = model(torch.randn(2, 4), allowed)
+        (-decision.inner.log_prob(torch.tensor([1, 0]))).mean().backward()
+        optimizer.step()
+    origin = scope.verdict.incidents[0].origin
+    assert (origin.op, origin.index, scope.verdict.incidents[0].cause) == ("div", (1, 0), "zero_div_zero")
+
+
+def test_a_kernel_that_came_out_bad_is_not_looked_for_behind_itself(tmp_path: Path) -> None:
+    """NaN that goes through fused attention, whose result autograd saves: what came in is told, with the line that reads it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 5, 8)
+    x[1, 3] = math.nan
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope:
+        model(x * 1.5).mean().backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.index, incident.notes) == ("input", (1, 3, 0), ()) and incident.origin.line is not None

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ KEPT_CALLS = 64  # outermost calls with gradient that are remembered for a secon
 KEPT_FROZEN = 16  # outermost calls without gradient that are
 KEPT_BYTES = 32 << 20  # arguments of one call larger than this are not held
 WIDE = 32  # of the budget, what one argument of a function may take that has three dimensions or more: logits are not kept from being freed
+
+HELD = 16  # objects that are looked into, among what one module returns
+NOT_HELD = (nn.Module, type, FunctionType, MethodType, ModuleType)  # no result of a call
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module")  # parts of names: of a compiled model, and of one that is spread over ranks
 
@@ -142,19 +145,34 @@ def place_of(tensor: Tensor) -> Address:
     return address(inside) if inside is not None and is_plain(inside) else NOWHERE
 
 
-def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors inside arguments or outputs, in a fixed order."""
+def tensors_in(tree: Any, depth: int = 0, held: list[Any] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors inside arguments or outputs, in a fixed order. held: takes the objects of other classes, which hold attributes."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping) and depth < 6:
         for item in tree.values():
-            yield from tensors_in(item, depth + 1)
+            yield from tensors_in(item, depth + 1, held)
     elif isinstance(tree, (list, tuple)) and depth < 6:
         for item in tree:
-            yield from tensors_in(item, depth + 1)
+            yield from tensors_in(item, depth + 1, held)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and depth < 6:
         for member in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, member.name, None), depth + 1)
+            yield from tensors_in(getattr(tree, member.name, None), depth + 1, held)
+    elif held is not None and _may_hold(tree) and len(held) < HELD and not any(tree is known for known in held):
+        held.append(tree)
+
+
+def _may_hold(tree: Any) -> bool:
+    return hasattr(tree, "__dict__") and not isinstance(tree, NOT_HELD)
+
+
+def made_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a module returned, also as attributes of an object of another class: a distribution, say, that a policy
+    returns."""
+    held: list[Any] = []
+    yield from tensors_in(output, held=held)
+    for thing in held:  # which grows while it is gone through
+        yield from tensors_in(list(vars(thing).values()), held=held)
 
 
 def is_simple(tree: Any, depth: int = 0) -> bool:
@@ -305,7 +323,7 @@ class ModuleWatch:
             self._remember(call)
 
     def _call_of(self, module: nn.Module, began: Began, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> ModuleCall | None:
-        outputs = [tensor for tensor in tensors_in(output) if not refuses(tensor) and tensor.layout is torch.strided]
+        outputs = [tensor for tensor in made_in(output) if not refuses(tensor) and tensor.layout is torch.strided]
         try:
             places, versions = [place_of(tensor) for tensor in outputs], versions_in([args, kwargs])
         except RuntimeError:  # what torch.func wraps has no memory of its own, and cannot be run again outside of it

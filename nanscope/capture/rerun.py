@@ -31,6 +31,7 @@ from nanscope.capture.modules import (
     ModuleCall,
     ModuleWatch,
     address,
+    made_in,
     place_of,
     tensors_in,
     versions_in,
@@ -447,7 +448,7 @@ def _called(
         stack.enter_context(torch.set_grad_enabled(call.grad))
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)
-    return [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
+    return [tensor for tensor in made_in(output) if tensor.layout is torch.strided]
 
 
 @contextlib.contextmanager

@@ -330,8 +330,9 @@ class Tape:
         made so. None if that was not seen."""
         if not is_plain(tensor):
             return None
-        place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
+        place, version, own = key_of(tensor, PLAIN)[:4], version_of(tensor), self.find(tensor)
         there = [value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and not value.diff]
+        there = [value for value in there if own is None or value.id < own.id]  # what is made of it comes later
         made = [value for value in there if value.id in self.known.made_by and value.version in (None, version)]
         return max(made, key=lambda value: value.id, default=None)
 
@@ -340,17 +341,16 @@ class Tape:
         found = [self.find(tensor) for tensor in tensors]
         return None if None in found else [value.id for value in found if value is not None]
 
-    def before_unseen_writes(self, tensor: Tensor) -> Value:
-        """Return the last that was made here in the place of a tensor, whatever has been written to it since that has no other form.
-
-        Raises LookupError if nothing was.
-        """
+    def made_within(self, tensor: Tensor) -> list[Value]:
+        """Return what was made in the memory of a tensor, the latest first, and of the whole of it before that of parts: whatever has been
+        written to it since that has no other form. To a weight no write to a view of it is one, as far as autograd knows."""
         part = local(tensor)
-        place = None if part is None else key_of(part, PLAIN)[:4]
-        made = [value for number in self.known.made_by if (value := self.values.get(number)) is not None and value.key[:4] == place]
-        if not made:
-            raise LookupError("nothing was made there")
-        return max(made, key=lambda value: value.id)
+        if part is None:
+            return []
+        place, size = key_of(part, PLAIN)[:4], part.numel() * part.element_size()
+        known = (value for number in self.known.made_by if (value := self.values.get(number)) is not None)
+        there = {value.id: value for value in known if place[0] <= value.key[0] < place[0] + size}
+        return sorted((there[value] for value in self._computed(there)), key=lambda value: (value.key[:4] == place, value.id), reverse=True)
 
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Was memory seen to be made for it, and nobody to write to it since? Known until the next `forget`."""
@@ -372,11 +372,15 @@ class Tape:
         place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
         found = (value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place)
         there = [value.id for value in found if value.version == version or not last]
-        views = {operator.overload for operator in self.operators.values() if operator.view and not operator.mutable}
-        numbers = [number for value in there if (number := self.known.made_by.get(value)) is not None]
-        made = max((number for number in numbers if number in self.entries and self.entries[number].op not in views), default=-1)
+        made = max((self.known.made_by[value] for value in self._computed(there)), default=-1)
         entry = self.log.entries.get(made) if made >= since else None
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
+
+    def _computed(self, values: Iterable[int]) -> list[int]:
+        """Of some values, those that a call has made, and that are not only another look at what lay there."""
+        views = {operator.overload for operator in self.operators.values() if operator.view and not operator.mutable}
+        made = ((value, self.known.made_by.get(value)) for value in values)
+        return [value for value, number in made if number in self.entries and self.entries[number].op not in views]
 
     def was_written(self, tensor: Tensor, since: int) -> bool:
         """Was something seen to be written to the memory of a tensor after so many calls, under whatever name, or to be made there?

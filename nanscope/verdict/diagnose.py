@@ -113,7 +113,9 @@ def examine(
         observed = replace(seen, phase=seen.phase or phase)
         if seen.origin.op == UNMADE and snapshot.reached.bad_weights:  # no loss is to blame, and the weights are what is spoilt
             observed = replace(observed, phase=Phase.WEIGHTS, origin=replace(seen.origin, role=Role.WEIGHTS))
-        replayed = replace(replayed, rows=tuple(_again(row, replayed) for row in seen.tried) or replayed.rows, bench=None)
+    if seen.outside or seen.tried:  # what was tried on the whole program is known, and what is left of it may not tell
+        asked = tuple(row for row in replayed.rows if row.kind == "asked") if seen.tried else replayed.rows
+        replayed = replace(replayed, rows=(*(_again(row, replayed) for row in seen.tried), *asked), bench=None)
     return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
 
 

@@ -403,6 +403,20 @@ class Examiner:
             return None  # it read no gradient
         return functools.partial(self._updated, look, Observation(optimizer=BY_HAND, weight=name))
 
+    def edited(self, snapshot: Snapshot) -> Snapshot | None:
+        """Return a step whose weight is bad, and was not after the last update, as what the trainer's own lines have made of it since; None
+        if that was not seen, or if what they wrote was bad before."""
+        seen = snapshot.found
+        if seen.phase is not Phase.WEIGHTS or seen.past.fine_at is None:
+            return None
+        bad = (weight for name, weight in self.modules.parameters().values() if name == seen.origin.variable)
+        weight = next((weight for weight in bad if not bool(is_finite(weight))), None)
+        look = None if weight is None else written_look(self.tape, weight, Computes.UPDATE)
+        if look is None or look.location is None or not look.location.origin.born:
+            return None
+        notes = tuple(note for note in snapshot.notes if note[0] != "left_behind")
+        return self._updated(look, Observation(optimizer=BY_HAND, weight=seen.origin.variable or ""), replace(snapshot, notes=notes))
+
     def update_by_hook(self) -> Callable[[Snapshot], Snapshot]:
         """Return what describes that a hook on a gradient has made its weight non-finite: calls within backward are not recorded."""
         name, weight = next(known for known in self.modules.parameters().values() if not bool(is_finite(known[1])))

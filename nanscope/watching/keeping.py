@@ -50,6 +50,8 @@ class Keeper:
             kept = [self.blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
             self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))
+            if not course.poisoning.lasts:  # else it is known what wrote it
+                self._failsafe("edited", lambda: kept.append(self._examiner.edited(kept[-1]) or kept[-1]))
             if self.late and kept[-1].found.origin.line is None:
                 thread = threading.current_thread().name
                 self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", counts.number)

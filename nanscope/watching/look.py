@@ -89,6 +89,8 @@ LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the mode
 
 NOTHING = Look(None, None)
 
+WRITES = 8  # to the memory of one weight, that are looked into, the latest first
+
 FUNCTIONS = 8  # custom functions, one behind the other, that are looked into
 
 
@@ -476,12 +478,13 @@ def update_look(
 def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADIENT) -> Look | None:
     """Walk through what the trainer did to a gradient between backward and the optimizer, or to a weight; None if the tape did not see
     it made."""
-    for find in (tape.value_of, tape.before_unseen_writes):
+    found: list[Look] = []
+    for value in (tape.value_of(tensor), *tape.made_within(tensor)[:WRITES]):
         with contextlib.suppress(ProgramError, LookupError):
-            program, tensors = tape.program(find(tensor))
+            program, tensors = tape.program(value)
             if program.calls and (look := walked(replace(program, computes=computes), tensors)) is not None:
-                return look
-    return None
+                found.append(look)
+    return next((look for look in found if look.location is not None and look.location.origin.born), next(iter(found), None))
 
 
 def walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:

@@ -36,8 +36,9 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         program, tensors, grads = EMPTY, {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
     narrowed = program is not snapshot.program
-    if look.location is not None and look.trace is not None and narrowed and not _same_origin(look.location, program, tensors):
-        seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
+    if look.location is not None and look.trace is not None and narrowed and not _holds(look.location, program, tensors, snapshot.program):
+        if not _same_origin(look.location, program, tensors):
+            seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
             replayed = replay(snapshot)
             seen = replace(seen, tried=(*replayed.rows, *because(seen, replayed)[1]))
@@ -48,6 +49,12 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         grads={value: grad.detach().clone() for value, grad in grads.items()},
         observation=seen,
     )
+
+
+def _holds(location: Location, program: Program, tensors: Mapping[int, Tensor], whole: Program) -> bool:
+    """Can a program of which parts were cut away be run as the whole one can, under changes of its origin, too?"""
+    cut = {leaf.id for leaf in program.leaves if leaf.origin == "cut"}
+    return location.origin.value_id not in _behind(whole, cut) and _same_origin(location, program, tensors)
 
 
 def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:

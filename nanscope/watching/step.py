@@ -481,10 +481,12 @@ class Step(Relay):
             self._gradients.are_bad(parameters, grads)
 
     def _look_at_what_is_left(self) -> None:
+        models = list(self._modules.seen)  # which nobody else may hold by now
         found = self._weights.left()
         if found is not None:
             self._open()
             self._weights.keep_left(found)
+        models.clear()
 
     # What is found at them.
 

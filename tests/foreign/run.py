@@ -54,9 +54,13 @@ class Bench:
         """Return a file of this suite's."""
         return self.work / f"{self.suite.name}.{part}"
 
+    def roots(self) -> list[str]:
+        """Return the folders of the checkout that its modules are imported from."""
+        return [str(self.checkout), *(str(self.checkout / root) for root in self.suite.roots)]
+
     def pytest(self, *args: str) -> None:
         """Run pytest in the checkout."""
-        path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *self.roots()])
         variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [self.python, "-m", "pytest", "-q", "-p", "watched_tests", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
         command.append("--continue-on-collection-errors")
@@ -88,10 +92,12 @@ class Bench:
 
     def versions(self) -> list[str]:
         """Return the versions of the tests, of the package and of torch; the first as the checkout says."""
-        code = f"import sys; sys.path.insert(0, ''); import torch, {self.suite.package} as it; print(getattr(it, '__version__', ''), torch.__version__)"
+        code = f"import sys; sys.path[:0] = {self.roots()!r}; import torch, {self.suite.package} as it; print(getattr(it, '__version__', ''), torch.__version__)"
         done = subprocess.run([self.python, "-W", "ignore", "-c", code], cwd=self.checkout, check=True, capture_output=True, text=True)
         package, torch = ["", *done.stdout.split()][-2:]
-        own = (self.checkout / self.suite.package).is_dir()  # what is tested lies beside its tests, whatever is installed
+        own = any(
+            (Path(root) / self.suite.package).is_dir() for root in self.roots()
+        )  # what is tested lies beside its tests, whatever is installed
         told = [path for name in ("version.txt", "VERSION") if (path := self.checkout / name).exists()]
         of = self.revision or (told[0].read_text(encoding="utf-8").strip() if told else package)
         return [of, of if own else package, torch]

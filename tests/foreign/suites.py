@@ -11,13 +11,14 @@ class Suite:
     """One suite.
 
     package: whose version is told. what: pytest's arguments, from the root of a checkout. every: of the tests one in so many is run.
-    sdist: does the source distribution hold the tests? Then no checkout is needed. longest: seconds of one test.
+    roots: folders of the checkout that modules are imported from, beside its own. sdist: does the source distribution hold the tests? Then no checkout is needed. longest: seconds of one test.
     """
 
     name: str
     package: str
     what: tuple[str, ...]
     every: int = 1
+    roots: tuple[str, ...] = ()
     sdist: bool = False
     longest: int = 60
 
@@ -35,6 +36,10 @@ MODES = "python_dispatch module_tracker flop_counter autocast stateless subclass
 NN = "module_hooks parametrization lazy_modules multihead_attention embedding dropout load_state_dict"
 TRL = "grpo rloo dpo kto sft reward"  # with the models that tiny_hub.py makes
 AREAL = "functional prox_approx ppo_stats rejection_sampling adv_norm_config dpo vocab_parallel per_layer_optim_step"
+VERL = "core_algos_on_cpu rollout_corr rollout_corr_integration"
+SKYRL = "losses off_policy_correction skip_fwd_logprobs"
+NEMO = "test_loss_functions test_advantage_estimator x_token/test_loss_utils"  # most of the first want a GPU
+SLIME = "policy_loss cispo_loss ppo_logprob_entropy loss_cp_invariance advantage_whiten_cp chunked_gae ppo_kl_metric"
 COOKBOOK = "supervised/common recipes/sdft/sdft rl/multiturn_weight_assignment weights/merge weights/adapter weights/quantized"
 
 SUITES = (
@@ -46,6 +51,17 @@ SUITES = (
     Suite("trl", "trl", (*files("tests/test_{}_trainer.py", TRL), *NEEDS_MORE), every=6, longest=180),
     Suite("areal", "areal", files("tests/test_{}.py", AREAL)),
     Suite("tinker-cookbook", "tinker_cookbook", files("tinker_cookbook/{}_test.py", COOKBOOK)),
+    Suite("verl", "verl", (*files("tests/trainer/ppo/test_{}.py", VERL), "tests/utils/test_torch_functional.py")),
+    Suite(
+        "skyrl",
+        "skyrl",
+        (*files("tests/train/algorithms/test_{}.py", SKYRL), "tests/backends/skyrl_train/utils/test_ppo_utils.py"),
+        roots=("skyrl-gym",),
+    ),
+    Suite("nemo-rl", "nemo_rl", files("tests/unit/algorithms/{}.py", NEMO)),
+    Suite("liger", "liger_kernel", ("test/chunked_loss",), every=8, roots=("src",)),
+    Suite("slime", "slime", files("tests/test_{}.py", SLIME), longest=300),
+    Suite("openrlhf", "openrlhf", ("tests/test_loss_aggregation.py",)),
     Suite("stable-baselines3", "stable_baselines3", ("tests",), sdist=True, every=8),
 )
 
