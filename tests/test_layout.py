@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.entries import Value
-from nanscope.capture.layout import copy_of, covers, first_row, is_dense, is_turned, meet, memory_order, overlaps
+from nanscope.capture.layout import copy_of, covers, first_row, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
 from nanscope.capture.values import Values
 
 MEMORY = torch.arange(64.0)
@@ -62,6 +62,20 @@ def test_two_values_meet_where_they_share_a_position(
     a, b = view(one), view(other)
     assert meet(value_of(a), value_of(b)) == bool(set(positions(a)) & set(positions(b)))
     assert not meet(value_of(MEMORY.view(8, 8)[:, :4]), value_of(MEMORY.view(8, 8)[:, 4:]))
+
+
+@given(
+    st.lists(st.integers(0, 6), max_size=3),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=3, max_size=3),
+    st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_what_lies_apart_does_not_meet(strides: list[int], sizes: list[tuple[int, int]], offsets: tuple[int, int]) -> None:
+    """Whatever the strides; and the pieces of a split do, along whichever dimension."""
+    one, other = (view(([(size[n], stride) for size, stride in zip(sizes, strides, strict=False)], offsets[n])) for n in (0, 1))
+    assert not (lie_apart(value_of(one), value_of(other)) and meet(value_of(one), value_of(other)))
+    for dim in range(3):
+        first, second, _ = MEMORY[:60].view(3, 5, 4).movedim(0, dim).split([1, 1, 1], dim)
+        assert lie_apart(value_of(first), value_of(second)) and lie_apart(value_of(second), value_of(first))
 
 
 @given(VIEWS)

@@ -492,3 +492,35 @@ def test_a_weight_that_is_given_what_was_bad_before_is_only_written_to(tmp_path:
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.cause) == ("weights", "poisoned_weights")
     assert "model.weight.copy_(bad) wrote it there" in incident.sentence
+
+
+def test_a_gradient_that_the_loop_has_computed_is_looked_into(tmp_path: Path) -> None:
+    """Of no loss, as evolution strategies do: returns that are all alike are divided by their deviation."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope, torch.no_grad():
+        noise, returns = torch.randn(5, 2, 3), torch.full((5,), -200.0)
+        scores = (returns - returns.mean()) / returns.std()
+        model.weight.grad = -torch.tensordot(scores, noise, dims=1)
+        optimizer.step()
+    first = scope.verdict.incidents[0]
+    assert (first.phase, first.cause, first.origin.op, first.origin.variable) == ("optimizer", "zero_div_zero", "div", "scores")
+    assert first.reached["weights"] == [1, 2] and any(fix.works for fix in first.fixes)
+
+
+@pytest.mark.parametrize("how", ["times", "minus"])
+def test_an_infinite_number_of_the_code_is_made_finite(tmp_path: Path, how: str) -> None:
+    """`(1 - mask) * -inf` is NaN where nothing is masked; an infinite bound meets a density of 0."""
+    torch.manual_seed(0)
+    model, mask = nn.Linear(4, 5), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    with nanscope.watch(model, out=tmp_path) as scope:
+        logits = model(torch.randn(3, 4))
+        if how == "times":
+            loss = (logits + (1.0 - mask) * float("-inf")).softmax(-1).pow(2).mean()
+        else:
+            bound = float("inf") - logits
+            loss = (torch.exp(-(bound**2)) * bound).mean() + logits.mean()
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    cause, op = {"times": ("inf_times_zero_mask", "mul"), "minus": ("inf_times_zero_coef", "rsub")}[how]
+    assert (incident.cause, incident.origin.op, incident.fixes[0].id, incident.fixes[0].works) == (cause, op, "finite_mask_fill", True)

@@ -502,3 +502,26 @@ def test_a_kernel_that_came_out_bad_is_not_looked_for_behind_itself(tmp_path: Pa
         optimizer.step()
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.index, incident.notes) == ("input", (1, 3, 0), ()) and incident.origin.line is not None
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.GRUCell, nn.LSTM, nn.LSTMCell, nn.RNN])
+def test_a_fix_before_a_recurrent_layer_is_carried_through_it(tmp_path: Path, cell: type[nn.Module]) -> None:
+    """Its gates are pieces of one product that are written to one by one: the others are what they were."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = cell(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x / x.norm(dim=-1, keepdim=True))
+            return torch.as_tensor(self.head(out[0] if isinstance(out, tuple) else out))
+
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 4)
+    x[1] = 0.0
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(x).pow(2).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.index, incident.cause) == ("div", (1, 0), "zero_div_zero")
+    assert (incident.fixes[0].id, incident.fixes[0].works, incident.notes) == ("clamp_denominator", True, ())

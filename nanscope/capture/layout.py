@@ -67,6 +67,26 @@ def meet(one: Value, other: Value) -> bool:
     return bool(parts[1].any())
 
 
+def lie_apart(one: Value, other: Value) -> bool:
+    """Do two values lie beside each other along one dimension, as the pieces of a split do? False does not say that they meet."""
+    if one.key[2] != other.key[2] or one.dtype is not other.dtype:
+        return False
+    low, high = sorted((one, other), key=lambda value: value.key[0])
+    apart, odd = divmod(high.key[0] - low.key[0], one.dtype.itemsize)
+    return not odd and any(_are_pieces(low, high, apart, dim) for dim in range(len(one.shape)))
+
+
+def _are_pieces(low: Value, high: Value, apart: int, dim: int) -> bool:
+    """Does one begin in a dimension where the other has ended, and before the next row of it begins? apart: elements of memory."""
+    stride = low.key[2]
+    step = stride[dim]
+    if not step or apart % step or apart // step < low.shape[dim]:
+        return False
+    within = 1 + sum((max(low.shape[n], high.shape[n]) - 1) * other for n, other in enumerate(stride) if n != dim and other < step)
+    both = apart + high.shape[dim] * step
+    return within <= step and all(other < step or other >= both for n, other in enumerate(stride) if n != dim)
+
+
 def copy_of(value: Value, content: Tensor) -> Tensor:
     """Return a copy that lies as the original does, if that takes no more memory: the order in which a sum adds is that of memory."""
     _, shape, stride, _, _ = value.key

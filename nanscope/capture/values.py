@@ -237,13 +237,17 @@ class Values:
             if is_plain(tensor):
                 self.supersede(memory_of(tensor))
 
-    def supersede(self, storage: int) -> None:
-        """Nobody in this memory is any more what he was. What is known of them stays: calls have read it."""
+    def supersede(self, storage: int, but: Collection[int] = ()) -> None:
+        """Nobody in this memory is any more what he was. What is known of them stays: calls have read it. but: ids of those who are."""
         for value in self.relatives(storage):
+            if value.id in but:
+                continue
             self.by_key.pop(value.key, None)
             if not value.copied:
                 self.release(value)
-        self.by_storage.pop(storage, None)
+        left = [value for value in self.by_storage.pop(storage, ()) if value in but]
+        if left:
+            self.by_storage[storage] = left
 
     def drop(self, value_id: int) -> None:
         """Forget a value."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_intact, next_version
-from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, meet, memory_order, overlaps
+from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
 from nanscope.capture.log import REMEMBERED, Log
 from nanscope.capture.modules import version_of
 from nanscope.capture.values import Values
@@ -58,7 +58,8 @@ class Writes:
         by_key = self._values.by_key
         live = [v for v in relatives if by_key.get(v.key) == v.id and v.id != target.id and v.key != target.key]
         live = [v for v in live if v.guard is None or not v.guard.gone()]  # views that the trainer has let go of need no new content
-        self._values.supersede(target.storage)
+        # Pieces of a tensor that torch calls no views of it count no write to each other; and none has been.
+        self._values.supersede(target.storage, {v.id for v in live if lie_apart(v, target)})
         overload, noted = _without_write(known, noted, tensor)
         if overload is None or overlaps(target) or self._reads_what_it_writes(known, noted, target):
             return False

@@ -21,6 +21,7 @@ from nanscope.program.ops import ALL_SOFTMAXES, DIVISIONS, EXPONENTIALS, TAKEN_O
 from nanscope.replay.edits import (
     CLAMP,
     clamp_denominator,
+    finite_number,
     guard_empty,
     guard_small_group,
     mask_before_op,
@@ -144,10 +145,10 @@ def _clean(patch: Patch) -> Variant | None:
 COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] = {
     Cause.EXP_OVERFLOW: (_bounded,),
     Cause.SEQ_RATIO_OVERFLOW: (_bounded,),
-    Cause.INF_TIMES_ZERO_MASK: (_unmasked,),
+    Cause.INF_TIMES_ZERO_MASK: (_unmasked, finite_number),
     Cause.NAN_TIMES_ZERO_MASK: (_unmasked,),
-    Cause.INF_TIMES_ZERO_COEF: (_harmless, _harmless_all),
-    Cause.INF_MINUS_INF: (_harmless, _harmless_all),
+    Cause.INF_TIMES_ZERO_COEF: (_harmless, _harmless_all, finite_number),
+    Cause.INF_MINUS_INF: (_harmless, _harmless_all, finite_number),
     Cause.WHERE_GRAD_TRAP: (_harmless, _harmless_all),
     Cause.LOG_ZERO: (_in_domain, _harmless, _harmless_all),
     Cause.PLOGP_ZERO: (_harmless, _harmless_all),

@@ -250,7 +250,9 @@ def _zero_infinite_factor(patch: Patch) -> Variant | None:
 
 
 def finite_mask_fill(patch: Patch) -> Variant | None:
-    """Replace −inf in the operand by the lowest finite number."""
+    """Replace −inf in the operand by the lowest finite number; or one that the code calculates with."""
+    if (variant := finite_number(patch)) is not None:
+        return variant
     value = patch.operand(0)
     if patch.op not in SPOILT_BY_INFINITY or value is None:
         return None
@@ -264,6 +266,23 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
     if other is not None and bool((patch.values[other] == -math.inf).any()):
         program = before(patch.edited(program), 1, inserts)
     return Variant("finite_mask_fill", label, program, patch.tensors)
+
+
+def finite_number(patch: Patch) -> Variant | None:
+    """A number of the code that is infinite, as a large finite one; None if the origin's call is given none."""
+    index, dtype = patch.origin.call, patch.values[patch.origin.value_id].dtype
+    given = () if index is None else patch.program.calls[index].args
+    if not any(isinstance(arg, float) and math.isinf(arg) for arg in given) or not dtype.is_floating_point:
+        return None
+    calls = list(patch.program.calls)
+    for sibling in patch.siblings():
+        calls[sibling] = replace(calls[sibling], args=tuple(_finite(arg, dtype) for arg in calls[sibling].args))
+    label = f"a large finite number instead of the infinite one, in {patch.acting}"
+    return Variant("finite_mask_fill", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
+
+
+def _finite(arg: Arg, dtype: torch.dtype) -> Arg:
+    return math.copysign(torch.finfo(dtype).max / 4, arg) if isinstance(arg, float) and math.isinf(arg) else arg
 
 
 def safe_softmax(patch: Patch) -> Variant | None:

@@ -349,6 +349,9 @@ class Examiner:
         part = self.tape.behind_gradient(spoilt)
         look = None if part is None else self._look_into(part, *self.modules.so_far())
         if part is None or look is None:
+            made = written_look(self.tape, spoilt, Computes.UPDATE)
+            if made is not None and made.location is not None and made.location.origin.born:  # of no loss: evolution strategies, say
+                return functools.partial(self._updated, made, Observation(optimizer=BY_HAND, weight=seen.origin.variable or "a weight"))
             return lambda blank: replace(blank, observation=seen, found=seen)
         inner = Recording(*part, next(iter(part[1].values())), [], None)
         return lambda blank: self.described(blank, inner, look, False)
