@@ -40,6 +40,10 @@ class Role(StrEnum):
     RESPONSE_IDS = "response_ids"
 
 
+LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
+SCORES = frozenset({Role.ADVANTAGES, Role.REWARDS})
+
+
 @dataclass(frozen=True, slots=True)
 class RoleInfo:
     """How a role is written: symbol, usual shape (B rows, T response tokens, V vocabulary), unit, and one line of meaning."""
@@ -84,9 +88,13 @@ def _logp_of(whose: str) -> str:
 
 
 # Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
-_PATTERNS: tuple[tuple[str, Role], ...] = (
+_PATTERNS: tuple[tuple[str, Role | None], ...] = (
+    (r"(^|_)(aspect|clip|compression|drop|hit|keep|mask(ing)?|mlp|noise|trust|win)_ratios?$", None),  # of no probabilities
+    (r"(^|_)adv(ersarial)?_loss|loss_adv", Role.LOSS),  # of an adversary
+    (r"scores?_?(match|fn|func|net|model)|denois", Role.HIDDEN),  # of a generative model: the gradient of its log-density
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
     (r"(mask$|_mask_|masks$|^keep|keep_|^(is_)?valid(_tokens)?$)", Role.MASK),
+    (rf"{_LOGP}_?(diff|delta|gap)|(diff|delta)_(\w+_)?{_LOGP}", Role.LOG_RATIO),
     (r"((^|_)log_(\w+_)?(ratios?|weights?|rho)|logratio|^logr$|neg(ative)?_approx_kl)", Role.LOG_RATIO),
     (r"^(ppo_kl|approx_kl)$", Role.LOG_RATIO),
     (_logp_of(r"ref(erence)?(log\w*?)?|base|frozen"), Role.REF_LOG_PROBS),
@@ -99,10 +107,10 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     (_logp_of(r"old\w*?|prev\w*?|behav\w*?|prox\w*?"), Role.OLD_LOG_PROBS),
     (_LOGP + r"old|^old$", Role.OLD_LOG_PROBS),
     (
-        r"(is_weight|is_ratio|^(token|seq|sequence)_is$|importance_sampling_ratio|(importance|imp)_(sampling_)?weight|^(tis|icepop|mis)$|tis_|rho$|propensity)",
+        r"(is_weight|is_ratio|^(token|seq|sequence)_is$|importance_sampling_ratio|(importance|imp)_(sampling_)?weight|^(tis|icepop|mis)$|tis_|rhos?$|(^|_)priorit(y|ies)($|_)|propensity)",
         Role.IS_WEIGHT,
     ),
-    (r"(^|_)(ratios?|coef_1|coef_2|coef|importance_ratio|is_ratio)($|_)", Role.RATIO),
+    (r"(^|_)(ratios?|coef_1|coef_2|importance_ratio|is_ratio)($|_)|^coef$", Role.RATIO),
     (r"(^|_)(kl|k1|k2|k3|kld|kl_div|kls)($|_)", Role.KL),
     (r"cross_entropy", Role.LOSS),
     (r"entrop", Role.ENTROPY),
@@ -110,16 +118,19 @@ _PATTERNS: tuple[tuple[str, Role], ...] = (
     (r"(attn|attention)", Role.ATTENTION),
     (r"(reward|score|return)s?", Role.REWARDS),
     (r"(logits?)", Role.LOGITS),
-    (_LOGP, Role.LOG_PROBS),
+    (_LOGP + r"|(^|_)(log_?q|log_?(abs_?)?det|ldj)($|_)|(^|_)(density|densities|likelihoods?)($|_)", Role.LOG_PROBS),
     (r"(^|_)(router|gates?|gating|expert|load_balanc|aux_loss)|^load$|imbalance", Role.ROUTER),
-    (r"(hidden|activation|embed)", Role.HIDDEN),
-    (r"loss(es)?", Role.LOSS),
+    (r"(hidden|activation|embed|latents?($|_)|(^|_)(t?emb|feat(ure)?s?|pixel_values|images?|coords?|x_?[0t])($|_))", Role.HIDDEN),
+    (r"loss(es)?|(^|_)(nll|b?ce|mse|elbo)($|_)", Role.LOSS),
     (r"(^|_)grad", Role.GRAD),
 )
 
 _COMPILED = tuple((re.compile(pattern), role) for pattern, role in _PATTERNS)
 
 
+_HUMP = re.compile(
+    r"(?<=[a-z\d])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z]{2})|(?<=[A-Z])(?=[A-Z][a-z])"
+)  # `AdaptiveKLController`: adaptive, KL, controller
 _DOTTED = re.compile(r"[\w.]+")  # the path of a weight, `layers.0.weight`
 _LONGEST = 500  # characters of an expression that is taken apart
 _SAME_THING = {"unsqueeze", "squeeze", "view", "reshape", "float", "to", "detach", "expand", "bool", "int", "long", "clone", "contiguous"}
@@ -154,7 +165,7 @@ def role_of(name: str | None) -> Role | None:
     """Return the role that a variable name tells, None if it tells none."""
     if not name:
         return None
-    word = last_word(name).lower()
+    word = _HUMP.sub("_", last_word(name)).lower()
     if not re.fullmatch(r"[a-z_][a-z0-9_]*", word):
         return None
     for pattern, role in _COMPILED:

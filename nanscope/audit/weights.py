@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from nanscope.frameworks.rows import Setting
-from nanscope.locate.names import LOG_PROBS
 from nanscope.locate.trace import Trace
 from nanscope.objective.reduction import Masking, Over, Reduction, reduce
 from nanscope.program.calls import Leaf
 from nanscope.program.ops import WEIGHINGS
 from nanscope.program.program import Program
-from nanscope.roles import Role
+from nanscope.roles import LOG_PROBS, Role
 
 SAME = 1e-4  # relative: two weights are one; float32 sums over long rows are off by less
 MOST_STEPS = 256  # micro-batches of a step that are thought of

@@ -16,14 +16,28 @@ from nanscope.program.ops import (
     BEFORE_RAISED,
     CHOICES,
     CLAMPS,
+    COMPARED,
+    COPIES,
     DIFFERENCES,
+    DISTANCES,
     HISTORY_ENDS,
+    LOG_SOFTMAXES,
+    LOGISTIC,
     MEANS,
     NATURAL_EXPONENTIALS,
+    NATURAL_LOGARITHMS,
+    OF_PROBABILITIES,
     PAYLOAD,
+    PROBABILITIES,
     PRODUCTS,
+    REGRESSIONS,
     SHIFTS,
+    SIGMOIDS,
+    SOFTMAXES,
+    SUMS,
+    Flow,
     carries,
+    flow_of,
 )
 from nanscope.program.program import Program
 from nanscope.roles import Role
@@ -45,6 +59,75 @@ class Uses:
             if call.grad and call.name not in HISTORY_ENDS and not found.isdisjoint(call.inputs()):
                 found.update(out for out in call.outs if out is not None)
         return frozenset(found)
+
+    def carried(self, value: int) -> bool:
+        """Does a gradient flow through a value?"""
+        return value in self._carried
+
+    def is_probability(self, value: int) -> bool:
+        """Is it made by a softmax, a sigmoid, or e to a log-prob by a softmax; clamped, shifted by an epsilon, averaged as it may be?"""
+        call = self.program.maker_behind(value, OF_PROBABILITIES)
+        if call is not None and call.name in NATURAL_EXPONENTIALS:
+            call = self.program.maker_behind(next(call.inputs()), {"neg"})
+            return call is not None and call.name in LOG_SOFTMAXES
+        return call is not None and call.name in PROBABILITIES
+
+    def is_choice(self, value: int) -> bool:
+        """Is it a probability of one among many? What a sigmoid makes says yes or no, and its logarithm is a loss."""
+        call = self.program.maker_behind(value, OF_PROBABILITIES)
+        return self.is_probability(value) and call is not None and call.name not in SIGMOIDS
+
+    def is_log_of(self, value: int, probability: int) -> bool:
+        """Is it the logarithm of that probability, or of the same softmax?"""
+        log, made = self.program.maker_behind(value, CLAMPS | {"neg"}), self.program.maker_behind(probability)
+        if log is None or made is None:
+            return False
+        if log.name in NATURAL_LOGARITHMS:
+            return self._root(next(log.inputs())) == self._root(probability)
+        if log.name not in LOG_SOFTMAXES:
+            return False
+        if made.name in NATURAL_EXPONENTIALS:
+            return self.program.maker_behind(next(made.inputs()), {"neg"}) is log
+        return made.name in SOFTMAXES and self._root(next(made.inputs())) == self._root(next(log.inputs()))
+
+    def _root(self, value: int) -> int:
+        """The value behind copies, bounds and an epsilon."""
+        call = self.program.maker(value)
+        while call is not None and (call.name in COPIES or call.name in CLAMPS or (call.name == "add" and len(list(call.inputs())) == 1)):
+            value = next(call.inputs())
+            call = self.program.maker(value)
+        return value
+
+    def comes_of_probability(self, value: int) -> bool:
+        """Is there a softmax behind a value, and nothing but calls of one operand on the way?"""
+        call = self.program.maker_behind(value)
+        for _ in range(FAR):
+            if call is None or call.name in PROBABILITIES | LOG_SOFTMAXES:
+                return call is not None
+            inputs = list(call.inputs())
+            call = self.program.maker_behind(inputs[0]) if len(inputs) == 1 else None
+        return False
+
+    def is_compared(self, reader: Call) -> bool:
+        """Does a call put two values against each other, to see by how much they differ?"""
+        if reader.name in DIFFERENCES and reader.outs[0] is not None and len(set(reader.inputs())) == 2:
+            return any(call.name in COMPARED for call in self.program.readers(reader.outs[0]))
+        return reader.name in REGRESSIONS
+
+    def is_error(self, value: int) -> bool:
+        """Is it by how much two values differ, squared or without its sign, summed up as it may be?"""
+        call = self.program.maker_behind(value, SUMS)
+        if call is None or call.name not in COMPARED:
+            return False
+        made = self.program.maker_behind(next(call.inputs()))
+        return call.name in REGRESSIONS or (made is not None and self.is_compared(made))
+
+    def taken_for(self, reader: Call, value: int) -> Role | None:
+        """What a call that reads a value takes it for: the factors of a product of matrices are activations, what a softmax or a logistic
+        loss reads are logits."""
+        if reader.name in LOGISTIC:
+            return Role.LOGITS if next(reader.inputs(), None) == value else None
+        return Role.HIDDEN if flow_of(reader.op) is Flow.MATMUL or reader.name in DISTANCES else None
 
     def role(self, value: int) -> Role | None:
         """Return what is done with a value says that it is, None if nothing does."""
@@ -111,13 +194,14 @@ class Uses:
 
     def _score(self, call: Call, value: int) -> Role | None:
         """Data whose own mean is taken from it are rewards."""
-        if call.name not in DIFFERENCES or value in self._carried:
-            return None
-        for other in call.inputs():
-            made = self.program.maker_behind(other)
-            if other != value and made is not None and made.name in MEANS and value in set(made.inputs()):
-                return Role.REWARDS
-        return None
+        return Role.REWARDS if value not in self._carried and self.is_centred(call, value) else None
+
+    def is_centred(self, call: Call, value: int) -> bool:
+        """Is a value's own mean taken from it?"""
+        if call.name not in DIFFERENCES:
+            return False
+        makers = [self.program.maker_behind(other) for other in call.inputs() if other != value]
+        return any(made is not None and made.name in MEANS and value in set(made.inputs()) for made in makers)
 
     def _weight(self, call: Call, value: int) -> Role | None:
         """Data that weigh a ratio which carries the gradient are advantages."""

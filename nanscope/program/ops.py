@@ -153,9 +153,16 @@ CUMULATIVE = _family("cummax cummin cumprod cumsum logcumsumexp")
 SOFTMAXES = _family("_softmax softmax")
 LOG_SOFTMAXES = _family("_log_softmax log_softmax")
 ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
+SIGMOIDS = _family("sigmoid special_expit")
+PROBABILITIES = ALL_SOFTMAXES - LOG_SOFTMAXES | SIGMOIDS  # what these give is one
+OF_PROBABILITIES = CLAMPS | SUMS | _family("add rsub")  # what is made of one before its logarithm is taken
 SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
+REGRESSIONS = MEAN_LOSSES - _family("binary_cross_entropy_with_logits")
+COMPARED = SQUARES | REGRESSIONS | _family("abs")  # what is made of a difference that a loss wants small
+LOGISTIC = ALL_SOFTMAXES | _family("binary_cross_entropy_with_logits cross_entropy_loss log_sigmoid_forward")  # of logits
+DISTANCES = _family("cdist")
 MATRIX_VECTORS = _family("addmv mv")
 BATCHED_MATMULS = _family("baddbmm bmm")
 PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
@@ -209,7 +216,7 @@ MASK_FREE = BATCH_NORMS | ROW_NORMS | _family(_TABLE[Flow.MATMUL]) | _family("co
 HISTORY_ENDS = _family("detach") | {name for name, flow in FLOW.items() if flow is Flow.CREATE and name != "fill"}  # nothing flows back
 
 # What these make of rewards or advantages are still rewards or advantages.
-SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div log log1p max min mul sqrt where")
+SCORE_KEEPERS = SHIFTS | SUMS | SPREADS | _family("abs amax amin clamp clamp_min div log log1p max min mul sort sqrt topk where")
 
 
 @lru_cache(maxsize=1024)  # asked at every turn of every walk

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
-from nanscope.locate.names import LOG_PROBS
 from nanscope.locate.trace import Trace
 from nanscope.objective.settings import LossInputs
 from nanscope.program.calls import Computes
 from nanscope.program.ops import DIFFERENCES, PICKS, PRODUCTS, TOKEN_SUMS
 from nanscope.program.run import Run
 from nanscope.replay.lineage import RATES, Lineage
-from nanscope.roles import ROLES, Role, role_of
+from nanscope.roles import LOG_PROBS, ROLES, Role, role_of
 from nanscope.snapshot.step import Snapshot
 
 ANCHORS = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)

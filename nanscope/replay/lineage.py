@@ -15,11 +15,10 @@ from functools import cached_property
 
 import torch
 
-from nanscope.locate.names import LOG_PROBS
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, refs
 from nanscope.program.ops import CLAMPS, DIFFERENCES, MASKINGS, MOVES, PICKS, SCALES, SUMS, UP_TO_SIGN
-from nanscope.roles import Role
+from nanscope.roles import LOG_PROBS, Role
 
 LONGEST_WALK = 60  # calls that a value is followed back
 

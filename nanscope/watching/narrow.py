@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.locate.location import locate
-from nanscope.locate.names import LOG_PROBS, Names
+from nanscope.locate.names import Names
 from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
@@ -21,7 +21,7 @@ from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.tries import replay
-from nanscope.roles import Role, role_of
+from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.because import because
 from nanscope.watching.look import LARGEST_CALL, Look
