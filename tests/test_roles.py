@@ -273,3 +273,20 @@ def test_every_role_is_described() -> None:
 def test_whose_log_probs_they_are_stands_before_or_behind(role: Role, names: str) -> None:
     """Frameworks write it at either end, and between other words."""
     assert {name: role_of(name) for name in names.split()} == dict.fromkeys(names.split(), role)
+
+
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [
+        (Role.KL, "AdaptiveKLController ReverseKLLoss KLDivLoss kl_coef kl_ctl"),
+        (Role.LOG_RATIO, "logprobs_diff logp_diff delta_logp"),
+        (Role.LOG_PROBS, "random_density likelihood log_det logdet log_q neglogp"),
+        (Role.LOSS, "adv_loss loss_adv nll bce mse"),
+        (Role.IS_WEIGHT, "rhos priorities"),
+        (Role.HIDDEN, "image_features latents temb pixel_values score_fn denoising_score_matching"),
+        (None, "aspect_ratio clip_ratio trust_ratio mask_ratio vf_coef clip_coef"),
+    ],
+)
+def test_a_word_means_what_the_field_means_by_it(role: Role | None, names: str) -> None:
+    """A class says what it is in capitals; a ratio may be of anything, an `adv_loss` is an adversary's, and a coefficient is of its term."""
+    assert {name: role_of(name) for name in names.split()} == dict.fromkeys(names.split(), role)
