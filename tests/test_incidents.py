@@ -79,7 +79,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "lucidrains_flash_attention_backward_row_sum": "masked",
     # what a value means that no name near it tells
     "gflownet_147_outflow_of_done_states": "role",
-    "mlagents_4664_mask_branch_renormalise": "role",
     # two lines trap the same gradient, and the first one is told
     "torchtune_reverse_kl_inf_mask_gradient": "role line",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner

@@ -83,4 +83,5 @@ class Names:
         for wanted in (Role.ATTENTION, Role.ROUTER):
             if wanted in named or wanted in ancestors:
                 return wanted
-        return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.HIDDEN)
+        chosen = site is not None and (site.within or "").lower().endswith("probs")  # of a policy, since they are not attention's
+        return next((role for role in named if role in (Role.LOGITS, Role.LOSS, Role.LOG_PROBS)), Role.LOG_PROBS if chosen else Role.HIDDEN)
