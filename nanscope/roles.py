@@ -161,6 +161,7 @@ def last_word(name: str) -> str:
                 return ast.unparse(node)
 
 
+@lru_cache(maxsize=4096)  # a walk asks for the same names again and again
 def role_of(name: str | None) -> Role | None:
     """Return the role that a variable name tells, None if it tells none."""
     if not name:

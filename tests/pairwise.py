@@ -36,10 +36,12 @@ def pairwise(values: Mapping[str, Sequence[Any]]) -> list[Row]:
     The same choice at every call. For two names it is the product.
     """
     rows = product(values)
-    missing = set().union(*map(pairs, rows))
+    bits: dict[tuple[Any, ...], int] = {}
+    covers = [sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(row)) for row in rows]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs(row) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(rows)), key=lambda number: (covers[number] & missing).bit_count())
+        chosen.append(rows[best])
+        missing &= ~covers[best]
     return chosen

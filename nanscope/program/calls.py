@@ -111,9 +111,13 @@ class Call:
 
     def inputs(self) -> Iterator[int]:
         """Yield the ids of the values that the call reads, in order of its arguments."""
-        yield from refs(self.args)
-        for _, value in self.kwargs:
-            yield from refs(value)
+        for arg in self.args:  # not by way of `refs`: every walk asks this of every call
+            if isinstance(arg, Ref):
+                yield arg.id
+            elif isinstance(arg, tuple):
+                yield from refs(arg)
+        for _, arg in self.kwargs:
+            yield from refs(arg)
 
 
 def refs(arg: Arg) -> Iterator[int]:
@@ -122,7 +126,10 @@ def refs(arg: Arg) -> Iterator[int]:
         yield arg.id
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from refs(item)
+            if isinstance(item, Ref):
+                yield item.id
+            elif isinstance(item, tuple):
+                yield from refs(item)
 
 
 def substitute(arg: Arg, mapping: Mapping[int, int]) -> Arg:

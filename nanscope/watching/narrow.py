@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -89,11 +90,12 @@ def narrow(
     if not program.calls:
         return program, tensors, grads
     run = run or program.execute(tensors)
-    tokens = _token_count(program, run.values)
+    values = run.values
+    tokens = functools.cache(lambda: _token_count(program, values))  # asks for the role of every value: only where something is large
 
     def wide(tensor: Tensor) -> bool:
         size = tensor.numel() * tensor.element_size()
-        return size > WIDE_BYTES and (tokens is None or tensor.numel() >= WIDE_FACTOR * tokens)
+        return size > WIDE_BYTES and ((count := tokens()) is None or tensor.numel() >= WIDE_FACTOR * count)
 
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     closed = {leaf.id for leaf in program.leaves if wide(tensors[leaf.id])}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -65,16 +65,20 @@ def settings(trainer: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value if isinstance(value, (int, float, str, bool, type(None))) else str(value) for name, value in found.items()}
 
 
+@cache  # the disk is searched for it, and a run asks at its beginning, at every hit and at its end
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment(loss: Tensor | None, package: str | None) -> dict[str, Any]:
     """Return versions, device and dtype of a run. package: the framework's distribution."""
     like = torch.zeros(()) if loss is None else loss
     packages = ("torch", "nanscope", "transformers", "accelerate", *((package,) if package else ()))
-    versions = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
     return {
-        "versions": versions,
+        "versions": {name: version for name in packages if (version := _version(name)) is not None},
         "python": sys.version.split()[0],
         "device": like.device.type if like.device.type == "cpu" else torch.cuda.get_device_name(like.device),
         "dtype": str(like.dtype).removeprefix("torch."),
