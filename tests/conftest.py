@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -45,6 +46,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     late = [] if NIGHTLY else [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=late)
     items[:] = [item for item in items if NIGHTLY or not item.get_closest_marker("nightly")]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection of garbage, and trainers ask for many, need not go through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """And goes as it would have."""
+    gc.unfreeze()
 
 
 def left_installed() -> list[str]:
