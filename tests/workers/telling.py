@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -124,6 +125,7 @@ def tell(train: Train, cases: Iterable[Case], framework: str, entry: str) -> Non
     """Print what is told of each case that the command line names."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # trainers ask for many collections of garbage: what was imported need not be gone through by each
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     out, *names = sys.argv[1:]
     for case in cases:
