@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 LARGEST = 1 << 63  # a whole number in a file is smaller
 
 
+_AS_IT_IS = frozenset({str, int, bool, NoneType})  # most of a file is one of these
+
+
 def show(value: Any) -> Any:
     """Return JSON data as JSON can hold it, all the way down: NaN and the infinities become text."""
     if isinstance(value, dict):
-        return {key: show(item) for key, item in value.items()}
+        return {key: item if type(item) in _AS_IT_IS else show(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [show(item) for item in value]
+        return [item if type(item) in _AS_IT_IS else show(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -99,7 +100,11 @@ class Operator:
 
     @staticmethod
     def of(func: Any) -> Operator:
-        """Look an overload up."""
+        """Look an overload up. Those of torch stay as they are; an extension may go on registering kernels."""
+        return _of_torch(func) if func.namespace == "aten" else Operator._of(func)
+
+    @staticmethod
+    def _of(func: Any) -> Operator:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
         pure = _functional(func, name)
@@ -116,6 +121,11 @@ class Operator:
             left_inside(func),
             casts_inside(func),
         )
+
+
+@lru_cache(maxsize=1024)  # each thread and each run has a tape of its own
+def _of_torch(func: Any) -> Operator:
+    return Operator._of(func)
 
 
 def _functional(func: Any, name: str) -> Any | None:

@@ -204,7 +204,7 @@ class Tape:
 
     def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
         results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
-        if not any(isinstance(item, Tensor) for item in results):
+        if not (isinstance(result, Tensor) or any(isinstance(item, Tensor) for item in results)):
             return
         odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
         if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):

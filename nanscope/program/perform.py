@@ -61,7 +61,7 @@ def perform(
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error
     results = list(result) if isinstance(result, (tuple, list)) else [result]
-    if any(isinstance(tensor, Tensor) and any(size < 0 for size in tensor.shape) for tensor in results):  # torch lets some views have that
+    if any(isinstance(tensor, Tensor) and min(tensor.shape, default=0) < 0 for tensor in results):  # torch lets some views have that
         raise ProgramError(f"call {index} ({call.op}) makes a tensor of a negative size", slug="program-call-unsafe")
     return results
 

@@ -104,7 +104,7 @@ class Program:
         renumbered = {old: new for new, old in enumerate(used)}
         return Program(
             leaves,
-            tuple(replace(call, site=renumbered.get(call.site, -1)) for call in calls),
+            tuple(call if (site := renumbered.get(call.site, -1)) == call.site else replace(call, site=site) for call in calls),
             target,
             tuple(self.sites[index] for index in used),
             self.computes,
