@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names() -> set[str]:
+@cache
+def own_names() -> frozenset[str]:
     """The private names that nanscope gives to things of its own."""
     found = set()
     for tree in TREES.values():
@@ -51,7 +53,7 @@ def own_names() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 found.add(node.attr)
-    return {name for name in found if is_private(name)}
+    return frozenset(name for name in found if is_private(name))
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
