@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import time
+from functools import lru_cache
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -30,8 +31,14 @@ def called(rank: object, worker: str) -> str:
 
 def mark(pid: int | None = None) -> str:
     """Return the mark of a process, of this one without a number."""
-    pid = os.getpid() if pid is None else pid
+    return _own(os.getpid()) if pid is None else _marked(pid)
+
+
+def _marked(pid: int) -> str:
     return f"{machine()}-{pid}-{_birth(pid) or 0}"
+
+
+_own = lru_cache(maxsize=1)(_marked)  # every file that is written bears it; a fork has another number
 
 
 def lives(found: str) -> bool | None:
