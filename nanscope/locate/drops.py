@@ -174,11 +174,6 @@ class Drops:
             if other not in own_operands and self.is_mask(other, zero):
                 return mark & ~zero, self._by_mask(index, other, zero), None
             return mark, None, self.names.name(other) or "a coefficient"
-        factors = [v for v in call.inputs() if v in marked]
-        if len(set(factors)) == 2:  # x · f(x): with one of them 0, whatever x is, and the other one infinite
-            for other, own in (factors, factors[::-1]):
-                if bool((mark & (self.run.values[other] == 0) & torch.isinf(self.run.values[own])).any()):
-                    return mark, None, self.names.name(other) or "a coefficient"
         return mark, None, None
 
     def _not_attended(self, call: Call, mark: Tensor, marked: Mapping[int, Tensor]) -> tuple[Tensor, str | None]:

@@ -46,7 +46,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     exponential = call is not None and _is_exponential(origin, call)
     return Facts(
-        coefficient=origin.coefficient is not None,
+        coefficient=origin.coefficient is not None or _is_given_infinity(call, location, program),
         ancestors=tuple(sorted(_summed(trace, origin.operands[int(exponential)].id))) if origin.operands else (),
         exponential=exponential,
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
@@ -117,6 +117,13 @@ def _cancelled(location: Location, trace: Trace) -> bool:
             return False
         value, flat = spot
     return False
+
+
+def _is_given_infinity(call: Call | None, location: Location, program: Program) -> bool:
+    """Is it infinite since a number of the code is, and not by an overflow, and multiplied by 0 after that?"""
+    given = () if call is None else call.args
+    nan = any(math.isnan(crossed.value) and not crossed.backward for crossed in location.chain)
+    return nan and any(isinstance(arg, float) and math.isinf(arg) for arg in given) and _meets_zero(location, program)
 
 
 def _meets_zero(location: Location, program: Program) -> bool:
