@@ -79,6 +79,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "lucidrains_flash_attention_backward_row_sum": "masked",
     # what a value means that no name near it tells
     "gflownet_147_outflow_of_done_states": "role",
+    "nft_implicit_negative_of_solved_prompt": "role",
     # two lines trap the same gradient, and the first one is told
     "torchtune_reverse_kl_inf_mask_gradient": "role line",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
@@ -89,6 +90,9 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "flowrl_trajectory_balance_ref_neg_inf": "variable",
     "sketch_rnn_straight_strokes": "variable",
     "cleanrl_td3_nan_next_obs_of_terminal": "variable",
+    "megatron_205_half_main_grad": "variable",
+    # the line that wrote NaN into the batch is told, and not the one that read it first
+    "slime_2032_opd_unaligned_token": "line",
     "mbrl_lib_110_constant_feature_normalizer": "variable",
     # what selects in one place does not in another, and the element goes into both
     "transformers_time_series_scaler_missing_values": "masked variable",

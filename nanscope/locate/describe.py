@@ -90,7 +90,8 @@ def _source(leaf: Leaf | None) -> str:
 
 def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bool) -> Role | None:
     if trace.program.computes is Computes.UPDATE:
-        return Role.OPTIMIZER
+        named = trace.names.role(value, via=via)
+        return named if named in (Role.REWARDS, Role.ADVANTAGES) else Role.OPTIMIZER  # evolution strategies weigh noise by returns
     if trace.program.computes is Computes.GRADIENT:
         return Role.GRAD
     if leaf is not None and leaf.is_of_model:

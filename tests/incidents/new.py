@@ -42,6 +42,7 @@ def watched(module: ModuleType, folder: Path) -> nanscope.Verdict:
             module.run()
     finally:
         torch.use_deterministic_algorithms(False)  # some scripts ask for it, so that fresh memory has a fixed content
+        torch.set_default_dtype(torch.float32)  # and some for another one
     return scope.verdict
 
 
