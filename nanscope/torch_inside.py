@@ -287,6 +287,12 @@ def gradient_hooks(weight: Tensor) -> list[Any]:
     return [hook for hooks in found if hooks for hook in hooks.values()]
 
 
+def accumulation_hooks(weight: Tensor) -> list[Any]:
+    """Return what somebody has registered to be called with a weight when its gradient has arrived in it."""
+    hooks: dict[int, Any] | None = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
 def hooks_on(tensor: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with the gradient of a tensor."""
     hooks: dict[int, Any] | None = getattr(tensor, "_backward_hooks", None)

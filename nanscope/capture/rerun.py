@@ -23,6 +23,7 @@ from nanscope.capture.copies import Copies, cloned, lent, mended
 from nanscope.capture.custom import is_custom
 from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.glue import Glue, opened
+from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import (
     NOWHERE,
@@ -94,7 +95,8 @@ class Reruns:
     """The calls of a model in one step, to be made again. budget: bytes of tensors that are copied, and recorded.
 
     places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else.
-    glue: what led to their arguments. notes: slug and text of what did not come out as it was. apart: what does not come out bad.
+    glue: what led to their arguments. notes: slug and text of what did not come out as it was. hooks: of the trainer's on gradients inside of
+    what has come out again, by value. apart: what does not come out bad.
     """
 
     calls: list[ModuleCall]
@@ -103,6 +105,7 @@ class Reruns:
     places: Mapping[int, Address] = field(default_factory=dict)
     glue: tuple[Glue, ...] = ()
     notes: list[tuple[str, str]] = field(default_factory=list)
+    hooks: dict[int, list[Hook]] = field(default_factory=dict)
     apart: list[Apart] = field(default_factory=list)
 
     def of_functions(self) -> Reruns | None:
@@ -170,6 +173,7 @@ class Reruns:
                 parts.insert(0, glue.leading_to(mapping[leaf_id]))
                 leaves.update(glue.tensors)
                 _go_on(glue, wanted, current)
+            self._note_hooks(again, mapping)
             offset += tape.length
             if made and isinstance(call.module, Compiled):
                 self.note("run_as_written", f"{call.name} is compiled: what is told of its inside is from running it as it is written")
@@ -177,6 +181,13 @@ class Reruns:
             return None
         whole = join([*parts, program]).slice()
         return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
+
+    def _note_hooks(self, again: Again[Tape], mapping: Mapping[int, int]) -> None:
+        """Note the hooks of the values that a tape has seen: a copy of a weight has none, and its original does."""
+        for old, new in mapping.items():
+            tensor = again.eye.tensor(old)
+            if tensor is not None and (hooks := hooks_of(again.copies.original(tensor))):
+                self.hooks[new] = hooks
 
     def found(self, recorded: Collection[Tensor]) -> Reruns:
         """Return the same with what functions have returned, where torch has not told that: which of these tensors comes out of them again.

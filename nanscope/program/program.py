@@ -8,7 +8,7 @@ Slicing is a walk from the output back to the leaves, an edit is an insertion, a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -119,6 +119,7 @@ class Program:
         backward: bool = True,
         trace: bool = False,
         ends: bool = False,
+        hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> Run:
         """Run the program forward and, where the output carries a gradient, backward.
 
@@ -126,10 +127,20 @@ class Program:
         dtype:    compute in this floating dtype instead of the recorded ones.
         trace:    also keep, for every call, the gradients that went into and out of its autograd node.
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
+        hooks:    value id → what makes its gradient another one, before it is kept or goes on.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
         return run_calls(
-            self.leaves, self.calls, self.output, leaves, dtype=dtype, backward=backward, trace=trace, ends=ends, foreign=self.foreign
+            self.leaves,
+            self.calls,
+            self.output,
+            leaves,
+            dtype=dtype,
+            backward=backward,
+            trace=trace,
+            ends=ends,
+            foreign=self.foreign,
+            hooks=hooks,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,8 +85,10 @@ def run_calls(
     trace: bool,
     ends: bool,
     foreign: bool,
+    hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
 ) -> Run:
     """Run calls on the contents of their leaves, as `Program.execute` describes. foreign: they come from a file, and are bounded."""
+    hooks = hooks or {}
     shelf = Shelf()
     values: dict[int, Tensor] = {}  # what a later call reads; the rest is put away
     away, grads, back = Shelved(shelf), Shelved(shelf), _Back(shelf)
@@ -94,6 +96,8 @@ def run_calls(
         values[leaf.id] = tensor = _content(leaf, contents, dtype)
         if leaf.diff and backward and tensor.is_floating_point():
             tensor.requires_grad_()
+            if leaf.id in hooks:
+                tensor.register_hook(hooks[leaf.id])  # type: ignore[no-untyped-call]
             tensor.register_hook(partial(_keep, grads, leaf.id))  # type: ignore[no-untyped-call]
 
     last_uses = _last_uses(calls, {output, *(leaf.id for leaf in leaves)})
@@ -111,6 +115,8 @@ def run_calls(
                     continue
                 values[out] = tensor
                 if backward and tensor.requires_grad:
+                    if out in hooks:
+                        tensor.register_hook(hooks[out])  # type: ignore[no-untyped-call]
                     if not ends:
                         tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
                     node = tensor.grad_fn

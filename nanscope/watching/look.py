@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from nanscope.capture import custom, kernels
+from nanscope.capture import custom, hooks, kernels
 from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
 from nanscope.capture.follow import Made, kinds_of
@@ -198,6 +198,9 @@ def _deeper(recording: Recording, reruns: Reruns, backward: bool) -> Look | None
             return look
         if reruns.apart:
             return _apart(reruns.apart[-1])
+    changed = run_again(reruns.notes, lambda: _hooked(recording, reruns, look), "a hook on a gradient") if backward else None
+    if changed is not None:
+        return changed
     follow = _followed_back if backward else _followed
     followed = run_again(reruns.notes, lambda: follow(recording, reruns)) if recording.program is not None else None
     found = followed or _given_bad(recording, reruns) or _kept(recording, reruns)
@@ -331,6 +334,32 @@ def _function_again(recording: Recording, found: Backward, budget: int, module: 
         seen = replace(seen, facts=Facts(unwritten=True, extent=extent_of(again.unwritten, seen.origin.index)))
         return _seen(seen.joined(by_received(found, seen.origin.shape, again.flat)))
     return None
+
+
+def _hooked(recording: Recording, reruns: Reruns, look: Look | None) -> Look | None:
+    """Look into the hooks that autograd calls: into that which makes a bad gradient of a finite one, or to where theirs becomes a bad one.
+
+    look: at the whole program, where that could be run again.
+    """
+    program, tensors = (look.program, look.tensors) if look is not None and look.trace is not None else (recording.program, recording.tensors)
+    values = {leaf.id for leaf in program.leaves} | program.producers.keys() if program is not None else set()
+    there = {value: found for value, found in {**reruns.hooks, **recording.others}.items() if value in values}
+    if program is None or not there:
+        return None
+    run, found = hooks.run_with(program, tensors, there, reruns.budget)
+    trace = Trace(program, run)
+    if found is None:
+        location = locate(trace)
+        return None if location is None else _seen(replace(observe(location, trace), outside=True))
+    again = hooks.run_again(found, reruns.budget)
+    if again is None or again.program is None:
+        return None
+    inner, location = function_walked(recording, again)
+    if not (location.origin.born or is_unwritten(location)):
+        return None
+    alike = location.origin.shape == tuple(trace.values[found.value].shape)
+    masked = is_masked(trace, found.value, location.origin.flat) if alike else None
+    return Look(inner, location, second=True, seen=Observation(masked=masked))
 
 
 def _of_forward(recording: Recording, found: Backward) -> Look:

@@ -17,6 +17,7 @@ from nanscope.capture.differentiated import Part
 from nanscope.capture.entries import Opaque, Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
+from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.glue import Glue, glue_before, glue_behind, glue_within
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
@@ -26,7 +27,7 @@ from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program, join
-from nanscope.torch_inside import compiles_backward, hooks_on
+from nanscope.torch_inside import compiles_backward
 from nanscope.watching.scale import LossScale
 from nanscope.watching.within import Seen, is_known, seen_within
 
@@ -62,7 +63,7 @@ class Recording:
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
     begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
-    the loss program. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
+    the loss program, by value. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
     at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient that the code of the
     trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards of custom functions
     did, by where their results lie and what they saved. numbers: what made those that went to the host before it and were not finite.
@@ -89,7 +90,7 @@ class Recording:
     frozen: list[ModuleCall] = field(default_factory=list)
     seeds: tuple[Tensor, ...] = ()
     within: Seen | None = None
-    others: list[Any] = field(default_factory=list)
+    others: dict[int, list[Hook]] = field(default_factory=dict)
     glue: tuple[Glue, ...] = ()
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
     behind: dict[int, Part] = field(default_factory=dict)
@@ -102,8 +103,8 @@ class Recording:
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
         values = [out for call in self.program.calls for out in call.outs if out is not None] if self.program is not None else []
-        held = [*self.tensors.values(), *(tensor for value in values if (tensor := tape.tensor(value)) is not None)]
-        self.others = [hook for tensor in held for hook in hooks_on(tensor)]
+        held = {**{value: tensor for value in values if (tensor := tape.tensor(value)) is not None}, **self.tensors}
+        self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.glue = glue_before(tape, self.all_calls())
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
         self.tape = tape
