@@ -293,6 +293,19 @@ def accumulation_hooks(weight: Tensor) -> list[Any]:
     return list(hooks.values()) if hooks else []
 
 
+def take_off_backward_hooks(module: torch.nn.Module) -> None:
+    """Take all hooks on gradients off a module and its parts: torch would put a function around what they compute."""
+    for part in module.modules():
+        for hooks in (part._backward_pre_hooks, part._backward_hooks):
+            hooks.clear()
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return what somebody has registered to be called with gradients before a module is gone through backward, and after that."""
+    full = getattr(module, "_is_full_backward_hook", None) is not False  # those of old are on the gradient of one call in there
+    return list(module._backward_pre_hooks.values()), list(module._backward_hooks.values()) if full else []
+
+
 def hooks_on(tensor: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with the gradient of a tensor."""
     hooks: dict[int, Any] | None = getattr(tensor, "_backward_hooks", None)

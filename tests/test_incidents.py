@@ -62,8 +62,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "rllib_7853_exp_log_std": "variable",
     # `a, b = f(x), g(x)` names neither
     "std_single_uid_groups": "variable",
-    # a hook on a tensor is named, and not looked into
-    "muzero_general_gradient_scale_of_zero": "cause op index fix variable line",
     # the stable form of a determinant is none of the edits
     "glow_pytorch_7_logdet_underflow": "fix",
     "mpo_11_determinant_ratio": "fix",

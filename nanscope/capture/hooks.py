@@ -1,4 +1,4 @@
-"""Hooks that the trainer has put on gradients: a recorded backward pass once more with them, and the one that makes a gradient bad op by op.
+"""Hooks that the trainer has put on gradients: a recorded backward pass once more with them, and the one that spoils it op by op.
 
     loss.register_hook(lambda grad: grad / scale)      the engine calls it, and what it does comes past the tape
 
@@ -8,7 +8,8 @@ copies and sealed: what a hook counts, keeps and writes does not come out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,62 +25,78 @@ from nanscope.capture.modules import place_of
 from nanscope.capture.reach import Reach
 from nanscope.capture.seal import Seal, is_marked, sealed
 from nanscope.capture.tape import Tape
-from nanscope.program.calls import Computes
+from nanscope.locate.trace import Trace
+from nanscope.program.calls import Call, Computes, Ref, substitute
 from nanscope.program.numbers import first_nonfinite, is_finite
 from nanscope.program.program import Program
-from nanscope.program.run import Run
-from nanscope.torch_inside import accumulation_hooks, hooks_on
+from nanscope.torch_inside import accumulation_hooks, hooks_on, module_hooks
 
 MOST = 256  # hooks of one backward pass that are called again
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One of them. function: as it was registered. weight: that it is given once the gradient has arrived in it; None where it is given
-    the gradient itself."""
+    """One of them. function: as it was registered. weight: that it is given once the gradient has arrived in it. module: that it is given,
+    with gradients. into: of one that is called when the module has been gone through, what the module made. inside: what was made between.
+    """
 
     function: Any
     weight: nn.Parameter | None = None
+    module: nn.Module | None = None
+    into: int | None = None
+    inside: frozenset[int] = frozenset()
+
+
+Hooks = Mapping[int, Sequence[Hook]]  # by the id of the value on whose gradient they are
+Given = tuple[Tensor, ...]  # the gradient that a hook may change, and the one that came into its module
 
 
 @dataclass(frozen=True, slots=True)
-class Spoilt:
+class Ruined:
     """A hook that has made a bad gradient out of a finite one. value: whose gradient it is, by its id in the program."""
 
     hook: Hook
     value: int
-    received: Tensor
+    given: Given
 
 
 def hooks_of(tensor: Tensor) -> list[Hook]:
     """Return those on a tensor, in the order in which they are called."""
     found = [Hook(function) for function in hooks_on(tensor)]
     if isinstance(tensor, nn.Parameter):
-        found += [Hook(function, tensor) for function in accumulation_hooks(tensor)]
+        found += [Hook(function, weight=tensor) for function in accumulation_hooks(tensor)]
     return found
 
 
-Hooks = Mapping[int, Sequence[Hook]]  # by the id of the value on whose gradient they are
+def hooks_of_module(module: nn.Module, given: int, made: int, inside: frozenset[int]) -> Iterator[tuple[int, Hook]]:
+    """Yield those on a module that was given one value and has made one, each with the value on whose gradient it is."""
+    before, after = module_hooks(module)
+    yield from ((made, Hook(function, module=module)) for function in before)
+    yield from ((given, Hook(function, module=module, into=made, inside=inside)) for function in after)
 
 
-def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budget: int) -> tuple[Run, Spoilt | None]:
-    """Run a program and its backward with hooks; return the run, and the first hook in there that made a bad gradient of a finite one.
+def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budget: int) -> tuple[Trace, Ruined | None]:
+    """Run a program and its backward with hooks; return what it gave, and the first hook that made a bad gradient of a finite one.
 
     Those that are given a weight are called when the pass is over, for weights whose own gradient is bad. Raises what a hook raises, and
     NotIsolated if one cannot be called again.
     """
     if sum(map(len, hooks.values())) > MOST:
         raise NotIsolated(f"there are more than {MOST} hooks on gradients")
-    found: list[Spoilt] = []
+    program, hooks = _apart(program, hooks)
+    passed: dict[int, Tensor] = {}  # what came into modules
+    found: list[Ruined] = []
 
     def through(value: int, gradient: Tensor) -> Tensor:
         for hook in hooks[value]:
             if found or hook.weight is not None:
                 continue
-            made = _called(hook, gradient, budget)[0]
+            given = (gradient,) if hook.into is None else (gradient, passed[hook.into])
+            made = _called(hook, given, budget)[0]
             if bool(is_finite(gradient)) and not bool(is_finite(made)):
-                found.append(Spoilt(hook, value, gradient.detach()))
+                found.append(Ruined(hook, value, tuple(one.detach() for one in given)))
             gradient = made
+        passed[value] = gradient
         return gradient
 
     run = program.execute(tensors, trace=True, hooks={value: partial(through, value) for value in hooks})
@@ -88,15 +105,39 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
         for hook in there if gradient is not None and not found else ():
             bad = hook.weight is not None and hook.weight.grad is not None and not bool(is_finite(hook.weight.grad))
             if bad and gradient is not None and bool(is_finite(gradient)):
-                gradient = _called(hook, gradient, budget)[0]
-                found += [] if bool(is_finite(gradient)) else [Spoilt(hook, value, run.grads[value])]
-    return run, next(iter(found), None)
+                given = (gradient,)
+                gradient = _called(hook, given, budget)[0]
+                found += [] if bool(is_finite(gradient)) else [Ruined(hook, value, given)]
+    return Trace(program, run), next(iter(found), None)
 
 
-def run_again(found: Spoilt, budget: int) -> Repeated | None:
+def _apart(program: Program, hooks: Hooks) -> tuple[Program, Hooks]:
+    """Let each module that has a hook behind it read a double of what it is given: others may read that, too, past the hook."""
+    calls, own = list(program.calls), dict[int, list[Hook]]()
+    fresh = program.new_id()
+    for value, there in hooks.items():
+        for hook in there:
+            if hook.into is None:
+                own.setdefault(value, []).append(hook)
+                continue
+            readers = [at for at, call in enumerate(calls) if not hook.inside.isdisjoint(call.outs) and value in call.inputs()]
+            if not readers:
+                continue
+            swap = {value: fresh}
+            for at in readers:
+                kwargs = tuple((name, substitute(arg, swap)) for name, arg in calls[at].kwargs)
+                calls[at] = replace(calls[at], args=tuple(substitute(arg, swap) for arg in calls[at].args), kwargs=kwargs)
+            calls.insert(readers[0], Call("aten.clone.default", (Ref(value),), (), (fresh,)))
+            own[fresh] = [hook]
+            own.setdefault(hook.into, [])
+            fresh += 1
+    return replace(program, calls=tuple(calls)), own
+
+
+def run_again(found: Ruined, budget: int) -> Repeated | None:
     """Return what a hook makes of a gradient as a program; None if it comes out finite now."""
     tape = Tape(budget)
-    made, received, copies = _called(found.hook, found.received, budget, tape)
+    made, received, copies = _called(found.hook, found.given, budget, tape)
     flat = first_nonfinite(made)
     if flat is None:
         return None
@@ -105,32 +146,28 @@ def run_again(found: Spoilt, budget: int) -> Repeated | None:
         return Repeated(None, {}, None, made, flat, is_marked(made))
     program, tensors = tape.program(value)
     places = {leaf: place_of(copies.original(tensor)) for leaf, tensor in tensors.items()}
-    own = (received,) if received is not None else ()
-    return Repeated(replace(program, computes=Computes.GRADIENT), tensors, None, made, flat, is_marked(made), places, own)
+    return Repeated(replace(program, computes=Computes.GRADIENT), tensors, None, made, flat, is_marked(made), places, received)
 
 
-def _called(hook: Hook, gradient: Tensor, budget: int, tape: Tape | None = None) -> tuple[Tensor, int | None, Copies]:
-    """What a hook makes of a gradient, and the id of that on the tape."""
+def _called(hook: Hook, given: Given, budget: int, tape: Tape | None = None) -> tuple[Tensor, tuple[int, ...], Copies]:
+    """What a hook makes of a gradient, and the ids of what it was given on the tape."""
     names = Reach([hook.function]).names  # a method belongs to a trainer, of which it reads little
     copies = Copies(budget, lent, names=names)
-    function, weight, received = copies.of((hook.function, hook.weight, gradient.detach()))
-    id_ = None
+    function, weight, module, received = copies.of((hook.function, hook.weight, hook.module, given))
+    ids: list[int] = []
     if tape is not None:
-        tape.tag("grad", received)
-        id_ = tape.value_of(received).id
-    with torch.no_grad(), sealed(Seal(copies.own(), marks=tape is not None), [function, *copies.code]):
-        if tape is None:
-            result = _result(function, weight, received)
+        for tensor in received:
+            tape.tag("grad", tensor)
+            ids.append(tape.value_of(tensor).id)
+    seal = Seal(copies.own(), marks=tape is not None)
+    with torch.no_grad(), sealed(seal, [function, *copies.code]), nullcontext() if tape is None else TapeMode(tape):
+        if weight is not None:
+            weight.grad = received[0]
+            function(weight)
+            made: object = weight.grad
+        elif module is not None:
+            made = function(module, *((one,) for one in received))
         else:
-            with TapeMode(tape):
-                result = _result(function, weight, received)
-    return result, id_, copies
-
-
-def _result(function: Callable[[Tensor], object], weight: Tensor | None, received: Tensor) -> Tensor:
-    if weight is None:
-        result = function(received)
-        return result if isinstance(result, Tensor) else received
-    weight.grad = received
-    function(weight)
-    return received if weight.grad is None else weight.grad
+            made = function(received[0])
+    made = made[0] if isinstance(made, tuple) else made
+    return made if isinstance(made, Tensor) else received[0], tuple(ids), copies

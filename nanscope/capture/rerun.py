@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -23,7 +23,7 @@ from nanscope.capture.copies import Copies, cloned, lent, mended
 from nanscope.capture.custom import is_custom
 from nanscope.capture.follow import FINE, Follower, LeftBehind, Made, MadeBackward, kinds_of, made_backward, part_of
 from nanscope.capture.glue import Glue, opened
-from nanscope.capture.hooks import Hook, hooks_of
+from nanscope.capture.hooks import Hook, hooks_of, hooks_of_module
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import (
     NOWHERE,
@@ -44,9 +44,19 @@ from nanscope.program.calls import Arg, Computes, Leaf, substitute
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import is_near, same_bits
 from nanscope.program.program import Program, join
-from nanscope.torch_inside import buffers_of, sequence_number, weak_tensor
+from nanscope.torch_inside import buffers_of, has_backward_hooks, sequence_number, take_off_backward_hooks, weak_tensor
 
 Eye = TypeVar("Eye", Tape, Follower)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A part of a module that was given one tensor and made one, by ids of a tape. inside: ids of what was made between."""
+
+    module: nn.Module
+    given: int
+    made: int
+    inside: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,8 @@ class Again(Generic[Eye]):
     """A call of a module made again.
 
     eye: what has followed it. module: the copy that ran. given: copies of what a function was given. outputs: in order. seeds: copies of
-    what was asked for. stale: why it cannot be the call that was recorded, "" if nothing speaks against it. mended: it began with finite
-    numbers in buffers that the calls of the step have spoilt.
+    what was asked for. edges: of the parts with hooks on their gradients. stale: why it cannot be the call that was recorded, "" if nothing
+    speaks against it. mended: it began with finite numbers in buffers that the calls of the step have spoilt.
     """
 
     eye: Eye
@@ -66,6 +76,7 @@ class Again(Generic[Eye]):
     seeds: Mapping[Address, Tensor]
     stale: str
     mended: bool
+    edges: Sequence[Edge] = ()
 
     def original(self, value: int, tensor: Tensor) -> Tensor:
         """Return what a leaf is the copy of. tensor: its content, which is held somewhere else where the module has written to it since."""
@@ -94,9 +105,9 @@ class Apart:
 class Reruns:
     """The calls of a model in one step, to be made again. budget: bytes of tensors that are copied, and recorded.
 
-    places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else.
-    glue: what led to their arguments. notes: slug and text of what did not come out as it was. hooks: of the trainer's on gradients inside of
-    what has come out again, by value. apart: what does not come out bad.
+    places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else. glue: what led
+    to their arguments. notes: slug and text of what did not come out as it was. hooks: of the trainer's on gradients inside of what has
+    come out again, by value. apart: what does not come out bad.
     """
 
     calls: list[ModuleCall]
@@ -188,6 +199,11 @@ class Reruns:
             tensor = again.eye.tensor(old)
             if tensor is not None and (hooks := hooks_of(again.copies.original(tensor))):
                 self.hooks[new] = hooks
+        for edge in again.edges:
+            inside = frozenset(mapping[old] for old in edge.inside if old in mapping)
+            if edge.given in mapping and edge.made in mapping:
+                for value, hook in hooks_of_module(edge.module, mapping[edge.given], mapping[edge.made], inside):
+                    self.hooks.setdefault(value, []).append(hook)
 
     def found(self, recorded: Collection[Tensor]) -> Reruns:
         """Return the same with what functions have returned, where torch has not told that: which of these tensors comes out of them again.
@@ -380,11 +396,12 @@ class Reruns:
                 twin.train(call.training)  # it has been switched since, as between a rollout and an update
             seen = eye()
             if isinstance(seen, Tape):
+                take_off_backward_hooks(twin)
                 seen.is_parameter = functools.partial(self._parameter_name, copies)
             seal = Seal(copies.own())
             with sealed(seal, copies.code):
                 try:
-                    outputs = _called(call, twin, args, kwargs, seen, copies)
+                    outputs, edges = _called(call, twin, args, kwargs, seen, copies)
                 except Written as error:
                     if error.storage in copied or not any(memory_of(p) == error.storage for p in module.parameters()):
                         raise
@@ -400,7 +417,7 @@ class Reruns:
                 stale = stale or ("it writes to what it is given" if given & seal.written else "")
                 own = list(tensors_in([args, kwargs])) if isinstance(twin, Compiled) else []
                 is_mended = any(id(original) in spoilt for original, _ in copies.pairs())
-                yield Again(seen, twin, own, copies, outputs, own_seeds, stale, is_mended)
+                yield Again(seen, twin, own, copies, outputs, own_seeds, stale, is_mended, edges)
                 return
 
 
@@ -438,8 +455,8 @@ def _without_others(module: nn.Module) -> nn.Module:
 
 def _called(
     call: ModuleCall, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], eye: Tape | Follower, copies: Copies
-) -> list[Tensor]:
-    """Call a copy of a module as it was called, and return its outputs."""
+) -> tuple[list[Tensor], list[Edge]]:
+    """Call a copy of a module as it was called, and return its outputs, and the edges of its parts that have hooks on gradients."""
     if call.rng:
         torch.set_rng_state(call.rng[0])
     if len(call.rng) > 1:
@@ -454,35 +471,56 @@ def _called(
     with contextlib.ExitStack() as stack:
         for device, dtype in call.autocast.items():
             stack.enter_context(torch.autocast(device, dtype=dtype))
-        stack.enter_context(_following(eye, paths))
+        edges = stack.enter_context(_following(eye, paths, _hooked(_without_others(call.module), module)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled because we looked
         stack.enter_context(torch.set_grad_enabled(call.grad))
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)
-    return [tensor for tensor in made_in(output) if tensor.layout is torch.strided]
+    return [tensor for tensor in made_in(output) if tensor.layout is torch.strided], edges
+
+
+def _hooked(module: nn.Module, twin: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the parts of a module that have hooks on their gradients, by their copies."""
+    both = zip(module.modules(), twin.modules(), strict=False)
+    return {copy: part for part, copy in both if has_backward_hooks(part) and type(part) is type(copy)}
 
 
 @contextlib.contextmanager
-def _following(follower: Tape | Follower, paths: Mapping[nn.Module, str]) -> Iterator[None]:
-    """Tell who follows which part of the model each call is made in."""
+def _following(follower: Tape | Follower, paths: Mapping[nn.Module, str], hooked: Mapping[nn.Module, nn.Module]) -> Iterator[list[Edge]]:
+    """Tell who follows which part of the model each call is made in, and note the edges of those that have hooks on their gradients."""
     before: list[tuple[str, int]] = []
+    edges: list[Edge] = []
+    begun: list[tuple[int | None, int]] = []
 
     def enter(module: nn.Module, args: object) -> None:
+        if module in hooked and isinstance(follower, Tape):
+            begun.append((_only(follower, args), follower.length))
         before.append((follower.current_module, sequence_number()))
         follower.current_module = paths.get(module, follower.current_module)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         outer, begin = before.pop() if before else ("", 0)
+        if module in hooked and isinstance(follower, Tape) and begun:
+            given, first = begun.pop()
+            made = _only(follower, output)
+            if given is not None and made is not None:
+                edges.append(Edge(hooked[module], given, made, range(first, follower.length)))
         if isinstance(follower, Follower):
             follower.spans.append((begin, sequence_number(), follower.current_module))
         follower.current_module = outer
 
     handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
     try:
-        yield
+        yield edges
     finally:
         for handle in reversed(handles):
             handle.remove()
+
+
+def _only(tape: Tape, tree: object) -> int | None:
+    """The id of the tensor in there, if it is one."""
+    tensors = list(tensors_in(tree))
+    return tape.value_of(tensors[0]).id if len(tensors) == 1 else None
 
 
 def _go_on(glue: Glue, wanted: dict[Address, list[int]], current: dict[Address, int]) -> None:

@@ -322,7 +322,12 @@ class Examiner:
         leaf, grad = next((pair for pair in bad if not bool(is_finite(pair[1]))), (None, None))
         if leaf is None or grad is None or look.trace is None or not bool(is_finite(look.trace.values[look.program.output])):
             return look
-        return replace(look, seen=hooked(leaf.name or "what a model gives", grad, recording, [hook.function for hooks in recording.others.values() for hook in hooks]))
+        return replace(
+            look,
+            seen=hooked(
+                leaf.name or "what a model gives", grad, recording, [hook.function for hooks in recording.others.values() for hook in hooks]
+            ),
+        )
 
     def _differentiated(self, recording: Recording, look: Look) -> Look:
         """A gradient came in bad that the trainer's code took itself: go on in what it differentiated for that."""

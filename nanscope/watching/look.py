@@ -341,13 +341,15 @@ def _hooked(recording: Recording, reruns: Reruns, look: Look | None) -> Look | N
 
     look: at the whole program, where that could be run again.
     """
-    program, tensors = (look.program, look.tensors) if look is not None and look.trace is not None else (recording.program, recording.tensors)
+    program, tensors = (
+        (look.program, look.tensors) if look is not None and look.trace is not None else (recording.program, recording.tensors)
+    )
     values = {leaf.id for leaf in program.leaves} | program.producers.keys() if program is not None else set()
-    there = {value: found for value, found in {**reruns.hooks, **recording.others}.items() if value in values}
+    within = {value: found for value, found in reruns.hooks.items() if value not in recording.tensors}  # there may be ours on those
+    there = {value: found for value, found in {**within, **recording.others}.items() if value in values}
     if program is None or not there:
         return None
-    run, found = hooks.run_with(program, tensors, there, reruns.budget)
-    trace = Trace(program, run)
+    trace, found = hooks.run_with(program, tensors, there, reruns.budget)
     if found is None:
         location = locate(trace)
         return None if location is None else _seen(replace(observe(location, trace), outside=True))

@@ -17,8 +17,8 @@ from nanscope.capture.differentiated import Part
 from nanscope.capture.entries import Opaque, Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
-from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.glue import Glue, glue_before, glue_behind, glue_within
+from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
 from nanscope.capture.tape import Tape
@@ -61,13 +61,13 @@ class Recording:
     frameworks' loss functions. backwards: of custom autograd functions, where they may have spoilt a gradient. taken: arguments of a kernel
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
-    lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to
-    begin with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on the gradients of
-    the loss program, by value. glue: what led to the arguments of the models. aside: where it was given some, what leads to the value that it began
-    at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient that the code of the
-    trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards of custom functions
-    did, by where their results lie and what they saved. numbers: what made those that went to the host before it and were not finite.
-    opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended.
+    lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to begin
+    with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on gradients of the loss
+    program and of the glue, by value. glue: what led to the arguments of the models. aside: where it was given some, what leads to the
+    value that it began at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient
+    that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards
+    of custom functions did, by where their results lie and what they saved. numbers: what made those that went to the host before it and
+    were not finite. opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended.
     """
 
     program: Program | None
@@ -102,10 +102,12 @@ class Recording:
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
-        values = [out for call in self.program.calls for out in call.outs if out is not None] if self.program is not None else []
-        held = {**{value: tensor for value in values if (tensor := tape.tensor(value)) is not None}, **self.tensors}
-        self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.glue = glue_before(tape, self.all_calls())
+        programs = [*([] if self.program is None else [self.program]), *(glue.program for glue in self.glue)]
+        values = (out for program in programs for call in program.calls for out in call.outs if out is not None)
+        held = {value: tensor for value in values if (tensor := tape.tensor(value)) is not None}
+        held |= {value: tensor for own in (*(glue.tensors for glue in self.glue), self.tensors) for value, tensor in own.items()}
+        self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
         self.tape = tape
         self.within_functions = glue_within(tape, self._of_functions())
