@@ -90,7 +90,9 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.OUTSIDE_DOMAIN: CauseInfo("finite operands for which the operation, or its derivative, has no finite number", ("clamp_input",)),
     Cause.CANCELLATION_SPIKE: CauseInfo("cancellation leaves a tiny denominator", ("clamp_denominator",)),
     Cause.FULLY_MASKED_SOFTMAX: CauseInfo("softmax over a row that is entirely −inf", ("safe_softmax", "finite_mask_fill")),
-    Cause.FP16_OVERFLOW: CauseInfo("a value leaves the range of half precision (65504)", ("upcast_fp32",)),
+    Cause.FP16_OVERFLOW: CauseInfo(
+        "a value leaves the range of half precision (65504)", ("upcast_fp32",), ("a gradient leaves the range of half precision (65504)",)
+    ),
     Cause.EPS_UNDERFLOW: CauseInfo("an epsilon too small for the dtype rounds to 0", ("upcast_fp32", "representable_eps")),
     Cause.MAGNITUDE_OVERFLOW: CauseInfo(
         "a huge finite value is squared or summed beyond the dtype's range",

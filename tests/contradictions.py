@@ -86,6 +86,7 @@ def _of_the_cause(origin: Origin, phase: str, cause: Cause, said: str) -> Iterat
         "the root of a small negative number": first < 0,
         "softmax over a row that is entirely −inf": first == -math.inf,
         "a value leaves the range of half precision": origin.dtype == "float16" and math.isinf(origin.value),
+        "a gradient leaves the range of half precision": phase == "backward" and math.isfinite(origin.value),
         "a huge finite value is squared or summed": math.isinf(origin.value) and not abs(divisor) < 1e-3 if origin.op in DIVISIONS else math.isinf(origin.value),
         "exp overflows": math.isinf(origin.value) and origin.op in EXPONENTIALS,
         "a power overflows": math.isinf(origin.value) and origin.op == "pow",

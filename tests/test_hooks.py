@@ -174,6 +174,38 @@ def test_the_line_in_a_hook_is_named(tmp_path: Path, name: str) -> None:
     assert str(again.incidents[0].origin) == str(place) and again.incidents[0].cause == first.cause  # as words: NaN is not NaN
 
 
+def test_a_hook_that_only_looks_is_not_called_again(tmp_path: Path) -> None:
+    """It may tell somebody, and it changes no gradient; the one beside it is found all the same."""
+    told: list[float] = []
+
+    def tell(grad: Tensor) -> None:
+        told.append(float(grad.norm()))
+        Path(tmp_path / "told").open("a").write("x")  # noqa: SIM115
+
+    run = Run()
+    with nanscope.watch(out=tmp_path / "run") as scope:
+        logits = run.model(torch.ones(5, 3))
+        logits.register_hook(tell)
+        logits.register_hook(lambda grad: grad / run.scale)
+        logits.square().sum().backward()
+        torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+    assert (scope.verdict.incidents[0].origin.op, len(told)) == ("div", 1)
+    assert Path(tmp_path / "told").read_text() == "x"
+
+
+def test_where_a_hook_leads_to_a_bad_gradient_is_named(tmp_path: Path) -> None:
+    """What it makes is finite, and a call of the loss makes a bad one of that."""
+    run = Run()
+    with nanscope.watch(out=tmp_path) as scope:
+        logits = run.model(torch.ones(5, 3))
+        grown = logits * 1e20
+        grown.register_hook(lambda grad: grad * 1e30)
+        grown.sum().backward()
+        torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+    place = scope.verdict.incidents[0].origin
+    assert (place.op, place.variable) == ("mul", "grown")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_hook_that_is_looked_into_was_called_as_often_as_ever(tmp_path: Path, name: str) -> None:
     """Weights, and what the hook counts and keeps, are to the bit what they are without anybody who looks."""

@@ -3,15 +3,19 @@
     loss.register_hook(lambda grad: grad / scale)      the engine calls it, and what it does comes past the tape
 
 What a recorded program makes again is the backward of its calls alone. So it is run with the hooks of its values in their places, each on
-copies and sealed: what a hook counts, keeps and writes does not come out.
+copies and sealed: what a hook counts, keeps and writes does not come out. One that can only look, as to log a norm, is not called: it may
+tell somebody.
 """
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
@@ -83,7 +87,7 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
     """
     if sum(map(len, hooks.values())) > MOST:
         raise NotIsolated(f"there are more than {MOST} hooks on gradients")
-    program, hooks = _apart(program, hooks)
+    program, hooks = _apart(program, {value: acting for value, own in hooks.items() if (acting := [hook for hook in own if _acts(hook)])})
     passed: dict[int, Tensor] = {}  # what came into modules
     found: list[Ruined] = []
 
@@ -109,6 +113,20 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
                 gradient = _called(hook, given, budget)[0]
                 found += [] if bool(is_finite(gradient)) else [Ruined(hook, value, given)]
     return Trace(program, run), next(iter(found), None)
+
+
+def _acts(hook: Hook) -> bool:
+    """May a hook change a gradient? One that never returns anything does so only where it is given a weight, or writes in place."""
+    function = hook.function.func if isinstance(hook.function, partial) else hook.function
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
+    if hook.weight is not None or not isinstance(code, CodeType):
+        return True
+    steps = list(dis.get_instructions(code))
+    returned = [before for before, step in pairwise(steps) if step.opname == "RETURN_VALUE"]
+    returned += [step for step in steps if step.opname == "RETURN_CONST"]
+    writes = any(name.endswith("_") and not name.endswith("__") for name in code.co_names) or "STORE_SUBSCR" in {s.opname for s in steps}
+    return writes or any(step.argval is not None or not step.opname.endswith("CONST") for step in returned)
 
 
 def _apart(program: Program, hooks: Hooks) -> tuple[Program, Hooks]:

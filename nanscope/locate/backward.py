@@ -58,14 +58,14 @@ def _contributor(trace: Trace, value: int, flat: int) -> tuple[int, int, Tensor]
     marks = {value: one_of(trace.values[value], flat)}
     readers = trace.program.consumers.get(value, ())
     for index in (index for index in trace.run.order if index in readers):
-        if not any(bool(~torch.isfinite(grad.flatten()[flat])) for grad in _returned(trace, index, value)):
+        if not any(bool(~torch.isfinite(grad.flatten()[flat])) for grad in returned_to(trace, index, value)):
             continue
         for out, mark in spread(trace.program.calls[index], trace.values, marks).items():
             return index, out, mark
     return None
 
 
-def _returned(trace: Trace, index: int, value: int) -> Iterator[Tensor]:
+def returned_to(trace: Trace, index: int, value: int) -> Iterator[Tensor]:
     """Yield the gradients that a call's backward returned for one of its arguments."""
     call, returned, shape = trace.program.calls[index], trace.run.returned[index], trace.values[value].shape
     for names in (list(call.inputs()), _payload(call)):
@@ -85,7 +85,7 @@ def _all_made(trace: Trace, index: int, out: int, value: int, marked: Tensor) ->
     if grad is not None and trace.values[value].shape != marked.shape:
         return _apart(trace, index, value, grad, marked)
     wide = marked.clone()
-    for returned in _returned(trace, index, value):
+    for returned in returned_to(trace, index, value):
         if returned.shape == marked.shape:
             wide |= ~torch.isfinite(returned) & (torch.isfinite(grad) if grad is not None else True)
     return wide

@@ -27,11 +27,11 @@ from nanscope.replay.edits import (
     mask_before_op,
     representable_eps,
     safe_softmax,
-    upcast_fp32,
 )
 from nanscope.replay.patch import Insert, Patch, Variant, after
 from nanscope.replay.reference import repaired
 from nanscope.replay.refill import Fed, leaf_refilled, numbers, refilled
+from nanscope.replay.upcast import upcast_fp32
 
 
 def otherwise(patch: Patch, cause: Cause) -> Iterator[Variant]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -37,6 +37,7 @@ from nanscope.program.ops import (
 )
 from nanscope.program.program import Program
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, broadcasts, in_order, index_in
+from nanscope.replay.upcast import upcast_fp32
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -295,51 +296,6 @@ def safe_softmax(patch: Patch) -> Variant | None:
     return Variant(
         "safe_softmax", "softmax that gives zeros for a fully masked row", replace(patch.program, calls=tuple(calls)), patch.tensors
     )
-
-
-def upcast_fp32(patch: Patch) -> Variant | None:
-    """Compute the origin's call, and what follows it, in float32."""
-    index = patch.origin.call
-    if index is None or patch.origin.dtype not in ("float16", "bfloat16"):
-        return None
-    program = patch.program
-    # A line is several calls: an epsilon that vanishes does so before the division, and what it met was rounded before that.
-    line = _line_of(program, index)
-    index = next(i for i in range(len(program.calls)) if i == index or (line is not None and _line_of(program, i) == line))
-    half = (torch.float16, torch.bfloat16)
-    lifted: dict[int, int] = {}
-    calls: list[Call] = list(program.calls[:index])
-    fresh = program.new_id()
-    for call in program.calls[index:]:
-        for value in call.inputs():
-            if value in patch.values and patch.values[value].dtype in half and value not in lifted and _made_before(program, value, index):
-                calls.append(Call("aten._to_copy.default", (Ref(value),), (("dtype", torch.float32),), (fresh,), call.site, call.grad))
-                lifted[value] = fresh
-                fresh += 1
-        args = tuple(_swap(arg, lifted) for arg in call.args)
-        kwargs = tuple((name, torch.float32 if arg in half else _swap(arg, lifted)) for name, arg in call.kwargs)
-        calls.append(replace(call, args=args, kwargs=kwargs))
-    return Variant(
-        "upcast_fp32", f"compute {patch.acting} and what follows in float32", replace(program, calls=tuple(calls)), patch.tensors
-    )
-
-
-def _line_of(program: Program, index: int) -> tuple[str, int] | None:
-    site = program.site_of(program.calls[index])
-    return (site.file, site.line) if site is not None and site.line else None
-
-
-def _made_before(program: Program, value: int, index: int) -> bool:
-    made = program.producers.get(value)
-    return made is None or made < index
-
-
-def _swap(arg: Arg, mapping: Mapping[int, int]) -> Arg:
-    if isinstance(arg, Ref):
-        return Ref(mapping.get(arg.id, arg.id))
-    if isinstance(arg, tuple):
-        return tuple(_swap(item, mapping) for item in arg)
-    return arg
 
 
 def guard_small_group(patch: Patch) -> Variant | None:

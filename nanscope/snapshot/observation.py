@@ -161,7 +161,8 @@ class Facts:
     extent: how much of a tensor that came in is bad. selects_nothing: it divides a sum over what a mask lets through, and that is nothing.
     cancelled: what it divides by, or takes the root of, is a difference of much larger numbers, as small as their rounding errors.
     exponential: it is a power whose exponent varies, and is what made it large. filled: the −inf that it was made from are a number of the
-    code, written by another call than the origin's. number: a number that the code gave is NaN.
+    code, written by another call than the origin's. number: a number that the code gave is NaN. leaves_half: its
+    gradient is beyond the range of half precision, in which it was computed, and within that of float32.
     """
 
     coefficient: bool = False
@@ -182,6 +183,7 @@ class Facts:
     exponential: bool = False
     filled: bool = False
     number: bool = False
+    leaves_half: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def _is_steep(seen: Observation) -> bool:
 
 
 def _half(seen: Observation) -> bool:
-    return seen.origin.dtype == "float16" and is_infinite(seen)
+    return (seen.origin.dtype == "float16" and is_infinite(seen)) or seen.facts.leaves_half
 
 
 _ANY = Grounds("", lambda seen: True)
@@ -181,7 +181,7 @@ GROUNDS: Mapping[Cause, Grounds] = {
     Cause.OUTSIDE_DOMAIN: Grounds("finite operands, and a result or a gradient that is not", no_number),
     Cause.CANCELLATION_SPIKE: Grounds("a denominator as small as the rounding of what it is made of", lambda o: o.facts.cancelled),
     Cause.FULLY_MASKED_SOFTMAX: Grounds("a softmax that is NaN", lambda o: o.origin.op in ALL_SOFTMAXES and is_nan(o)),
-    Cause.FP16_OVERFLOW: Grounds("an infinity of half precision, made of finite numbers", _half),
+    Cause.FP16_OVERFLOW: Grounds("an infinity of half precision, made of finite numbers, or a gradient that it cannot hold", _half),
     Cause.EPS_UNDERFLOW: Grounds("a number of the code that its dtype rounds away", lambda o: o.facts.eps_underflow),
     Cause.MAGNITUDE_OVERFLOW: Grounds("an infinity, made of finite numbers", overflows),
     Cause.BAD_INPUT: Grounds("a bad number that nothing here has computed", lambda o: o.phase is Phase.INPUT and not is_finite(o)),

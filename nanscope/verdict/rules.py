@@ -114,6 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, ("logsumexp",), lambda o: not is_finite(o), Cause.INF_MINUS_INF),
     Rule(None, SPREADS, is_nan, Cause.STD_SINGLE),
     Rule(None, POWERS, lambda o: o.origin.number(0) < 0 and is_nan(o), Cause.SQRT_NEGATIVE),
+    Rule(Phase.BACKWARD, None, lambda o: o.facts.leaves_half, Cause.FP16_OVERFLOW),
     Rule(Phase.BACKWARD, ("pow",), lambda o: o.origin.number(0) < 0 and is_finite(o), Cause.LOG_ZERO),  # of what is raised
     Rule(Phase.BACKWARD, STEEP, is_finite, Cause.SQRT_ZERO_GRAD),
     Rule(

@@ -76,6 +76,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
     Cause.BAD_INPUT: (lambda seen: seen.facts.number,),
+    Cause.FP16_OVERFLOW: (lambda seen: seen.facts.leaves_half,),
 }
 
 
