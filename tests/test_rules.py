@@ -75,6 +75,10 @@ CASES = (  # one row a rule, in the order of the rules
     Case(seen("std", NAN, 1.0), Cause.STD_SINGLE, seen("std", 0.0, 1.0, phase=Phase.BACKWARD), Cause.SQRT_ZERO_GRAD),
     Case(seen("sqrt", NAN, -1e-9), Cause.SQRT_NEGATIVE, seen("sqrt", NAN, NAN), Cause.UNKNOWN),
     Case(
+        seen("mul", 30.0, 0.1, 300.0, phase=Phase.BACKWARD, leaves_half=True), Cause.FP16_OVERFLOW,
+        seen("mul", 30.0, 0.1, 300.0, phase=Phase.BACKWARD), Cause.OUTSIDE_DOMAIN,
+    ),
+    Case(
         seen("pow", 4.0, -2.0, 2.0, phase=Phase.BACKWARD), Cause.LOG_ZERO,
         seen("pow", 0.0, 0.0, 0.5, phase=Phase.BACKWARD), Cause.SQRT_ZERO_GRAD,
     ),
@@ -128,6 +132,7 @@ BOTH = (  # what two rules fit: the cause that is said, and the one that is not
     (seen("div", INF, 1.0, 0.0, phase=Phase.BACKWARD, eps_underflow=True, dropped=True), Cause.EPS_UNDERFLOW, Cause.WHERE_GRAD_TRAP),
     (seen("log", -INF, 0.0, phase=Phase.BACKWARD, dropped=True, plogp=True), Cause.WHERE_GRAD_TRAP, Cause.PLOGP_ZERO),
     (seen("log", -INF, 0.0, plogp=True, multiplied=True, masked=True), Cause.PLOGP_ZERO, Cause.INF_TIMES_ZERO_MASK),
+    (seen("pow", 4.0, -2.0, 2.0, phase=Phase.BACKWARD, leaves_half=True), Cause.FP16_OVERFLOW, Cause.LOG_ZERO),
     (seen("pow", 1e-8, -1e-4, 2.0, phase=Phase.BACKWARD), Cause.LOG_ZERO, Cause.SQRT_ZERO_GRAD),
     (seen("exp", INF, 12.0, dtype="float16", coefficient=True), Cause.INF_TIMES_ZERO_COEF, Cause.FP16_OVERFLOW),
     (seen("exp", INF, 12.0, dtype="float16", ancestors=("sum",)), Cause.FP16_OVERFLOW, Cause.SEQ_RATIO_OVERFLOW),
@@ -161,8 +166,8 @@ NEVER = {  # two rules beside each other that fit no observation together, and s
     9: "what came in was made by no operator",
     14: "an infinity is not NaN",
     18: "NaN is not finite",
-    27: "the logarithm of 0 is below 0",
-    37: "an infinity is not NaN",
+    28: "the logarithm of 0 is below 0",
+    38: "an infinity is not NaN",
 }
 
 

@@ -25,8 +25,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def upcast_fp32(patch: Patch) -> Variant | None:
-    """Compute the origin's call, and what follows it, in float32; where its gradient is bad and that does not heal it, the smallest part
-    around it that does: each of them is run."""
+    """Compute the origin's call, and what follows it, in float32; or, if a gradient overflows on, the smallest part around it that heals.
+
+    Each of them is run.
+    """
     index = patch.origin.call
     if index is None:
         return None
