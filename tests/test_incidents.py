@@ -68,8 +68,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "pytorch_76531_whitening_eigh_equal_eigenvalues": "cause fix variable",
     # the mask has to be applied at more places than are tried
     "axolotl_kd_zscore_short_topk": "fix",
-    # an update that is made once more begins with what the optimizer has kept since
-    "unsloth_zoo_962_affine_second_moment": "index",
     # 0 / 0 in numbers, of which the divisor is to blame
     "pytorch_lars_layer_without_gradient": "cause",
     # of a row of attention that a kernel's backward divides it is not asked whether its key counts

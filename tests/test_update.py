@@ -304,3 +304,34 @@ def test_what_an_optimizer_keeps_may_be_what_is_bad(tmp_path: Path, fresh: bool)
 
 def lost(state: torch.Tensor) -> torch.Tensor:
     return torch.full_like(state, math.nan)
+
+
+class Shrinks(torch.optim.Optimizer):
+    """Divides by a scale that is 0 a step later in the first element than in the last one."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            scale = state.setdefault("scale", torch.tensor([2.0, 2.0, 1.0]))
+            p.sub_(p.grad / scale)
+            state["scale"] = (scale - 1).clamp(min=0.0)
+
+
+def test_of_an_update_that_is_made_again_the_element_is_told_that_went_bad(tmp_path: Path) -> None:
+    """What the optimizer keeps has changed since: made once more, elements go bad that are finite in the weight."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Shrinks([weight])
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(2):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+    assert torch.isfinite(weight).tolist() == [True, True, False]
+    incident = scope.verdict.incidents[0]
+    assert (incident.origin.op, incident.origin.index, incident.cause) == ("div", (2,), "zero_denominator")
+    assert any(fix.works for fix in incident.fixes)
+    assert nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)]).incidents[0].origin == incident.origin

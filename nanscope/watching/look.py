@@ -25,7 +25,7 @@ from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
-from nanscope.locate.location import came_in, is_masked, left_behind, locate
+from nanscope.locate.location import came_in, is_masked, left_behind, locate, located
 from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
@@ -493,7 +493,7 @@ def update_look(
         made = update_again(optimizer, parameter, name, budget, first)
         if made is None:
             return None
-        look = walked(*made)
+        look = walked(*made, first_in=parameter)
         if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
             if fine:
                 state = bad_state(optimizer, parameter, tape)
@@ -518,10 +518,18 @@ def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADI
     return next((look for look in found if look.location is not None and look.location.origin.born), next(iter(found), None))
 
 
-def walked(program: Program, tensors: dict[int, Tensor]) -> Look | None:
-    """Run a program and walk through it; None if nothing in it is bad."""
+def walked(program: Program, tensors: dict[int, Tensor], first_in: Tensor | None = None) -> Look | None:
+    """Run a program and walk through it; None if nothing in it is bad.
+
+    first_in: what it ended in at the time. Made once more, with what was kept since, it may go bad at other elements, too.
+    """
     trace = Trace.of(program, tensors)
     location = locate(trace)
+    made = trace.values[program.output]
+    if location is not None and first_in is not None and first_in.shape == made.shape:
+        both = ~(torch.isfinite(made) | torch.isfinite(first_in.detach().to(made.device))).flatten()
+        flat = int(both.int().argmax())
+        location = located(trace, flat) if bool(both[flat]) and flat != first_nonfinite(made) else location
     return None if location is None else Look(trace, location, second=True)
 
 

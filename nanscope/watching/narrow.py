@@ -36,7 +36,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     if program.computes is Computes.ACTIVATION and tensor_bytes(tensors) > LARGEST_CALL:
         program, tensors, grads = EMPTY, {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
-    narrowed = program is not snapshot.program
+    narrowed = program is not snapshot.program or program.computes is Computes.UPDATE  # one that was made once more may go bad elsewhere
     if look.location is not None and look.trace is not None and narrowed and not _holds(look.location, program, tensors, snapshot.program):
         if not _same_origin(look.location, program, tensors):
             seen = replace(observe(look.location, look.trace).joined(seen), outside=True)

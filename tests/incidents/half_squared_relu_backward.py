@@ -15,7 +15,7 @@ from expected import Expected
 EXPECTED = Expected(
     phase=("backward",),
     cause=("fp16_overflow",),
-    op=("square", "pow"),
+    op=("pow", "square"),
     index=(1, 2),
     masked=None,
     role=("hidden", "grad", "weights"),
