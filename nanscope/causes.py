@@ -74,11 +74,23 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.LOG_ZERO: CauseInfo(
         "the logarithm of 0",
         ("stable_function", "clamp_input"),
-        ("the logarithm of a negative number", "the logarithm of a number so small that its gradient overflows"),
+        (
+            "the logarithm of a negative number",
+            "the logarithm of a number so small that its gradient overflows",
+            "the logarithm of a determinant that is 0",
+        ),
     ),
     Cause.PLOGP_ZERO: CauseInfo("the product p · log p with p = 0 and log p = −inf", ("stable_function", "finite_mask_fill")),
-    Cause.ZERO_DIV_ZERO: CauseInfo("0 divided by 0", ("mask_before_op", "clamp_denominator")),
-    Cause.ZERO_DENOMINATOR: CauseInfo("a division by a setting or a scale that is 0", ("validate_config", "clamp_denominator")),
+    Cause.ZERO_DIV_ZERO: CauseInfo(
+        "0 divided by 0",
+        ("mask_before_op", "clamp_denominator"),
+        ("the gradient of a decomposition, which divides by the distance of eigenvalues, or of singular values, and that is 0",),
+    ),
+    Cause.ZERO_DENOMINATOR: CauseInfo(
+        "a division by a setting or a scale that is 0",
+        ("validate_config", "clamp_denominator"),
+        ("a matrix that is singular, and is divided by",),
+    ),
     Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator", "guard_empty")),
     Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
     Cause.SQRT_ZERO_GRAD: CauseInfo(

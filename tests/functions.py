@@ -301,7 +301,7 @@ CASES: dict[str, Case] = {
     "once differentiable": Case(Once.apply, {(0, 3): -300.0}, "log", "weights = ", "plogp_zero"),
     "saved": Case(Saved.apply, {(1, 1): 200.0}, "exp", "ratio = torch.exp", "exp_overflow"),
     "several": Case(lambda x: sum(Several.apply(x, KEEP)[:2]), {}, "div", "share = ", "empty_mask_mean"),
-    "unwritten": Case(lambda x: Unwritten.apply(x, 5), {}, "empty", "dx[", "uninitialized", True),
-    "unwritten by a kernel": Case(lambda x: Kernel.apply(x, 5), {}, "empty", "dx.numpy()", "uninitialized", True),
+    "unwritten": Case(lambda x: Unwritten.apply(x, 5), {}, "empty", "torch.empty(", "uninitialized", True),
+    "unwritten by a kernel": Case(lambda x: Kernel.apply(x, 5), {}, "empty", "torch.empty(", "uninitialized", True),
     "dirty": Case(lambda x: Dirty.apply(x * 1.0).sum(-1), {(1, 1): -300.0}, "div", "back = ", "zero_denominator"),
 }  # fmt: skip

@@ -82,6 +82,12 @@ def fed(logps: Tensor, rollout_logps: Tensor) -> Tensor:
 CASES = [
     Case("mask_before_op", "multiplied", ratio_of, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
     Case("mask_before_op", "selected", ratio_selected, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
+    Case(
+        "mask_before_op", "the mask stands first",
+        lambda x, old, mask: (x * (mask * old.abs())).sum(),
+        lambda x, old, mask: (x * (mask * torch.where(mask != 0, old.abs(), 0.0))).sum(),
+        lambda: (*logps_with(-INF), hole()),
+    ),
     Case("mask_before_op", "chunks, each with its own mask", chunks, ratio_masked_first, lambda: (*logps_with(-200.0), hole())),
     Case(
         "clamp_exponent", "a ratio",
@@ -105,6 +111,10 @@ CASES = [
     Case("clamp_input", "the argument of xlogy", lambda p: torch.xlogy(p.detach() + 1, p).sum(), lambda p: torch.xlogy(p.detach() + 1, p.clamp_min(1e-8)).sum(), lambda: (wanting(0.5, 0.0),)),
     Case("clamp_input", "log of 0", lambda p: p.log().sum(), lambda p: p.clamp_min(1e-8).log().sum(), lambda: (wanting(0.5, 0.0),)),
     Case("clamp_input", "log1p of −1", lambda p: p.log1p().sum(), lambda p: p.clamp_min(TINY - 1).log1p().sum(), lambda: (wanting(0.5, -1.0),)),
+    Case("clamp_input", "acos beyond 1", lambda c: c.acos().sum(), lambda c: c.clamp(TINY - 1, 1 - TINY).acos().sum(), lambda: (wanting(0.5, 1.0000005, -1.0000005),)),
+    Case("clamp_input", "acosh below 1", lambda c: c.acosh().sum(), lambda c: c.clamp_min(1 + TINY).acosh().sum(), lambda: (wanting(1.5, 0.9999995),)),
+    Case("clamp_input", "atanh of 1", lambda c: c.atanh().sum(), lambda c: c.clamp(TINY - 1, 1 - TINY).atanh().sum(), lambda: (wanting(0.5, 1.0),)),
+    Case("clamp_input", "logit of 0", lambda c: c.logit().sum(), lambda c: c.clamp(TINY, 1 - TINY).logit().sum(), lambda: (wanting(0.5, 0.0),)),
     Case("stable_function", "log of a sigmoid", lambda x: x.sigmoid().log().sum(), lambda x: functional.logsigmoid(x).sum(), lambda: (wanting(1.0, -200.0),)),
     Case("stable_function", "log of a softmax", lambda z: z.softmax(-1).log().sum(), lambda z: z.log_softmax(-1).sum(), lambda: (wanting(1.0, -200.0, 3.0),)),
     Case(

@@ -132,6 +132,8 @@ def moves() -> Iterator[tuple[str, Args]]:
     yield "aten.select.int", (X, -1, -2)
     yield "aten.select.int", (ROW, 0, 1)
     yield "aten.diagonal.default", (X, 1)
+    yield "aten.diag_embed.default", (X,)
+    yield "aten.diag_embed.default", (X, 1, 0, 2)
     yield "aten.unfold.default", (FLAT, 0, 3, 1)
     yield "aten.as_strided.default", (X, (2, 2), (1, 2))
     yield "aten.as_strided.default", (X, (2, 2), (3, 1), 1)
@@ -288,6 +290,17 @@ def mixes() -> Iterator[tuple[str, Args]]:
     yield "aten.prelu.default", (CUBE, ROW)  # a weight per channel, which is not the last dimension
 
 
+def matrices() -> Iterator[tuple[str, Args]]:
+    near = torch.eye(2, dtype=torch.float64) + 0.1 * real(2, 2, 2)
+    yield "aten._linalg_det.default", (near,)
+    yield "aten._linalg_slogdet.default", (near,)
+    yield "aten._linalg_eigh.default", (near[0] @ near[0].T,)
+    yield "aten.linalg_inv_ex.default", (near,)
+    yield "aten._linalg_solve_ex.default", (near, real(2, 2, 3, low=0.2))
+    yield "aten._linalg_solve_ex.default", (near, real(2, 2, low=0.2))
+    yield "aten.linalg_matrix_exp.default", (near,)
+
+
 def negative_log_likelihood() -> Iterator[tuple[str, Args]]:
     log_probs, targets = real(3, 4, low=-2, high=-0.1), ints([2, 0, 3])
     for reduction in (0, 1, 2):
@@ -301,7 +314,7 @@ EXACT = [
     for case in (*pointwise(), *moves(), *reductions(), *along(), *matmuls(), *negative_log_likelihood())
     if flow_of(case[0]) is not None
 ]  # an operator that leaves the table takes its cases with it
-LOOSE = [*mixes()]
+LOOSE = [*mixes(), *matrices()]
 # Told as "from anywhere" on purpose: torch takes them apart before a tape sees them, so only a file can hold them.
 ROUGH = frozenset(("aten.matmul.default", "aten.linear.default"))
 ASIDE = {  # outputs that say which, or how many, beside the values
@@ -527,12 +540,22 @@ def test_a_flow_without_a_finer_rule_misses_nothing(case: tuple[str, Args]) -> N
     check_spread(rig, exact=False)
 
 
+def test_a_matrix_of_a_batch_keeps_to_itself() -> None:
+    """What is made of one matrix comes from that one, and from what stands beside it for the whole batch."""
+    near, sides = torch.eye(2, dtype=torch.float64) + 0.1 * real(3, 2, 2), real(3, 2, 1)
+    rig = Rig("aten._linalg_solve_ex.default", (near, sides))
+    assert [source.flat.tolist() for source in sources(rig.call, rig.values, 100, 2)] == [[4, 5, 6, 7], [2, 3]]
+    marked = torch.zeros(3, 2, 2, dtype=torch.bool)
+    marked[1, 0, 1] = True
+    assert spread(rig.call, rig.values, {0: marked})[100].flatten().tolist() == [False, False, True, True, False, False]
+
+
 def test_every_operator_with_a_rule_is_checked() -> None:
     """A row of the table that no case covers could flow any way."""
     covered = {base_name(op) for op, _ in EXACT} | SELECTORS
     wanted = {name for name, flow in FLOW.items() if flow in (Flow.POINTWISE, Flow.MOVE, Flow.REDUCE, Flow.ALONG, Flow.MATMUL)}
     assert wanted - covered == set()
-    assert {base_name(op) for op, _ in LOOSE} <= {name for name, flow in FLOW.items() if flow is Flow.MIX}
+    assert {base_name(op) for op, _ in LOOSE} <= {name for name, flow in FLOW.items() if flow in (Flow.MIX, Flow.MATRIX)}
 
 
 @pytest.mark.parametrize("flow", [Flow.MOVE, Flow.POINTWISE])

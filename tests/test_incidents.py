@@ -41,42 +41,18 @@ ROLES = {  # other fair names for a role
 SAME: dict[str, Callable[[str], str]] = {"op": lambda op: op.strip("_"), "role": lambda role: ROLES.get(role, role)}
 
 KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it rightly takes its row out
-    # no edit keeps an angle's cosine inside of both of its bounds
-    "rotation_geodesic_acos": "fix",
-    # memory is allocated by no call of a program, and the first line that writes into it is named instead
-    "collated_logprobs_new_empty": "line",
-    "ppo_returns_buffer_last_step": "line",
-    "stacked_rms_padded_rows": "line",
-    "uninitialized_logprob_buffer_tail": "line",
-    "uninitialized_unpacked_padding": "line",
     # an update in place by a hand-written optimizer is told like one of torch's own, with no line
     "eps_underflow_optimizer_with_closure": "line",
     # the norm that a clip overflowed is told by the name of the first gradient that it ruined
     "feral_16_infinite_norm_logging_clip": "variable",
-    # what `x.div_(…)` makes is x, and is given no name
-    "half_inplace_row_whitening": "variable",
-    # the name behind `.detach()` is the value's own
-    "openrlhf_1314_icepop_filter_multiply": "variable",
-    "trl_1380_kto_no_kl_examples": "variable",
-    # an argument gets the name that the result of the call around it is bound to
-    "rllib_7853_exp_log_std": "variable",
-    # `a, b = f(x), g(x)` names neither
-    "std_single_uid_groups": "variable",
-    # the stable form of a determinant is none of the edits
-    "glow_pytorch_7_logdet_underflow": "fix",
-    "mpo_11_determinant_ratio": "fix",
-    "pytorch_76531_whitening_eigh_equal_eigenvalues": "cause fix variable",
-    # the mask has to be applied at more places than are tried
-    "axolotl_kd_zscore_short_topk": "fix",
-    # 0 / 0 in numbers, of which the divisor is to blame
+    # what an update has overwritten is lost, and 0 stands for it: here for the norm that was divided by 0
     "pytorch_lars_layer_without_gradient": "cause",
     # of a row of attention that a kernel's backward divides it is not asked whether its key counts
     "lucidrains_flash_attention_backward_row_sum": "masked",
     # what a value means that no name near it tells
     "gflownet_147_outflow_of_done_states": "role",
+    "soft_value_log_mean_exp_by_hand": "role",
     "nft_implicit_negative_of_solved_prompt": "role",
-    # two lines trap the same gradient, and the first one is told
-    "torchtune_reverse_kl_inf_mask_gradient": "role line",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
     "cares_rl_407_target_not_rolled_back": "variable",
     "skrl_sac_initial_entropy_of_zero": "variable",
@@ -97,8 +73,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "nemo_aligner_194_no_sequence_ended": "variable",
     # a weight of a model that was never called before it was spoilt has no name yet
     "sample_factory_pbt_copies_diverged_member": "variable line",
-    # `goal = 1.0 / x` is run as a reciprocal and a product, and only the product is called by its name
-    "zero_denominator_ipo_tau": "variable",
 }
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
     "phase": 330, "cause": 301, "op": 324, "index": 337, "masked": 335, "role": 285, "fix": 237, "variable": 303, "line": 317,

@@ -252,6 +252,48 @@ def test_what_a_list_hands_over_has_its_own_name() -> None:
     )
 
 
+def test_each_of_several_results_has_its_own_name() -> None:
+    """`values, vectors = eigh(x)` names two; what `_` stands for, and what is not unpacked, none."""
+
+    def loss(x: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(x)
+        scale, shift = values.exp(), vectors.sin()
+        return (scale + shift).sum()
+
+    made = record(loss, torch.diag(torch.tensor([1.0, 2.0])).requires_grad_())
+    names = Names(made.program)
+    eigh = made.program.calls[0]
+    assert [names.name(out) for out in eigh.outs if out is not None] == ["values", "vectors"]
+    assert [names.name(made_by(made, op)) for op in ("exp", "sin")] == ["scale", "shift"]
+
+
+def test_what_a_distribution_is_asked_names_none_of_its_tensors() -> None:
+    """In `dist.log_prob(x)` no tensor is called dist, and `kl_divergence(p, q)` is of two distributions."""
+
+    def loss(x: Tensor) -> Tensor:
+        dist, other = torch.distributions.Normal(x.sin(), x.exp()), torch.distributions.Normal(0.0, 1.0)
+        return (dist.log_prob(torch.ones(2)) + torch.distributions.kl_divergence(dist, other)).sum()
+
+    made = record(loss, torch.tensor([0.5, 99.0], requires_grad=True))
+    assert Names(made.program).name(made_by(made, "exp")) is None
+
+
+def test_one_over_a_tensor_is_one_division() -> None:
+    """`goal = 1.0 / x` is run as a reciprocal and a product, and both are the goal; `2.0 / x` is only the product."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        goal = 1.0 / x
+        twice = 2.0 / y
+        return (goal + twice).sum()
+
+    made = record(loss, torch.tensor([0.0, 1.0], requires_grad=True), torch.tensor([0.5, 1.0], requires_grad=True))
+    names = Names(made.program)
+    assert [names.name(call.outs[0]) for call in made.program.calls if call.name == "reciprocal" and call.outs[0] is not None] == [
+        "goal",
+        None,
+    ]
+
+
 def test_a_tensor_keeps_its_name_when_an_element_is_set() -> None:
     """Setting an element gives it no other name."""
 

@@ -184,17 +184,17 @@ def test_a_call_inside_the_model_is_saved_only_if_it_is_small(monkeypatch: pytes
 
 @pytest.mark.parametrize("where", ["before it", "behind it", "at the end"])
 def test_what_no_file_may_hold_is_cut_out_of_it(tmp_path: Path, where: str) -> None:
-    """An inverse is part of the loss in the process; the file holds calls of the table alone, and tells the same origin."""
+    """A Bessel function is part of the loss in the process; the file holds calls of the table alone, and tells the same origin."""
     x = torch.eye(3).requires_grad_()
     with nanscope.watch(out=tmp_path) as scope:
         made = torch.log(x - 1.0) if where == "before it" else x * 1.0
-        inverse = torch.linalg.inv_ex(made).inverse
-        loss = torch.log(inverse - inverse).sum() if where == "behind it" else torch.linalg.inv_ex(inverse * 0.0).inverse.sum()
+        bessel = torch.i0(made)
+        loss = torch.log(bessel - bessel).sum() if where == "behind it" else torch.i0(bessel * 0.0 + 1e3).sum()
         loss.backward()
     (incident,) = scope.verdict.incidents
     saved = nanscope.load(incident.snapshot)
     assert all(flow_of(call.op) is not None for call in saved.program.calls)
-    assert incident.origin.op == {"before it": "log", "behind it": "log"}.get(where, "linalg_inv_ex")
+    assert incident.origin.op == {"before it": "log", "behind it": "log"}.get(where, "i0")
     again = nanscope.verdict.diagnose.verdict([saved])
     assert (again.incidents[0].origin.op, again.incidents[0].origin.index) == (incident.origin.op, incident.origin.index)
 

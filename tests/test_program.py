@@ -273,6 +273,20 @@ def test_a_program_knows_its_values() -> None:
     assert substitute((Ref(1), (Ref(2), 1.5)), {1: 7}) == (Ref(7), (Ref(2), 1.5)) and list(refs(None)) == []
 
 
+def test_memory_that_nobody_wrote_keeps_its_line() -> None:
+    """Through a slice, two programs that become one, and a file; a leaf without a line is written as it was before there were any."""
+    sites = (Site("a.py", 1, "f"), Site("b.py", 2, "g"), Site("c.py", 3, "h"))
+    leaves = (Leaf(0, "x", "data", True), Leaf(1, "rows", "data", False, "empty", site=2))
+    calls = (Call("aten.exp.default", (Ref(0),), (), (2,), site=0), Call("aten.mul.Tensor", (Ref(0), Ref(1)), (), (3,), site=1))
+    part = Program(leaves, calls, 3, sites).slice()
+    other = Program((Leaf(3, "y", "data", False),), (Call("aten.sum.default", (Ref(3),), (), (4,), site=0),), 4, sites[:1])
+    for program in (part, join([part, other]), join([other, part]), Program.from_json(part.to_json())):
+        made = program.made_at(program.leaf(1))
+        assert made is not None and made.line == 3
+        assert program.made_at(program.leaf(0)) is None
+    assert [len(leaf) for leaf in part.to_json()["leaves"]] == [6, 7]
+
+
 def test_two_programs_become_one() -> None:
     """A leaf of the second that the first makes is no leaf any more; every call keeps its position in the source."""
     first = Program((Leaf(0, "x", "data", True),), (Call("aten.exp.default", (Ref(0),), (), (1,), site=0),), 1, (Site("a.py", 1, "f"),))

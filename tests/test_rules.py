@@ -98,6 +98,11 @@ CASES = (  # one row a rule, in the order of the rules
     Case(seen("exp", INF, 99.0), Cause.EXP_OVERFLOW, seen("sinh", INF, 99.0), Cause.MAGNITUDE_OVERFLOW),
     Case(seen("log", -INF, 0.0), Cause.LOG_ZERO, seen("lgamma", INF, 0.0), Cause.MAGNITUDE_OVERFLOW),
     Case(
+        seen("_linalg_eigh", 1.0, 1.0, phase=Phase.BACKWARD, degenerate=True), Cause.ZERO_DIV_ZERO,
+        seen("_linalg_eigh", 1.0, 1.0, phase=Phase.BACKWARD), Cause.OUTSIDE_DOMAIN,
+    ),
+    Case(seen("linalg_inv_ex", NAN, 1.0, degenerate=True), Cause.ZERO_DENOMINATOR, seen("linalg_inv_ex", NAN, 1.0), Cause.OUTSIDE_DOMAIN),
+    Case(
         seen("mul", NAN, -INF, 0.0, zero_is_mask=True), Cause.INF_TIMES_ZERO_MASK,
         seen("mul", INF, 1e30, 1e30, zero_is_mask=True), Cause.MAGNITUDE_OVERFLOW,
     ),
@@ -166,8 +171,9 @@ NEVER = {  # two rules beside each other that fit no observation together, and s
     9: "what came in was made by no operator",
     14: "an infinity is not NaN",
     18: "NaN is not finite",
-    28: "the logarithm of 0 is below 0",
-    38: "an infinity is not NaN",
+    26: "a logarithm is no spectrum",
+    30: "the logarithm of 0 is below 0",
+    40: "an infinity is not NaN",
 }
 
 

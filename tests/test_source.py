@@ -31,7 +31,7 @@ class Number:
         return self
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __invert__ = __pow__ = _noted
     __rtruediv__ = __rpow__ = _noted
-    __gt__ = __le__ = __iadd__ = __imul__ = __getitem__ = __matmul__ = exp = sum = detach = clamp = _noted
+    __gt__ = __le__ = __iadd__ = __imul__ = __getitem__ = __matmul__ = exp = sum = detach = clone = clamp = sub_ = div_ = _noted
     def __setitem__(self, key, value):
         self._set(sys._getframe(1))
     def _set(self, frame):
@@ -92,7 +92,7 @@ CASES: list[tuple[str, list[tuple[str | None, str | None, str, tuple[str, ...]]]
         [(None, "loss", "x.exp()", ("x",)), ("loss", "loss", "x.exp().sum()", ("x.exp()",))],
     ),
     ("a = x.exp(); b = y.exp()", [("a", "a", "x.exp()", ("x",)), ("b", "b", "y.exp()", ("y",))]),
-    ("a, b = x.exp(), y.exp()", [(None, "(a, b)", "x.exp()", ("x",)), (None, "(a, b)", "y.exp()", ("y",))]),
+    ("a, b = x.exp(), y.exp()", [("a", "(a, b)", "x.exp()", ("x",)), ("b", "(a, b)", "y.exp()", ("y",))]),
     # several lines
     (
         """
@@ -118,6 +118,23 @@ CASES: list[tuple[str, list[tuple[str | None, str | None, str, tuple[str, ...]]]
         [(None, "loss", "x.exp()", ("x",)), ("loss", "loss", "torch.min(x.exp(), y)", ("x.exp()", "y"))],
     ),
     # targets of other kinds
+    (
+        "z = x.exp().detach().clone()",
+        [
+            ("z", "z", "x.exp()", ("x",)),
+            ("z", "z", "x.exp().detach()", ("x.exp()",)),
+            ("z", "z", "x.exp().detach().clone()", ("x.exp().detach()",)),
+        ],
+    ),
+    ("z = x.exp().sum()", [(None, "z", "x.exp()", ("x",)), ("z", "z", "x.exp().sum()", ("x.exp()",))]),
+    (
+        "y.sub_(x.exp()).div_(2)",
+        [
+            (None, None, "x.exp()", ("x",)),
+            ("y", None, "y.sub_(x.exp())", ("y", "x.exp()")),
+            ("y", None, "y.sub_(x.exp()).div_(2)", ("y.sub_(x.exp())", "2")),
+        ],
+    ),
     ("x += y", [("x", "x", "x += y", ("x", "y"))]),
     ("x *= y.exp()", [(None, "x", "y.exp()", ("y",)), ("x", "x", "x *= y.exp()", ("x", "y.exp()"))]),
     ("a, b = x.sum()", [("(a, b)", "(a, b)", "x.sum()", ("x",))]),

@@ -52,6 +52,7 @@ class Value:
     leaf: Leaf | None = None
     copied: bool = False  # the tensor is a copy of ours, of what a write has destroyed
     alien: int = PLAIN  # history that this one's views seem to have: it is a view, and a gradient does not go through its base
+    place: tuple[CodeType | None, int] = (None, -1)  # where its memory was made, if nobody was seen to write to it
     guard: Any = None  # weak handle that keeps the address of a tensor which is not kept from being reused
 
     @property

@@ -26,15 +26,18 @@ class _Sites:
     sites: list[Site] = field(default_factory=list)
     _known: dict[tuple[CodeType, int], int] = field(default_factory=dict)
 
+    def at(self, code: CodeType | None, lasti: int) -> int:
+        """Return the number of a position, -1 if it is none."""
+        if code is None:
+            return -1
+        if (code, lasti) not in self._known:
+            self._known[code, lasti] = len(self.sites)
+            self.sites.append(site_of(code, lasti))
+        return self._known[code, lasti]
+
     def of(self, entry: Record, tag: str | None) -> int:
         """Return the number of an entry's position, -1 if it has none. tag: a name that the user gave to its result."""
-        number = -1
-        if entry.code is not None:
-            place = (entry.code, entry.lasti)
-            if place not in self._known:
-                self._known[place] = len(self.sites)
-                self.sites.append(site_of(*place))
-            number = self._known[place]
+        number = self.at(entry.code, entry.lasti)
         if tag is None:
             return number
         self.sites.append(replace(self.sites[number] if number >= 0 else Site("", 0, ""), name=tag))  # its own, which carries the name
@@ -74,7 +77,7 @@ class Slicing:
                 raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
             name = names.get(value_id) or leaf.name or self._name_of(value, readers.get(value_id, ()), sites.sites)
-            leaves.append(replace(leaf, name=name))
+            leaves.append(replace(leaf, name=name, site=sites.at(*value.place)))
             tensors[value_id] = value.tensor
         return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors
 

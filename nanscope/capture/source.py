@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
+
+from torch import Tensor
 
 from nanscope.program.calls import Site
 
@@ -62,10 +65,11 @@ def site_of(code: CodeType, lasti: int) -> Site:
         return plain
     targets = _targets(statement)
     value = getattr(statement, "value", None)
-    bound = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and (node is value or isinstance(statement, ast.AugAssign))
+    same = node is not None and (node is value or node in _carried(value))
+    bound = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and (same or isinstance(statement, ast.AugAssign))
     if isinstance(statement, ast.AugAssign) and node is not None and node is not statement:
         bound = False
-    name = targets if bound else walrus
+    name = targets if bound else walrus or _beside(statement, node) or _in_place(node)
     return Site(
         file=code.co_filename,
         line=line,
@@ -124,6 +128,38 @@ def _find(tree: ast.Module, line: int, end_line: int, column: int, end_column: i
     return exact, statement, walrus
 
 
+def _beside(statement: ast.stmt, node: ast.AST | None) -> str | None:
+    """What one of several expressions is bound to: `a, b = f(x), g(x)`."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not isinstance(statement.value, ast.Tuple):
+        return None
+    target = statement.targets[0]
+    names, values = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [], statement.value.elts
+    if len(names) != len(values) or any(isinstance(item, ast.Starred) for item in (*names, *values)):
+        return None
+    return next((_unparse(name) for name, value in zip(names, values, strict=True) if value is node), None)
+
+
+_CARRIES = frozenset(("clone", "contiguous", "cpu", "cuda", "detach", "requires_grad_"))  # methods that give the same numbers
+
+
+def _carried(value: ast.expr | None) -> list[ast.expr]:
+    """The expressions whose numbers a statement's value are: in `kl = x.mean().detach()` the mean has a name."""
+    found: list[ast.expr] = []
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _CARRIES:
+        value = value.func.value
+        found.append(value)
+    return found
+
+
+def _in_place(node: ast.AST | None) -> str | None:
+    """What is written to by a method that says so: `x.sub_(y).div_(z)` makes x."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and re.fullmatch(r"[a-z]\w*[a-z0-9]_", node.func.attr):
+        node = node.func.value
+        if isinstance(node, (ast.Name, ast.Attribute)) and not _is_module(node):
+            return _unparse(node)
+    return None
+
+
 def _targets(statement: ast.stmt) -> str | None:
     if isinstance(statement, ast.Assign):
         return ", ".join(_unparse(target) for target in statement.targets)
@@ -152,8 +188,10 @@ def _args(node: ast.AST) -> tuple[str, ...]:
         return _unparse(node.target), _unparse(node.value)
     if isinstance(node, ast.Call):
         own = tuple(_unparse(arg) for arg in node.args)
+        if _unparse(node.func).rpartition(".")[2] == "kl_divergence":
+            return ()  # of two distributions, and what is calculated with is in them
         if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value) and not _is_itself(node.func.value):
-            return _unparse(node.func.value), *own
+            return _unparse(node.func.value) if hasattr(Tensor, node.func.attr) else "", *own  # `dist.log_prob(x)` reads no tensor dist
         return own
     return ()
 

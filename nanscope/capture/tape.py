@@ -250,7 +250,8 @@ class Tape:
                     self._note_opaque(item, op, tuple(self.log.read))
 
     def _note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
-        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self.callers.caller() if read else NOWHERE), Handle(tensor)
+        placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
+        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self.callers.caller() if placed else NOWHERE), Handle(tensor)
         if len(self._opaque) > self._crowd:
             self._opaque = {place: made for place, made in self._opaque.items() if not made[1].expired()}
             self._crowd = PATIENCE + 2 * len(self._opaque)
@@ -313,6 +314,8 @@ class Tape:
             kind, made_by = "data", ""
         value = self.known.leaf(tensor)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
+        if made_by == "empty" and call is not None:
+            value.place = call.place
         if derived is not None:
             self.differentiated.read[value.id] = derived
         if call is not None and call.read:
@@ -332,7 +335,8 @@ class Tape:
             return None
         place, version, own = key_of(tensor, PLAIN)[:4], version_of(tensor), self.find(tensor)
         there = [value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and not value.diff]
-        there = [value for value in there if own is None or value.id < own.id]  # what is made of it comes later
+        if own is not None and own.id not in self.known.made_by:
+            there = [value for value in there if value.id < own.id]  # what was made of it since, as what autograd has saved, is later
         made = [value for value in there if value.id in self.known.made_by and value.version in (None, version)]
         return max(made, key=lambda value: value.id, default=None)
 

@@ -22,6 +22,17 @@ _NUMBER = re.compile(r"[-+]?[\d.][\w.+-]*|([A-Za-z_]\w*\.)*_?[A-Z][A-Z0-9_]+")  
 _OF_CLASSES = frozenset({Role.KL, Role.ENTROPY, Role.ATTENTION, Role.ROUTER})
 
 
+def _unpacked(name: str, position: int) -> str | None:
+    """What the code calls one of several results: `values, indices = x.max(-1)`."""
+    try:
+        parsed = ast.parse(name, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        return name
+    if not isinstance(parsed, (ast.List, ast.Tuple)) or any(isinstance(item, ast.Starred) for item in parsed.elts):
+        return name
+    return ast.unparse(parsed.elts[position]) if position < len(parsed.elts) else None
+
+
 class Called:
     """What the values of a program are called, and the roles that this tells."""
 
@@ -71,6 +82,11 @@ class Called:
         """Of several calls that one expression stands for, the last one is what gets bound."""
         return index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != self.program.calls[index].site
 
+    def _is_divided(self, index: int) -> bool:
+        """Is it what torch makes of `1.0 / x`, a reciprocal that is multiplied by 1?"""
+        call, following = self.program.calls[index], self.program.calls[index + 1]
+        return call.name == "reciprocal" and following.site == call.site and following.args == (Ref(call.outs[0] or 0), 1)
+
     def _corrected(self, role: Role | None, value: int) -> Role | None:
         """A name is used for one thing after another: what e is raised to is no ratio yet, and what exp makes is no log-ratio any more."""
         if role is Role.RATIO and any(reader.name == "exp" for reader in self.program.readers(value)):
@@ -92,8 +108,8 @@ class Called:
             return None
         call = self.program.calls[index]
         site = self.program.site_of(call)
-        if site is not None and site.name is not None and self._is_last(index):
-            return site.name
+        if site is not None and site.name is not None and (self._is_last(index) or self._is_divided(index)):
+            return _unpacked(site.name, call.outs.index(value)) if len(call.outs) > 1 else site.name
         return self._read_as(value) or self._handed_over(value) or self._written_to(value)
 
     def _written_to(self, value: int) -> str | None:

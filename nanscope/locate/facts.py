@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.half import leaves_half
+from nanscope.locate.matrices import is_degenerate
 from nanscope.locate.origin import NUMBER, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
@@ -64,6 +65,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         cancelled=_cancelled(location, trace),
         filled=call is not None and _filled(trace, call),
         number=origin.given is not None,
+        degenerate=call is not None and is_degenerate(call, trace.values),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
         leaves_half=leaves_half(origin, location.phase, trace),
     )

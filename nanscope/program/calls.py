@@ -76,7 +76,7 @@ class Leaf:
 
     origin: "data" (batch, constant), "module" (output of a module), "parameter", "buffer", or "opaque" (made by a call that cannot be
     replayed). made_by: the module's class and path, or the operator. diff: a gradient flows back through it. role: what it means, where
-    what told so has been cut off.
+    what told so has been cut off. site: where memory was made that nobody has written to, an index into the program's sites, else -1.
     """
 
     id: int
@@ -85,6 +85,7 @@ class Leaf:
     diff: bool
     made_by: str = ""
     role: str = ""
+    site: int = -1
 
     @property
     def is_of_model(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import RANGES, base_name
+from nanscope.program.ops import FACTORISED, RANGES, base_name
 from nanscope.program.safety import bound
 from nanscope.torch_inside import TorchDispatchMode, schema_of
 
@@ -336,9 +336,7 @@ _INSIDE: dict[str, Callable[[_Given, Any], int]] = {
     "convolution": _convolved,
     "avg_pool2d": _pooled,
     "_cdist_forward": lambda given, result: _elements(result) * int(given["x1"].shape[-1]),
-    "_linalg_det": _decomposed,
-    "_linalg_slogdet": _decomposed,
-    "_linalg_svd": _decomposed,
+    **dict.fromkeys(FACTORISED, _decomposed),
     "index_put": _placed,
     "_unsafe_index_put": _placed,
 }

@@ -74,6 +74,8 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
                 found.append(Source(value, _fibre(tensor, index, dims_of(call, tensor), upto=name in CUMULATIVE), position))
             elif flow is Flow.MATMUL:
                 found.append(Source(value, _row_or_column(name, position, tensor, result, index), position))
+            elif flow is Flow.MATRIX:
+                found.append(Source(value, _matrix_of(tensor, index[: _batch_dims(call, values)]), position))
             elif name in ROW_NORMS:
                 row = _row_of(index, tensor, len(call.args[1])) if position == 0 else _broadcast_from(index, tensor)  # type: ignore[arg-type]
                 found.append(Source(value, row, position))
@@ -134,6 +136,8 @@ def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor
                     mark |= own.any(dim=dims[0], keepdim=True).expand(result.shape) if own.dim() else own
                 elif flow is Flow.MATMUL:
                     mark |= _matmul_mark(name, position, own, result)
+                elif flow is Flow.MATRIX:
+                    mark |= _matrix_mark(own, result, _batch_dims(call, values))
                 else:  # no finer rule: everything depends on it
                     mark |= bool(own.any())
         if bool(mark.any()):
@@ -295,6 +299,27 @@ def _matmul_mark(name: str, position: int, mark: Tensor, result: Tensor) -> Tens
         return torch.full(result.shape, bool(mark.any()))
     along = mark.any(dim=-1, keepdim=True) if position == factors[0] else mark.any(dim=-2, keepdim=True)
     return along.expand(result.shape)
+
+
+def _batch_dims(call: Call, values: Mapping[int, Tensor]) -> int:
+    """Return how many dimensions number the matrices that a call is given."""
+    return max(0, values[next(call.inputs())].dim() - 2)
+
+
+def _matrix_of(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """Return the flat positions of the matrix that a batch index names; all of them where there is one for the whole batch."""
+    positions = torch.arange(tensor.numel()).reshape(tensor.shape)
+    if tensor.dim() < len(batch) or any(n != 1 and i >= n for i, n in zip(batch, tensor.shape, strict=False)):
+        return positions.flatten()
+    return positions[tuple(0 if n == 1 else i for i, n in zip(batch, tensor.shape, strict=False))].flatten()
+
+
+def _matrix_mark(mark: Tensor, result: Tensor, batch: int) -> Tensor:
+    """What comes of a marked matrix of a batch: everything with the same batch index."""
+    if mark.dim() < batch or result.dim() < batch or any(n not in (1, m) for n, m in zip(mark.shape[:batch], result.shape, strict=False)):
+        return torch.full(result.shape, bool(mark.any()))
+    own = mark.flatten(batch).any(-1) if mark.dim() > batch else mark
+    return own.reshape((*own.shape, *[1] * (result.dim() - batch))).expand(result.shape)
 
 
 def _targets(call: Call, values: Mapping[int, Tensor], log_probs: Tensor, index: tuple[int, ...]) -> Tensor:

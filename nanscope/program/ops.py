@@ -6,6 +6,7 @@ functional and deterministic: in-place operators are recorded in their functiona
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
@@ -19,6 +20,7 @@ class Flow(StrEnum):
     REDUCE = "reduce"  # from all elements along the reduced dimensions
     ALONG = "along"  # from all elements along one dimension, which stays
     MATMUL = "matmul"  # from a row and a column
+    MATRIX = "matrix"  # from all elements of the same matrix of a batch
     CREATE = "create"  # from no element at all
     MIX = "mix"  # from any element (no finer rule)
 
@@ -36,7 +38,7 @@ _TABLE: dict[Flow, str] = {
         special_entr special_expit special_log_ndtr special_xlog1py binary_cross_entropy_with_logits _to_copy to
         bitwise_left_shift bitwise_right_shift special_erfcx special_i0""",
     Flow.MOVE: """
-        _reshape_alias _unsafe_view as_strided broadcast_to cat chunk concat constant_pad_nd diagonal
+        _reshape_alias _unsafe_view as_strided broadcast_to cat chunk concat constant_pad_nd diag_embed diagonal
         diagonal_scatter embedding expand expand_as flatten flip gather hstack index index_copy index_put index_select
         masked_fill masked_scatter masked_select movedim narrow permute put repeat repeat_interleave reshape roll rot90
         scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t take
@@ -49,6 +51,10 @@ _TABLE: dict[Flow, str] = {
     Flow.ALONG: """
         _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum log_softmax logcumsumexp softmax sort topk""",
     Flow.MATMUL: "addmm addmv baddbmm bmm dot linear matmul mm mv",
+    Flow.MATRIX: """
+        _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky_inverse cholesky_solve det linalg_cholesky_ex
+        linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_qr linalg_solve_triangular logdet
+        """,
     Flow.CREATE: """
         arange eye fill full full_like linspace logspace new_full new_ones new_zeros ones ones_like scalar_tensor zeros
         zeros_like""",
@@ -56,7 +62,7 @@ _TABLE: dict[Flow, str] = {
         diff msort prelu renorm bincount bucketize cdist
         cross_entropy_loss cumulative_trapezoid histc index_add index_reduce kl_div layer_norm native_group_norm
         native_layer_norm nll_loss nll_loss_forward nll_loss2d_forward nonzero one_hot scatter_add scatter_reduce
-        searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm logdet det trace
+        searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm trace
         convolution avg_pool2d""",
 }
 
@@ -109,12 +115,23 @@ NATURAL_LOGARITHMS = _family("log log1p")
 POWERS = _family("pow rsqrt sqrt")  # NaN for a negative number
 DOMAINS = POWERS | _family("acos acosh asin atanh log log10 log1p log2")  # NaN outside of their domain
 TAKEN_OF = {"xlogy": 1}  # which argument a logarithm is taken of, if not the first
-CLAMPABLE = POWERS | LOGARITHMS | _family("acos asin square")  # saved by a bound of the operand
+CLAMPABLE = POWERS | LOGARITHMS | _family("acos acosh asin atanh erfinv logit square")  # saved by a bound of the operand
 EVERYWHERE = EXPONENTIALS | _family("abs add mul rsub sqrt sub square")  # a number, or an infinity, of any finite operands
 ROUNDED_DIVISIONS = _family("floor_divide fmod remainder")
 SQUARES = _family("pow square")
+EXPONENTS = {"pow": None, "sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}  # None: the second argument
+INVERSES = {"atanh": "tanh", "logit": "sigmoid"}  # each with what it takes back
+SIGMOIDS = _family("sigmoid special_expit")
+# Where these are defined; at the bounds their derivatives are not.
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1.0, 1.0)),
+    "acosh": (1.0, math.inf),
+    "log1p": (-1.0, math.inf),
+    "logit": (0.0, 1.0),
+}
+INSIDE = {name: (low + high) / 2 if high < math.inf else low + 1 for name, (low, high) in BOUNDS.items()}  # an ordinary number there
 ROOTS = POWERS | _family("linalg_vector_norm norm std")  # infinite derivative where the operand, or all of it, is 0
-STEEP = ROOTS | _family("acos asin cdist")  # infinite derivatives anywhere
+STEEP = ROOTS | _family("acos acosh asin cdist")  # infinite derivatives anywhere
 NEEDS_MORE_THAN_ZERO = _family("log log2 log10 reciprocal rsqrt sqrt xlogy")
 SHRINKING = _family("div pow reciprocal")  # make 0 of an infinity
 CLAMPS = _family("clamp clamp_max clamp_min")
@@ -172,6 +189,17 @@ UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
 # By which large numbers become larger.
 GROWING = SHIFTS | PRODUCTS | SQUARES | SEQUENCE_SUMS | SPREADS | _family("addcmul linalg_vector_norm norm prod " + _TABLE[Flow.MATMUL])
 
+# Of matrices. What they divide by, of which 0 ruins them: see `locate.matrices`.
+DETERMINANTS = _family("_linalg_det det")
+LOG_DETERMINANTS = _family("_linalg_slogdet")
+SPECTRA = _family("_linalg_eigh _linalg_svd")  # their backward divides by the distances of eigenvalues, or of squared singular values
+SOLVERS = _family(  # these divide by pivots
+    "_linalg_solve_ex cholesky_solve linalg_cholesky_ex linalg_inv_ex linalg_qr linalg_solve_triangular"
+)
+MATRIX_OF = {"cholesky_solve": 1}  # which argument is the matrix, if not the first
+FACTORISED = _family(_TABLE[Flow.MATRIX])
+DECOMPOSITIONS = LOG_DETERMINANTS | SPECTRA | SOLVERS
+
 # Elements to other places.
 GATHERS = _family("gather index")
 PICKS = _family("index masked_select")  # by a mask: a smaller tensor
@@ -179,10 +207,20 @@ MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
 BOUNDED_OR_WEIGHED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # what comes of a log-ratio before e is raised to it
 CHOICES = _family("masked_fill where")
 SELECTIONS = PICKS | CHOICES
+EXPANSIONS = _family("broadcast_to expand")
+SQUEEZES = _family("squeeze unsqueeze")
 MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens
+REARRANGINGS = (
+    COPIES
+    | GATHERS
+    | EXPANSIONS
+    | _family(  # of one tensor, and nothing is put beside its elements
+        "_reshape_alias _unsafe_view diagonal flip index_select masked_select narrow permute repeat reshape select slice squeeze t "
+        "take_along_dim transpose unsqueeze view"
+    )
+)
 UP_TO_SIGN = MOVES | _family("expand neg")
 WEIGHINGS = COPIES | MASKINGS | _family("_unsafe_view div neg squeeze unsqueeze view")  # between a token's loss and the sum
-EXPANSIONS = _family("broadcast_to expand")
 BEFORE_RAISED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # of a log-ratio, before e is raised to it
 SIZED = EXPANSIONS | _family("_unsafe_view new_full new_ones new_zeros reshape view")  # argument 1 is the size of the result
 INSIDE_ROW = _family("gather index_select narrow select slice squeeze unsqueeze")  # argument 1 is a dimension

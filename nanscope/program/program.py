@@ -85,6 +85,10 @@ class Program:
         """Return the source position of a call."""
         return self.sites[call.site] if 0 <= call.site < len(self.sites) else None
 
+    def made_at(self, leaf: Leaf | None) -> Site | None:
+        """Return where the memory of a leaf was made that nobody has written to, None if that is not known."""
+        return self.sites[leaf.site] if leaf is not None and 0 <= leaf.site < len(self.sites) else None
+
     def new_id(self) -> int:
         """Return an id that no value has yet."""
         used = [leaf.id for leaf in self.leaves] + [out for call in self.calls for out in call.outs if out is not None]
@@ -100,10 +104,11 @@ class Program:
                 needed.update(call.inputs())
         leaves = tuple(leaf for leaf in self.leaves if leaf.id in needed)
         calls = tuple(reversed(kept))
-        used = sorted({call.site for call in calls if 0 <= call.site < len(self.sites)})
+        places = {call.site for call in calls} | {leaf.site for leaf in leaves}
+        used = sorted(place for place in places if 0 <= place < len(self.sites))
         renumbered = {old: new for new, old in enumerate(used)}
         return Program(
-            leaves,
+            tuple(leaf if leaf.site < 0 else replace(leaf, site=renumbered.get(leaf.site, -1)) for leaf in leaves),
             tuple(call if (site := renumbered.get(call.site, -1)) == call.site else replace(call, site=site) for call in calls),
             target,
             tuple(self.sites[index] for index in used),
@@ -146,7 +151,10 @@ class Program:
     def to_json(self) -> dict[str, Any]:
         """Return the program as JSON data."""
         return {
-            "leaves": [[leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by, leaf.role] for leaf in self.leaves],
+            "leaves": [
+                [leaf.id, leaf.name, leaf.origin, leaf.diff, leaf.made_by, leaf.role, *([leaf.site] if leaf.site >= 0 else [])]
+                for leaf in self.leaves
+            ],
             "calls": [
                 [
                     call.op,
@@ -174,7 +182,7 @@ class Program:
         Raises ProgramError if the data is not one; operators are looked up only when the program runs.
         """
         try:
-            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m), str(r)) for i, n, o, d, m, r in data["leaves"])
+            leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m), str(r), *map(int, s)) for i, n, o, d, m, r, *s in data["leaves"])
             calls = tuple(
                 Call(
                     str(op),
@@ -237,6 +245,6 @@ def join(programs: Iterable[Program]) -> Program:
                 continue
             calls.append(replace(call, site=call.site + offset if call.site >= 0 else -1))
             made.update(out for out in call.outs if out is not None)
-        leaves.update({leaf.id: leaf for leaf in program.leaves})
+        leaves.update({leaf.id: replace(leaf, site=leaf.site + offset) if leaf.site >= 0 else leaf for leaf in program.leaves})
         output = program.output
     return Program(tuple(leaf for leaf in leaves.values() if leaf.id not in made), tuple(calls), output, tuple(sites), foreign=foreign)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.causes import Cause
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import exponent_limit
-from nanscope.program.ops import ALL_SOFTMAXES, DIVISIONS, EXPONENTIALS, TAKEN_OF
+from nanscope.program.ops import ALL_SOFTMAXES, BOUNDS, DECOMPOSITIONS, DIVISIONS, EXPONENTIALS, INSIDE, TAKEN_OF
 from nanscope.replay.edits import (
     CLAMP,
     clamp_denominator,
@@ -28,6 +28,7 @@ from nanscope.replay.edits import (
     representable_eps,
     safe_softmax,
 )
+from nanscope.replay.matrices import apart
 from nanscope.replay.patch import Insert, Patch, Variant, after
 from nanscope.replay.reference import repaired
 from nanscope.replay.refill import Fed, leaf_refilled, numbers, refilled
@@ -75,6 +76,11 @@ def _divided(patch: Patch) -> Variant | None:
     return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} as 1 where it is 0")
 
 
+def _regular(patch: Patch) -> Variant | None:
+    """A matrix is regular, and no two of its eigenvalues are equal."""
+    return apart(patch) if patch.op in DECOMPOSITIONS else None
+
+
 def _with_one(patch: Patch, position: int, label: str) -> Variant:
     """A number of the code is 1, in all calls that the line stands for."""
     calls = list(patch.program.calls)
@@ -90,16 +96,16 @@ def _in_domain(patch: Patch) -> Variant | None:
         return None
     if patch.call.args and isinstance(patch.call.args[0], (int, float)):  # of a power, a number of the code
         return _with_one(patch, 0, f"with 1 instead of {patch.call.args[0]:g}")
-    edge = -1.0 if patch.op == "log1p" else 0.0
-    position = TAKEN_OF.get(patch.op, 0)
+    edge, _ = BOUNDS.get(patch.op, (0.0, 0.0))
+    position, inside = TAKEN_OF.get(patch.op, 0), INSIDE.get(patch.op, 1.0)
 
     def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
         if fed.position != position or not fed.content.is_floating_point():
             return None
         where = fed.content <= edge if fed.where is None else (fed.content <= edge) | fed.where
-        return where, numbers(fed.content, 1.0)
+        return where, numbers(fed.content, inside)
 
-    return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} as 1 where it is not above {edge:g}")
+    return refilled(patch, filling, "", f"with {patch.called(patch.operand(position))} as {inside:g} where it is not above {edge:g}")
 
 
 def _harmless(patch: Patch) -> Variant | None:
@@ -150,10 +156,10 @@ COUNTERFACTUALS: Mapping[Cause, tuple[Callable[[Patch], Variant | None], ...]] =
     Cause.INF_TIMES_ZERO_COEF: (_harmless, _harmless_all, finite_number),
     Cause.INF_MINUS_INF: (_harmless, _harmless_all, finite_number),
     Cause.WHERE_GRAD_TRAP: (_harmless, _harmless_all),
-    Cause.LOG_ZERO: (_in_domain, _harmless, _harmless_all),
+    Cause.LOG_ZERO: (_regular, _in_domain, _harmless, _harmless_all),
     Cause.PLOGP_ZERO: (_harmless, _harmless_all),
-    Cause.ZERO_DIV_ZERO: (_divided,),
-    Cause.ZERO_DENOMINATOR: (_divided,),
+    Cause.ZERO_DIV_ZERO: (_regular, _divided),
+    Cause.ZERO_DENOMINATOR: (_regular, _divided),
     Cause.EMPTY_MASK_MEAN: (guard_empty, _divided),
     Cause.STD_SINGLE: (guard_small_group,),
     Cause.SQRT_ZERO_GRAD: (_in_domain, _harmless, _harmless_all),

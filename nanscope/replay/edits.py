@@ -17,16 +17,18 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
-from nanscope.program.calls import Arg, Call, Ref, refs
+from nanscope.program.calls import Arg, Ref, refs
 from nanscope.program.numbers import smallest
 from nanscope.program.ops import (
     ADDITIONS,
+    BOUNDS,
     CLAMPABLE,
+    DECOMPOSITIONS,
     DIVISIONS,
     EXPONENTIALS,
     MEANS,
-    NATURAL_LOGARITHMS,
     NEEDS_MORE_THAN_ZERO,
+    PRODUCTS,
     RESCALINGS,
     ROOTS,
     SOFTMAXES,
@@ -36,7 +38,9 @@ from nanscope.program.ops import (
     TAKEN_OF,
 )
 from nanscope.program.program import Program
+from nanscope.replay.matrices import apart
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, broadcasts, in_order, index_in
+from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
@@ -47,7 +51,7 @@ CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have 
 def mask_before_op(patch: Patch) -> Variant | None:
     """Fill the operand where the mask excludes it, before the op."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
-    position = 1 if patch.op == "div" or (patch.op == "pow" and patch.operand(0) is None) else TAKEN_OF.get(patch.op, 0)
+    position = _spoilt(patch)
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
     if mask is None or mask.by is None or target is None:
         return None
@@ -59,7 +63,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
     if deeper < 0 or not broadcasts(shaped.shape, content.shape):
         return None
     excluded = float(shaped.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
-    neutral = 1.0 if position == 1 or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
+    neutral = 1.0 if (position == 1 and patch.op not in PRODUCTS) or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
     masks = _masks(patch, mask)
 
     def inserts(ordinal: int) -> list[Insert]:
@@ -71,6 +75,16 @@ def mask_before_op(patch: Patch) -> Variant | None:
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
     program = before(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0)))
     return Variant("mask_before_op", label, program, patch.tensors)
+
+
+def _spoilt(patch: Patch) -> int:
+    """Return which argument the mask is to be applied to: of a product the one that is bad, which may stand behind the mask."""
+    if patch.op == "div" or (patch.op == "pow" and patch.operand(0) is None):
+        return 1
+    bad = [position for position, operand in enumerate(patch.origin.operands[:2]) if not math.isfinite(operand.value)]
+    if patch.op in PRODUCTS and bad == [1] and patch.operand(1) == patch.origin.operands[1].id:
+        return 1
+    return TAKEN_OF.get(patch.op, 0)
 
 
 def _masks(patch: Patch, drop: Drop) -> list[int]:
@@ -154,17 +168,24 @@ def clamp_input(patch: Patch) -> Variant | None:
     if value is None:
         return None
     dtype = patch.values[value].dtype
-    low: float
-    if patch.op == "log1p":
-        low = -1.0 + torch.finfo(dtype).eps
-    elif patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
+    if patch.op in BOUNDS:
+        return _inside(patch, position, value, dtype)
+    if patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
         high = torch.finfo(dtype).max ** 0.25
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
         return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, position, inserts), patch.tensors)
-    else:
-        low = smallest(dtype)
+    low = smallest(dtype)
     label = f"clamp {patch.called(value)} to at least {low:.3g} before {patch.acting}"
     return Variant("clamp_input", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
+
+
+def _inside(patch: Patch, position: int, value: int, dtype: torch.dtype) -> Variant:
+    """Clamp to the inside of a domain: at its bounds the op, or its derivative, is infinite."""
+    eps, (low, high) = torch.finfo(dtype).eps, BOUNDS[patch.op]
+    bounds: list[Insert] = [("aten.clamp.default", (Ref(-1), low + eps, None if high == math.inf else high - eps))]
+    most = "" if high == math.inf else f", and at most {high:g} − {eps:.3g},"
+    label = f"clamp {patch.called(value)} to at least {low:g} + {eps:.3g}{most} before {patch.acting}"
+    return Variant("clamp_input", label, before(patch, position, bounds), patch.tensors)
 
 
 def _is_too_large(power: float, base: float) -> bool:
@@ -172,68 +193,9 @@ def _is_too_large(power: float, base: float) -> bool:
     return base != 0 if math.isinf(power) else base > 1
 
 
-_LOG_OF = {
-    "sigmoid": "aten.log_sigmoid_forward.default",
-    "_softmax": "aten._log_softmax.default",
-    "softmax": "aten.log_softmax.int",
-}  # the logarithm of one, in one call
-
-
 def stable_function(patch: Patch) -> Variant | None:
-    """Replace the op and what feeds it by the function that numerical libraries provide for the pair."""
-    index = patch.origin.call
-    if index is None:
-        return None
-    if patch.op == "mul":
-        return _zero_infinite_factor(patch)
-    if patch.op == "xlogy":
-        return _times_logarithm(patch, index)
-    if patch.op not in NATURAL_LOGARITHMS:
-        return None
-    value = patch.operand(0)
-    inner = patch.program.maker(value) if value is not None else None
-    if inner is None:
-        return None
-    name = inner.name
-    calls = list(patch.program.calls)
-    fresh = patch.program.new_id()
-    call = calls[index]
-    if patch.op == "log" and name in _LOG_OF:
-        op, args = _LOG_OF[name], inner.args[:1] if name == "sigmoid" else inner.args
-        outs = (call.outs[0], fresh) if name == "sigmoid" else call.outs
-        calls[index] = replace(call, op=op, args=args, kwargs=(), outs=outs)
-        return Variant("stable_function", f"log{name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), patch.tensors)
-    if patch.op == "log1p" and name == "neg":
-        source = next(iter(inner.inputs()), None)
-        exp = patch.program.maker(source) if source is not None else None
-        if exp is not None and exp.name == "exp":
-            (x,) = exp.args[:1]
-            tiny = -torch.finfo(patch.values[next(iter(refs(x)))].dtype).eps
-            added = [
-                Call("aten.clamp_max.default", (x, tiny), (), (fresh,), call.site, call.grad),
-                Call("aten.expm1.default", (Ref(fresh),), (), (fresh + 1,), call.site, call.grad),
-                Call("aten.neg.default", (Ref(fresh + 1),), (), (fresh + 2,), call.site, call.grad),
-                Call("aten.log.default", (Ref(fresh + 2),), (), call.outs, call.site, call.grad),
-            ]
-            calls[index : index + 1] = added
-            label = f"log(−expm1(x)) with x at most {tiny:.3g}, in place of log1p(−exp(x))"
-            return Variant("stable_function", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
-    return None
-
-
-def _times_logarithm(patch: Patch, index: int) -> Variant | None:
-    """x · log softmax(y), with the logarithm in one call."""
-    value = patch.operand(1)
-    inner = patch.program.maker(value) if value is not None else None
-    if inner is None or inner.name not in SOFTMAXES:
-        return None
-    call, fresh = patch.call, patch.program.new_id()
-    calls = list(patch.program.calls)
-    calls[index : index + 1] = [
-        replace(call, op=_LOG_OF[inner.name], args=inner.args, kwargs=(), outs=(fresh,)),
-        replace(call, op="aten.mul.Tensor", args=(call.args[0], Ref(fresh)), kwargs=()),
-    ]
-    return Variant("stable_function", f"log{inner.name.strip('_')} in one call", replace(patch.program, calls=tuple(calls)), patch.tensors)
+    """Replace the op, and what feeds it, by the function that numerical libraries provide for the pair."""
+    return (_zero_infinite_factor(patch) if patch.op == "mul" else None) or stable(patch)
 
 
 def _zero_infinite_factor(patch: Patch) -> Variant | None:
@@ -379,6 +341,8 @@ def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
 
 def avoid_singular_op(patch: Patch) -> Variant | None:
     """Move the operand off the point where the derivative is infinite."""
+    if patch.op in DECOMPOSITIONS:
+        return apart(patch)
     if patch.op not in ROOTS:
         return None
     value = patch.operand(0)

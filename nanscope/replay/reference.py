@@ -13,7 +13,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import AT_ONCE, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.ops import ADDITIONS, NEEDS_MORE_THAN_ZERO
+from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import ROUNDS, following
@@ -41,7 +41,8 @@ def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Varian
         return leaf_refilled(patch, numbers(content, 0.0, shift), name, label)
 
     def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
-        neutral = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (fed.position == 1 and patch.op not in ADDITIONS) else 0.0
+        ordinary = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (fed.position == 1 and patch.op not in ADDITIONS) else 0.0
+        neutral = INSIDE.get(patch.op, ordinary)
         where = fed.where
         return None if where is None else (where, numbers(fed.content, neutral, shift * (fed.position + 1)))
 

@@ -162,7 +162,8 @@ class Facts:
     cancelled: what it divides by, or takes the root of, is a difference of much larger numbers, as small as their rounding errors.
     exponential: it is a power whose exponent varies, and is what made it large. filled: the −inf that it was made from are a number of the
     code, written by another call than the origin's. number: a number that the code gave is NaN. leaves_half: its
-    gradient is beyond the range of half precision, in which it was computed, and within that of float32.
+    gradient is beyond the range of half precision, in which it was computed, and within that of float32. degenerate: a decomposition of a
+    matrix, or its backward, divides by 0: two eigenvalues are equal, or a pivot is 0.
     """
 
     coefficient: bool = False
@@ -184,6 +185,7 @@ class Facts:
     filled: bool = False
     number: bool = False
     leaves_half: bool = False
+    degenerate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

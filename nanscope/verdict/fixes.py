@@ -18,6 +18,8 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     wanted = _wanted(seen, cause)
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
     working = [fix for fix in tried if _is_fix(fix)]
+    if cause is Cause.EXP_OVERFLOW and any(fix.id == "stable_function" for fix in working):
+        wanted = ("stable_function", *wanted)  # a logarithm takes it back: nothing has to be bounded
     natural = {name: position for position, name in enumerate(wanted)}
     working.sort(key=lambda fix: (not fix.proven, fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 0)))
     untried = [name for name in wanted if name not in {fix.id for fix in tried}]
@@ -42,6 +44,8 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
         wanted = ("finite_mask_fill", "safe_softmax")  # the code's own −inf is what people can change
     elif cause is Cause.FP16_OVERFLOW and seen.origin.op in DIVISIONS and seen.facts.setting and abs(divisor(seen)) < 1:
         wanted = ("validate_config", *wanted)  # what divides a number of half precision out of its range
+    elif seen.facts.degenerate:
+        wanted = ("avoid_singular_op",)
     elif cause is Cause.LOG_ZERO and seen.origin.dtype in ("float16", "bfloat16"):
         wanted = ("stable_function", "upcast_fp32", "clamp_input")
     if seen.phase is Phase.OPTIMIZER:

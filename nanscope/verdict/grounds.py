@@ -17,12 +17,14 @@ from nanscope.program.ops import (
     DIVISIONS,
     EVERYWHERE,
     EXPONENTIALS,
+    LOG_DETERMINANTS,
     MEANS,
     POWERS,
     QUOTIENTS,
     ROOTS,
     SEQUENCE_SUMS,
     SHIFTS,
+    SPECTRA,
     SPREADS,
     STEEP,
     TAKEN_OF,
@@ -111,12 +113,21 @@ def over_nothing(seen: Observation) -> bool:
 
 def outside_domain(seen: Observation) -> bool:
     """Is it a logarithm of 0 or of less, or, in backward, of so little that its gradient overflows? A power has one, too."""
+    if seen.origin.op in LOG_DETERMINANTS:
+        return seen.facts.degenerate
     return not logarithm_of(seen) > (LITTLE if seen.phase is Phase.BACKWARD else 0)
 
 
 def logarithm_of(seen: Observation) -> float:
     """Return the number that the origin is the logarithm of; of a power, what is raised."""
     return seen.origin.number(TAKEN_OF.get(seen.origin.op, 0)) + (1 if seen.origin.op == "log1p" else 0)
+
+
+def _zero_by_zero(seen: Observation) -> bool:
+    """Is it a decomposition whose backward divides by a distance of 0, or a quotient?"""
+    if seen.origin.op in SPECTRA:
+        return seen.phase is Phase.BACKWARD and seen.facts.degenerate
+    return seen.origin.op in QUOTIENTS and zero_by_zero(seen)
 
 
 LITTLE = 1e-3  # far above any number whose reciprocal overflows
@@ -172,8 +183,8 @@ GROUNDS: Mapping[Cause, Grounds] = {
     ),
     Cause.LOG_ZERO: Grounds("the logarithm of a number that is not above 0", outside_domain),
     Cause.PLOGP_ZERO: Grounds("a probability of 0 that meets its own logarithm", _plogp),
-    Cause.ZERO_DIV_ZERO: Grounds("a numerator and a denominator that are 0", lambda o: o.origin.op in QUOTIENTS and zero_by_zero(o)),
-    Cause.ZERO_DENOMINATOR: Grounds("a denominator that is 0", lambda o: o.origin.divided == 0 or divisor(o) == 0),
+    Cause.ZERO_DIV_ZERO: Grounds("a numerator and a denominator that are 0", _zero_by_zero),
+    Cause.ZERO_DENOMINATOR: Grounds("a denominator that is 0", lambda o: o.facts.degenerate or o.origin.divided == 0 or divisor(o) == 0),
     Cause.EMPTY_MASK_MEAN: Grounds("a mean of nothing", _means_nothing),
     Cause.STD_SINGLE: Grounds("a deviation that is NaN", lambda o: o.origin.op in SPREADS and is_nan(o)),
     Cause.SQRT_ZERO_GRAD: Grounds("a root of 0, or next to it, or what is as steep somewhere", _is_steep),

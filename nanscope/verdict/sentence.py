@@ -9,7 +9,7 @@ from pathlib import Path
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED
 from nanscope.locate.origin import Location
-from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP
+from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP, UNWRITTEN_FACTORIES
 from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -70,7 +70,13 @@ def _why(seen: Observation, cause: Cause) -> str:
 
 
 _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
-    Cause.LOG_ZERO: (lambda seen: logarithm_of(seen) < 0, lambda seen: logarithm_of(seen) > 0),
+    Cause.LOG_ZERO: (
+        lambda seen: not seen.facts.degenerate and logarithm_of(seen) < 0,
+        lambda seen: not seen.facts.degenerate and logarithm_of(seen) > 0,
+        lambda seen: seen.facts.degenerate,
+    ),
+    Cause.ZERO_DIV_ZERO: (lambda seen: seen.facts.degenerate,),
+    Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate,),
     Cause.EXP_OVERFLOW: (lambda seen: seen.origin.op == "pow", is_masked),
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
@@ -154,7 +160,8 @@ def _came_in(seen: Observation) -> str:
     name = p.variable or "a tensor of the batch"
     if role_of(p.variable) is None and p.role in _OF_A_BATCH:
         name += f" ({p.role})"  # it was read by code that handles anything
-    return f"{name} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, read at {where}"
+    allocated = seen.facts.unwritten and any(f"{made}(" in (p.expression or "") for made in UNWRITTEN_FACTORIES)
+    return f"{name} came in as {number(p.value)}{_at(p)}{extent}{_inside(p)}, {'allocated' if allocated else 'read'} at {where}"
 
 
 _OF_A_BATCH = {Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.ADVANTAGES, Role.REWARDS}

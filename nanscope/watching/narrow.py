@@ -21,6 +21,9 @@ from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
+from nanscope.replay.further import UNMADE
+from nanscope.replay.patch import Patch
+from nanscope.replay.stable import stable
 from nanscope.replay.tries import replay
 from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.snapshot.step import Snapshot
@@ -37,7 +40,7 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         program, tensors, grads = EMPTY, {}, {}  # weights of a real model are not for a file that is attached to an issue
     seen = snapshot.observation
     narrowed = program is not snapshot.program or program.computes is Computes.UPDATE  # one that was made once more may go bad elsewhere
-    if look.location is not None and look.trace is not None and narrowed and not _holds(look.location, program, tensors, snapshot.program):
+    if look.location is not None and look.trace is not None and narrowed and not _holds(look.location, look.trace, program, tensors):
         if not _same_origin(look.location, program, tensors):
             seen = replace(observe(look.location, look.trace).joined(seen), outside=True)
         with contextlib.suppress(ProgramError):
@@ -52,10 +55,22 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
     )
 
 
-def _holds(location: Location, program: Program, tensors: Mapping[int, Tensor], whole: Program) -> bool:
+def _holds(location: Location, whole: Trace, program: Program, tensors: Mapping[int, Tensor]) -> bool:
     """Can a program of which parts were cut away be run as the whole one can, under changes of its origin, too?"""
     cut = {leaf.id for leaf in program.leaves if leaf.origin == "cut"}
-    return location.origin.value_id not in _behind(whole, cut) and _same_origin(location, program, tensors)
+    behind = location.origin.value_id in _behind(whole.program, cut)
+    return not behind and _same_origin(location, program, tensors) and not _loses_a_form(location, whole, program, tensors)
+
+
+def _loses_a_form(location: Location, whole: Trace, program: Program, tensors: Mapping[int, Tensor]) -> bool:
+    """Is what another form of the origin is made of cut away: of a logarithm of what token ids have gathered, the softmax?"""
+    try:
+        if stable(Patch(whole, location.origin)) is None:
+            return False
+        kept = replace(location.origin, call=program.producers.get(location.origin.value_id))
+        return stable(Patch(Trace.of(program, tensors, backward=False), kept)) is None
+    except UNMADE:
+        return True
 
 
 def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:

@@ -21,11 +21,12 @@ EXPECTED = Expected(
     op=("mul", "log_softmax"),
     index=(0, 0, 14),
     masked=True,
-    role=("kl", "ref_log_probs", "log_probs", "logits"),
+    role=("kl", "ref_log_probs", "log_probs", "logits", "entropy"),
     fix=("mask_before_op", "stable_function", "finite_mask_fill"),
     variable=(None, "teacher_logprob"),
     line=(
         "cross = torch.masked_fill(student_prob * teacher_logprob, inf_mask, 0)",
+        "neg_entropy = torch.masked_fill(student_prob * student_logprob, inf_mask, 0)",  # the same trap, a line further
         "teacher_logprob = F.log_softmax(teacher_logits, dim=-1, dtype=torch.float32)",
     ),
 )
