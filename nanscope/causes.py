@@ -69,7 +69,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
     Cause.WHERE_GRAD_TRAP: CauseInfo(
         "forward drops the bad value, backward multiplies it by a zero gradient",
-        ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "clamp_input"),
+        ("mask_before_op", "clamp_exponent", "clamp_denominator", "stable_function", "safe_softmax", "finite_mask_fill", "clamp_input"),
     ),
     Cause.LOG_ZERO: CauseInfo(
         "the logarithm of 0",

@@ -53,8 +53,12 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "gflownet_147_outflow_of_done_states": "role",
     "soft_value_log_mean_exp_by_hand": "role",
     "nft_implicit_negative_of_solved_prompt": "role",
+    "dinov2_583_sinkhorn_teacher_exp": "role",
+    "lambda_grpo_power_of_short_response": "role",
+    "oxrl_chi_link_clipped_margin": "role",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
     "cares_rl_407_target_not_rolled_back": "variable",
+    "rsl_rl_67_log_std_of_zero_noise": "variable",
     "skrl_sac_initial_entropy_of_zero": "variable",
     "skyrl_1709_reference_inv_freq": "variable",
     # a function that anything is handed to has its own name for it

@@ -123,7 +123,8 @@ class Log:
             passing = any(out.diff for out in outs)
             old = passing and index < self.count - young
             if any((out.id in readers and not (old and out.id in detached)) or is_wanted(out) for out in outs):
-                if not passing and all(out.id not in readers and self._values.is_saved(out) for out in outs):
+                saved = not passing and all(out.id not in readers and self._values.is_saved(out) for out in outs)
+                if saved and not self._values.has_gradient(outs):
                     continue  # what a graph saves of its own results must not keep that graph
                 read = entry.reads()
                 if passing:

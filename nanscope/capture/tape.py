@@ -381,10 +381,17 @@ class Tape:
         return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
 
     def _computed(self, values: Iterable[int]) -> list[int]:
-        """Of some values, those that a call has made, and that are not only another look at what lay there."""
+        """Of some values, those that a call has made, and that are not only another look at what lay there; what is copied into a tensor
+        looks like that, and lay somewhere else."""
         views = {operator.overload for operator in self.operators.values() if operator.view and not operator.mutable}
-        made = ((value, self.known.made_by.get(value)) for value in values)
-        return [value for value, number in made if number in self.entries and self.entries[number].op not in views]
+        made = [value for value in values if self.known.made_by.get(value) in self.entries]
+
+        def is_view(value: int) -> bool:
+            entry = self.entries[self.known.made_by[value]]
+            read = (self.values.get(one) for one in entry.reads())
+            return entry.op in views and any(one is not None and one.storage == self.values[value].storage for one in read)
+
+        return [value for value in made if not is_view(value)]
 
     def was_written(self, tensor: Tensor, since: int) -> bool:
         """Was something seen to be written to the memory of a tensor after so many calls, under whatever name, or to be made there?

@@ -34,6 +34,7 @@ class Values:
         self.made_by: dict[int, int] = {}  # value → number of the call
         self.nameless: set[int] = set()  # leaves that no recorded call has read so far, or none that is still known
         self.evict: Callable[[int], bool] = lambda value: False
+        self.gradients: Callable[[], Iterable[Tensor]] = tuple  # of the models that are trained
         self._largest = account.budget // 8
         self._wide = self._largest if wide is None else wide
         self._owners: dict[int, int] = {}  # history that views seem to have → the one that they have, by whoever was seen first
@@ -147,6 +148,11 @@ class Values:
         """Is a tensor out of the reach of Python, and only saved by a graph for its backward pass? That counts as one reference."""
         tensor = value.tensor
         return tensor is not None and sys.getrefcount(tensor) == OURS + 1 and uses(tensor) > 1
+
+    def has_gradient(self, values: Iterable[Value]) -> bool:
+        """Is one of these the gradient of a weight? That holds it as a graph would, and an optimizer comes back for it."""
+        places = {value.key[0] for value in values}
+        return any(grad.data_ptr() in places for grad in self.gradients() if is_plain(grad))
 
     def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.

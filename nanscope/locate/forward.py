@@ -20,7 +20,19 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
-from nanscope.program.ops import COMPARISONS, EXTREMA, FILLS, LITERALS, MASK_ARITHMETIC, MASK_FREE, SHRINKING, WRITES, Flow, flow_of
+from nanscope.program.ops import (
+    COMPARISONS,
+    EXPONENTIALS,
+    EXTREMA,
+    FILLS,
+    LITERALS,
+    MASK_ARITHMETIC,
+    MASK_FREE,
+    SHRINKING,
+    WRITES,
+    Flow,
+    flow_of,
+)
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
@@ -29,6 +41,7 @@ ALIKE = 64  # elements of one result that are looked at to find the first that d
 
 FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger than any other of its tensor
 
+ZEROS = 12  # calls that are gone through from a zero to what it came of
 SMALL = 1e30  # a sum of products of numbers that come to less than this does not overflow, in no dtype as wide as bfloat16
 
 SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
@@ -259,9 +272,10 @@ def _beside(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
 
 
 def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
-    """A zero that ruins a logarithm or a quotient may be what became of x / inf: then the infinity is where to look."""
+    """A zero that ruins a logarithm or a quotient may be what became of x / inf, or of exp(−inf) where that is a weight, which no mask is:
+    then the infinity is where to look."""
     waiting = [(call, value, flat)]
-    for _ in range(4):
+    for _ in range(ZEROS):
         if not waiting:
             return None
         call, out, position = waiting.pop()
@@ -271,7 +285,9 @@ def _divided_by(trace: Trace, call: Call, value: int, flat: int) -> Spot | None:
                 continue
             spot = (source.value, int(source.flat[0]))
             number, made = _number(trace, spot), trace.program.maker(source.value)
-            if math.isinf(number) and call.name in SHRINKING:
+            leaf = trace.program.leaf(source.value)
+            of_weight = number == -math.inf and call.name in EXPONENTIALS and leaf is not None and leaf.is_of_model
+            if of_weight or (math.isinf(number) and call.name in SHRINKING):
                 return spot
             if number == 0 and made is not None:
                 waiting.append((made, *spot))

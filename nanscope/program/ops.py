@@ -173,7 +173,10 @@ ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SIGMOIDS = _family("sigmoid special_expit")
 PROBABILITIES = ALL_SOFTMAXES - LOG_SOFTMAXES | SIGMOIDS  # what these give is one
 OF_PROBABILITIES = CLAMPS | SUMS | _family("add rsub")  # what is made of one before its logarithm is taken
-SPOILT_BY_INFINITY = SOFTMAXES | LOG_SOFTMAXES | _family("logsumexp mul sub")  # and fine with a large finite number in its place
+SPOILT_BY_INFINITY = (
+    SOFTMAXES | LOG_SOFTMAXES | _family("logaddexp logaddexp2 logsumexp mul sub")
+)  # and fine with a large finite number in its place
+SPOILT_BY_EITHER = SPOILT_BY_INFINITY & _family("logaddexp logaddexp2 sub")  # of its two operands
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
 REGRESSIONS = MEAN_LOSSES - _family("binary_cross_entropy_with_logits")

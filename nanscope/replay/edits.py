@@ -32,6 +32,7 @@ from nanscope.program.ops import (
     RESCALINGS,
     ROOTS,
     SOFTMAXES,
+    SPOILT_BY_EITHER,
     SPOILT_BY_INFINITY,
     SPREADS,
     SQUARES,
@@ -225,7 +226,7 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
         inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
     label = f"mask {patch.called(value)} with a large finite number instead of an infinite one"
     program = before(patch, 0, inserts)
-    other = patch.operand(1) if patch.op == "sub" else None
+    other = patch.operand(1) if patch.op in SPOILT_BY_EITHER else None
     if other is not None and bool((patch.values[other] == -math.inf).any()):
         program = before(patch.edited(program), 1, inserts)
     return Variant("finite_mask_fill", label, program, patch.tensors)

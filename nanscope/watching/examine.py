@@ -65,6 +65,7 @@ from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.optimizers import unusable
 from nanscope.watching.recording import Recording
+from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
@@ -412,10 +413,10 @@ class Examiner:
         return functools.partial(self._updated, look, Observation(optimizer=BY_HAND, weight=name))
 
     def edited(self, snapshot: Snapshot) -> Snapshot | None:
-        """Return a step whose weight is bad, and was not after the last update, as what the trainer's own lines have made of it since; None
-        if that was not seen, or if what they wrote was bad before."""
+        """Return a step whose weight is bad as what the trainer's own lines have made of it; None if that was not seen, or if what they
+        wrote was bad before."""
         seen = snapshot.found
-        if seen.phase is not Phase.WEIGHTS or seen.past.fine_at is None:
+        if seen.phase is not Phase.WEIGHTS or (seen.past.fine_at is None and seen.past.found != AT_END):  # else it came so
             return None
         bad = (weight for name, weight in self.modules.parameters().values() if name == seen.origin.variable)
         weight = next((weight for weight in bad if not bool(is_finite(weight))), None)
