@@ -57,9 +57,7 @@ from nanscope.watching.look import (
     is_settled,
     look_closely,
     swallowed_look,
-    update_look,
     weight_look,
-    written_look,
 )
 from nanscope.watching.narrow import to_save
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
@@ -69,6 +67,7 @@ from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
+from nanscope.watching.written import update_look, written_look
 
 log = logging.getLogger("nanscope")
 

@@ -20,8 +20,6 @@ from nanscope.capture.follow import Made, kinds_of
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Apart, Reruns
 from nanscope.capture.source import site_of
-from nanscope.capture.tape import Tape
-from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
@@ -30,7 +28,7 @@ from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Site
-from nanscope.program.local import is_plain, local
+from nanscope.program.local import local
 from nanscope.program.numbers import at, first_nonfinite, is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import (
@@ -43,7 +41,6 @@ from nanscope.torch_inside import function_of
 from nanscope.watching.functions import by_received, counted, function_walked, is_unwritten
 from nanscope.watching.laid import in_its_weight
 from nanscope.watching.recording import Recording
-from nanscope.watching.states import bad_state
 
 log = logging.getLogger("nanscope")
 
@@ -88,8 +85,6 @@ HANDED_ON = -2  # stands among the leaves for what one module has made and anoth
 LARGEST_CALL = 8 << 20  # bytes of the operands of a single call inside the model that are saved
 
 NOTHING = Look(None, None)
-
-WRITES = 8  # to the memory of one weight, that are looked into, the latest first
 
 FUNCTIONS = 8  # custom functions, one behind the other, that are looked into
 
@@ -215,7 +210,7 @@ def _apart(found: Apart) -> Look:
     site, flat = None if code is None else site_of(code, lasti), first_nonfinite(found.recorded) or 0
     seen = observe_made(COMPILED, found.recorded, flat, site, "", Phase.FORWARD)
     origin = replace(seen.origin, operands=((found.call.name, at(found.made, flat)),))
-    return _seen(replace(seen, origin=origin))
+    return only_seen(replace(seen, origin=origin))
 
 
 def _kept(recording: Recording, reruns: Reruns) -> Look | None:
@@ -226,7 +221,7 @@ def _kept(recording: Recording, reruns: Reruns) -> Look | None:
         return None
     seen, note = recording.within
     reruns.note(*note)
-    return _seen(seen)
+    return only_seen(seen)
 
 
 def _given_bad(recording: Recording, reruns: Reruns) -> Look | None:
@@ -253,7 +248,7 @@ def weight_look(recording: Recording, watch: ModuleWatch) -> Look | None:
     for key, (name, parameter) in named.items():
         if key in own and not bool(is_finite(parameter)):
             seen = observe_made("parameter", parameter, first_nonfinite(parameter) or 0, None, "", Phase.WEIGHTS, name)
-            return _seen(in_its_weight(seen, parameter, named))
+            return only_seen(in_its_weight(seen, parameter, named))
     return None
 
 
@@ -270,7 +265,7 @@ def told(look: Look) -> Look:
     if look.trace is None or look.location is None or look.location.origin.born:
         return look
     location = replace(look.location, phase=phase_of(look.trace, look.location.origin, Phase.FORWARD))
-    return _seen(replace(observe(location, look.trace), outside=True))
+    return only_seen(replace(observe(location, look.trace), outside=True))
 
 
 def _came(tensor: Tensor, site: Site | None, module: str, op: str = "") -> Look:
@@ -278,7 +273,7 @@ def _came(tensor: Tensor, site: Site | None, module: str, op: str = "") -> Look:
     op = op or ("input" if tensor.grad_fn is None else "opaque")
     seen = observe_made(op, tensor, first_nonfinite(tensor) or 0, site, module, Phase.INPUT if op == "input" else Phase.FORWARD)
     words = site.args if site is not None and len(site.args) == 1 else ()
-    return _seen(replace(seen, origin=replace(seen.origin, variable=words[0] if words else None)))
+    return only_seen(replace(seen, origin=replace(seen.origin, variable=words[0] if words else None)))
 
 
 def run_again(notes: list[tuple[str, str]], look: Callable[[], Found | None], what: str = "the model") -> Found | None:
@@ -318,7 +313,7 @@ def _named_by(found: Backward, module: str = "") -> Look:
     """A gradient that a custom function has made bad, nobody sees how."""
     name, site = custom.backward_of(found.node)
     gradient = next(grad for grad in found.returned if grad is not None and not bool(is_finite(grad)))
-    return _seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, site, module, Phase.BACKWARD))
+    return only_seen(observe_made(name, gradient, first_nonfinite(gradient) or 0, site, module, Phase.BACKWARD))
 
 
 def _function_again(recording: Recording, found: Backward, budget: int, module: str) -> Look | None:
@@ -332,7 +327,7 @@ def _function_again(recording: Recording, found: Backward, budget: int, module: 
     if bool(again.unwritten.flatten()[again.flat]):
         seen = observe_made(name, again.gradient, again.flat, site, module, Phase.BACKWARD, again.argument)
         seen = replace(seen, facts=Facts(unwritten=True, extent=extent_of(again.unwritten, seen.origin.index)))
-        return _seen(seen.joined(by_received(found, seen.origin.shape, again.flat)))
+        return only_seen(seen.joined(by_received(found, seen.origin.shape, again.flat)))
     return None
 
 
@@ -352,7 +347,7 @@ def _hooked(recording: Recording, reruns: Reruns, look: Look | None) -> Look | N
     trace, found = hooks.run_with(program, tensors, there, reruns.budget)
     if found is None:
         location = locate(trace)
-        return None if location is None else _seen(replace(observe(location, trace), outside=True))
+        return None if location is None else only_seen(replace(observe(location, trace), outside=True))
     again = hooks.run_again(found, reruns.budget)
     if again is None or again.program is None:
         return None
@@ -375,7 +370,7 @@ def _of_forward(recording: Recording, found: Backward) -> Look:
     trace = Trace.of(recording.program, recording.tensors, backward=False)
     location = came_in(trace, found.leaf, int(both.flatten().int().argmax()))
     location = replace(location, origin=replace(location.origin, op=function_of(found.node).__name__))
-    return _seen(replace(observe(location, trace), outside=True))
+    return only_seen(replace(observe(location, trace), outside=True))
 
 
 def is_settled(location: Location) -> bool:
@@ -394,7 +389,7 @@ def _followed(recording: Recording, reruns: Reruns) -> Look | None:
         name = reruns.watch.parameter_name(made.result) or reruns.watch.weight_at(made.result)
         kind, name = ("parameter", name) if name is not None else ("buffer", reruns.watch.buffer_at(made.result))
         if name is not None:
-            return _seen(observe_made(kind, made.result, made.flat, made.site, made.module, Phase.WEIGHTS, name))
+            return only_seen(observe_made(kind, made.result, made.flat, made.site, made.module, Phase.WEIGHTS, name))
         look = _between(reruns, made.result) or NOTHING
         leaf = look.location.origin.leaf if look.location is not None else None
         if leaf is not None and leaf.origin == "module":
@@ -438,10 +433,11 @@ def made_look(made: Made) -> Look:
             look = walked(made.program, made.tensors)
             if look is not None:
                 return look
-    return _seen(observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD))
+    return only_seen(observe_made(made.op, made.result, made.flat, made.site, made.module, Phase.FORWARD))
 
 
-def _seen(observed: Observation) -> Look:
+def only_seen(observed: Observation) -> Look:
+    """Return what was seen, and no program shows."""
     return replace(NOTHING, second=True, seen=observed)
 
 
@@ -455,15 +451,15 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
         return None
     made, module, left = found
     if made.function is not None:
-        saved = None if left is None else _seen(_left_behind(left.made))
+        saved = None if left is None else only_seen(_left_behind(left.made))
         return _inside_backward(recording, made.function, reruns, module) or saved or _named_by(made.function, module)
     if left is None:
-        return _seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
+        return only_seen(observe_made(made.op, made.gradient, made.flat, made.site, module, Phase.BACKWARD))
     seen = _left_behind(left.made)
     if left.dropped:
         origin = replace(seen.origin, masked=True, masked_by="its gradient is 0")
         seen = replace(seen, origin=origin, facts=replace(seen.facts, dropped=True))
-    return _seen(seen)
+    return only_seen(seen)
 
 
 def _left_behind(left: Made) -> Observation:
@@ -473,49 +469,6 @@ def _left_behind(left: Made) -> Observation:
             trace = Trace.of(left.program, left.tensors, backward=False)
             return replace(observe(left_behind(trace, left.flat), trace), outside=True)
     return observe_made(left.op, left.result, left.flat, left.site, left.module, Phase.BACKWARD)
-
-
-@alone()
-def update_look(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, budget: int, first: bool, fine: bool, tape: Tape
-) -> Look:
-    """Make the update of one parameter once more and walk through it; what cannot be made again shows nothing. first: the optimizer's
-    first step. fine: the weight was finite before it. tape: has seen who made the optimizer's state.
-
-    An update that makes a finite weight out of a finite one was not to blame: the weight was bad before it, or else what the optimizer
-    keeps of it was.
-    """
-    notes: list[tuple[str, str]] = []
-    if not is_plain(parameter):
-        return NOTHING  # an optimizer may ask for all of a weight that this process holds a part of
-
-    def again() -> Look | None:
-        made = update_again(optimizer, parameter, name, budget, first)
-        if made is None:
-            return None
-        look = walked(*made, first_in=parameter)
-        if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
-            if fine:
-                state = bad_state(optimizer, parameter, tape)
-                return None if state is None else _seen(replace(state, weight=name))
-            flat = first_nonfinite(parameter) or 0
-            return _seen(observe_made("parameter", parameter, flat, None, "", Phase.WEIGHTS, name))
-        return look
-
-    look = run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
-    return replace(look, notes=(*look.notes, *notes))
-
-
-def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADIENT) -> Look | None:
-    """Walk through what the trainer did to a gradient between backward and the optimizer, or to a weight; None if the tape did not see
-    it made."""
-    found: list[Look] = []
-    for value in (tape.value_of(tensor), *tape.made_within(tensor)[:WRITES]):
-        with contextlib.suppress(ProgramError, LookupError):
-            program, tensors = tape.program(value)
-            if program.calls and (look := walked(replace(program, computes=computes), tensors)) is not None:
-                found.append(look)
-    return next((look for look in found if look.location is not None and look.location.origin.born), next(iter(found), None))
 
 
 def walked(program: Program, tensors: dict[int, Tensor], first_in: Tensor | None = None) -> Look | None:
@@ -574,7 +527,7 @@ def _behind(recording: Recording, first: Look) -> Look | None:
             return told(look) if is_settled(look.location) else None
     tensor = recording.tensors[leaf.id]
     seen = observe_made(behind.call.op, tensor, first.location.origin.flat, site, "", Phase.FORWARD)
-    return _seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
+    return only_seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
 
 
 def _of_number(recording: Recording, location: Location) -> Look | None:
