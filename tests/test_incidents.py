@@ -58,8 +58,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "oxrl_chi_link_clipped_margin": "role",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
     "cares_rl_407_target_not_rolled_back": "variable",
-    "rsl_rl_67_log_std_of_zero_noise": "variable",
-    "skrl_sac_initial_entropy_of_zero": "variable",
     "skyrl_1709_reference_inv_freq": "variable",
     # a function that anything is handed to has its own name for it
     "flowrl_trajectory_balance_ref_neg_inf": "variable",

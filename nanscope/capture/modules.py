@@ -32,6 +32,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.generators import Drawn
 from nanscope.capture.parts import Parts
 from nanscope.capture.unseen import is_ours, is_traced, unseen
+from nanscope.program.calls import NAMELESS
 from nanscope.program.local import is_plain, refuses, unwrapped
 from nanscope.snapshot.observation import FROZEN
 from nanscope.torch_inside import (
@@ -404,7 +405,7 @@ class ModuleWatch:
             self._names = {key: name for key, (name, _) in self.parameters().items()}
         if id(tensor) not in self._names:
             self._names = {key: name for key, (name, _) in self._parameters_of(self._without).items()} | self._names
-        return self._names.setdefault(id(tensor), "parameter")
+        return self._names.setdefault(id(tensor), NAMELESS)
 
     def weight_at(self, tensor: Tensor) -> str | None:
         """Return the name of the weight that lies where a tensor does, None if none does: what a model has detached is none to torch."""

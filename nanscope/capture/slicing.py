@@ -13,8 +13,9 @@ from nanscope.capture.entries import Record, Value, ids, is_intact
 from nanscope.capture.log import Log
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values
-from nanscope.program.calls import Call, Leaf, Site
+from nanscope.program.calls import NAMELESS, Call, Leaf, Site
 from nanscope.program.program import Program
+from nanscope.roles import last_word
 
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 
@@ -76,7 +77,10 @@ class Slicing:
             if value.tensor is None or not is_intact(value):
                 raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
-            name = names.get(value_id) or leaf.name or self._name_of(value, readers.get(value_id, ()), sites.sites)
+            given = self._name_of(value, readers.get(value_id, ()), sites.sites) if leaf.name in (None, NAMELESS) else None
+            if leaf.name == NAMELESS and given and given.replace(".", "").isidentifier():
+                leaf = replace(leaf, name=last_word(given))  # a weight of no model is called what the code calls it
+            name = names.get(value_id) or leaf.name or given
             leaves.append(replace(leaf, name=name, site=sites.at(*value.place)))
             tensors[value_id] = value.tensor
         return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors

@@ -70,6 +70,9 @@ class Computes(StrEnum):
     ACTIVATION = "activation"
 
 
+NAMELESS = "parameter"  # the name of a weight that is in no module that was called
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A tensor that comes into the program from outside.

@@ -1,4 +1,4 @@
-"""What was written into a weight or a gradient: by an optimizer, whose update is made once more, or by the loop's own lines, as recorded."""
+"""What was written into a weight or a gradient: by an optimizer, whose update is made again, or by the lines of the loop, as recorded."""
 
 from __future__ import annotations
 
