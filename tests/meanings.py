@@ -783,3 +783,73 @@ def grpo_without_names(a, b, score):
     c = (score - score.mean()) / (score.std() + 1e-6)
     d = torch.exp(a - b)
     return -torch.min(d * c[:, None], d.clamp(0.8, 1.2) * c[:, None]).mean()
+
+
+# Nine more: what e is raised to, what shares out, and what weighs a loss.
+
+
+@formula("chi-PO", "uv", {"torch.exp(logratios)": "ratio", "torch.exp(logratios) + logratios": "ratio log_ratio logits loss"})
+def chi_link(policy_chosen, ref_chosen_logps):
+    logratios = policy_chosen - ref_chosen_logps
+    chosen = torch.exp(logratios) + logratios
+    return -F.logsigmoid(0.1 * (chosen - chosen.flip(0))).mean()
+
+
+@formula("lambda-GRPO", "pdmv", {"h**0.5": "is_weight loss", "(n - n.mean()) / (n.std() + 1e-8)": "is_weight loss"})
+def length_weights(log_prob, old_log_prob, mask, adv):
+    n = mask.sum(-1)
+    h = 1 + (n - n.mean()) / (n.std() + 1e-8)
+    share = 4 * torch.softmax(h**0.5, dim=-1)
+    ratio = torch.exp(log_prob - old_log_prob)
+    parts = share.unsqueeze(-1) * torch.minimum(ratio * adv[:, None], ratio.clamp(0.8, 1.2) * adv[:, None])
+    return -(parts * mask).sum() / mask.sum()
+
+
+@formula("DAPO", "pdmv", {"1.0 / torch.sqrt(order)": "is_weight loss", "torch.sqrt(order)": "is_weight loss"})
+def rank_weights(log_prob, old_log_prob, mask, order):
+    ratio = torch.exp(log_prob - old_log_prob)
+    decay = 1.0 / torch.sqrt(order)
+    return -(decay[:, None] * ratio.clamp(0.8, 1.2) * mask).sum() / mask.sum()
+
+
+@formula("DINO", "hw", {"torch.exp(teacher_output / 0.04)": "logits hidden", "teacher_output / 0.04": "logits hidden"})
+def sinkhorn_teacher(student_output, teacher_output):
+    q = torch.exp(teacher_output / 0.04).t()
+    q = q / torch.sum(q)
+    return -torch.sum(q.t() * F.log_softmax(student_output / 0.1, dim=-1), dim=-1).mean()
+
+
+@formula("NFT", "pddv", {"(1.0 - rate[:, None] * r) / (1.0 - rate[:, None])": "ratio", "torch.exp(log_prob - old)": "ratio"})
+def implicit_negative(log_prob, old, advantages, rate):
+    r = ratio = torch.exp(log_prob - old)
+    proxy = (1.0 - rate[:, None] * r) / (1.0 - rate[:, None])
+    return (torch.log(proxy.clamp(min=0.1)) - torch.log(ratio)).mean()
+
+
+@formula("SQL", "hv", {"torch.exp(x / 0.1)": "logits rewards", "x / 0.1": "logits rewards hidden"})
+def soft_value(x, target):
+    return (0.1 * torch.exp(x / 0.1).mean(dim=-1).log() - target).square().mean()
+
+
+@formula("gflownet", "lm", {"outflow * torch.logical_not(done)": "logits log_probs", "torch.logsumexp(logits, dim=-1)": "logits log_probs"})
+def flow_matching_of_states(logits, finished):
+    done = finished > 2
+    outflow = torch.logsumexp(logits, dim=-1)
+    outflow = outflow * torch.logical_not(done)
+    return (outflow - 0.5).pow(2).mean()
+
+
+@formula("noisy or", "hw", {"torch.log1p(-p.clamp(max=1 - 1e-6))": "log_probs", "none.sum(-1).exp()": "log_probs hidden ratio"})
+def noisy_or(x, target):
+    p = x.sigmoid()
+    none = torch.log1p(-p.clamp(max=1 - 1e-6))
+    return (1.0 - none.sum(-1).exp() - target[:, 0]).square().mean()
+
+
+@formula("Megatron", "l", {"share * logits": "entropy", "top + total.log()": "entropy logits log_probs"})
+def parallel_entropy(logits):
+    top = logits.max(dim=-1, keepdim=True).values
+    raised = (logits - top).exp()
+    total = raised.sum(dim=-1, keepdim=True)
+    share = raised / total
+    return -0.01 * (top + total.log() - (share * logits).sum(dim=-1, keepdim=True)).mean()

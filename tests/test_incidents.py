@@ -49,13 +49,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "pytorch_lars_layer_without_gradient": "cause",
     # of a row of attention that a kernel's backward divides it is not asked whether its key counts
     "lucidrains_flash_attention_backward_row_sum": "masked",
-    # what a value means that no name near it tells
-    "gflownet_147_outflow_of_done_states": "role",
-    "soft_value_log_mean_exp_by_hand": "role",
-    "nft_implicit_negative_of_solved_prompt": "role",
-    "dinov2_583_sinkhorn_teacher_exp": "role",
-    "lambda_grpo_power_of_short_response": "role",
-    "oxrl_chi_link_clipped_margin": "role",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
     "cares_rl_407_target_not_rolled_back": "variable",
     "skyrl_1709_reference_inv_freq": "variable",

@@ -18,11 +18,10 @@ SAME = {"is_weight": "ratio", "rewards": "advantages"}  # either is fair
 KNOWN = {  # what is not yet told rightly: formula -> text -> what is said
     "vq_vae": {"(flat.unsqueeze(1) - codebook).pow(2)": "logits"},  # they go into a softmax
     "affine_flow": {"(x - shift) / scale": "loss", "0.5 * z**2": "loss"},  # the density has no name but what the loss is the mean of
-    "mpo_dual": {"torch.log(torch.exp(q / eta).mean(dim=-1))": "log_ratio", "q / eta": "loss"},  # a `q` may be anything
     "moco": {"query.norm(dim=1, keepdim=True)": "logits"},  # a product of matrices written as a sum of products
 }
 
-ALONE = (99, 160)  # of so many values what is done with them says what they are
+ALONE = (115, 178)  # of so many values what is done with them says what they are
 
 
 def same(role: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from nanscope.locate.called import Called
 from nanscope.locate.onward import Onward
-from nanscope.locate.uses import Uses
+from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Arg, Call
 from nanscope.program.ops import (
     ADDITIONS,
@@ -20,6 +20,7 @@ from nanscope.program.ops import (
     PRODUCTS,
     RESCALINGS,
     SCORE_KEEPERS,
+    SELECTORS,
     SHIFTS,
     SUMS,
     TOPS,
@@ -57,6 +58,8 @@ class Computed:
         if name == "sub" and len(inputs) == 2 and self._is_top_of(inputs[1], inputs[0]):
             return Role.LOGITS  # shifted by their largest, as a softmax does
         first = self._own(inputs[0]) if inputs and not call.module else None
+        if name in RESCALINGS | SHIFTS and self.uses.is_logged(value) and self._holds_ratio(call):
+            return Role.RATIO  # mixed with data, and still one policy over another
         if first in SCORES and name in SCORE_KEEPERS:
             return first
         if (name in SUMS or name in RESCALINGS) and (first in LOG_PROBS or first is Role.LOG_RATIO) and self._is_of_tokens(call):
@@ -74,9 +77,13 @@ class Computed:
         if name in LOG_SOFTMAXES:
             return Role.LOG_PROBS
         if name in NATURAL_LOGARITHMS:
-            return self._logarithm(inputs[0], first)
+            return self._logarithm(value, inputs[0], first)
+        if name in PRODUCTS and self._weighs_own_logits(inputs):
+            return Role.ENTROPY
         if name in RESCALINGS and inputs and role_of(self.called.name(inputs[0])) is Role.LOGITS:
             return Role.LOGITS  # scaled, by a temperature
+        if name in RESCALINGS and first is Role.LOGITS and self._is_of_tokens(call):
+            return Role.LOGITS
         if name in PRODUCTS and len(inputs) == 2 and not self.uses.carried(value) and first in (Role.RATIO, Role.IS_WEIGHT):
             return other if (other := self._own(inputs[1])) in SCORES else None  # weighed, and no part of a loss yet
         return None
@@ -91,7 +98,7 @@ class Computed:
         while call is not None and (call.name in SUMS or call.name in CLAMPS or carries(call.op)) and not self.called.says_mask(value):
             value = next(call.inputs(), -1)
             call = self.program.maker(value)
-        return self.called.says_mask(value)
+        return self.called.says_mask(value) or (call is not None and call.name in SELECTORS)
 
     @staticmethod
     def _shifted(name: str, one: Role | None, other: Role | None) -> Role | None:
@@ -119,13 +126,28 @@ class Computed:
                         return Role.KL
         return None
 
-    def _logarithm(self, operand: int, role: Role | None) -> Role | None:
+    def _logarithm(self, value: int, operand: int, role: Role | None) -> Role | None:
         """What the logarithm of something is. role: of that."""
+        if self.uses.is_probability(operand) and not self.uses.is_choice(operand) and self.uses.becomes_probability(value):
+            return Role.LOG_PROBS  # of a yes or a no, and one of many by the end
         if self._is_ratio(operand):
             return Role.LOG_RATIO
         if role is Role.IS_WEIGHT:
             return role
         return Role.LOG_PROBS if LOG_PROBS & self.called.ancestors(operand) else None
+
+    def _holds_ratio(self, call: Call) -> bool:
+        """Is a ratio among what is scaled and shifted there?"""
+        waiting = [call]
+        for _ in range(FAR):
+            if not waiting:
+                break
+            for read in waiting.pop(0).inputs():
+                if self._own(read) is Role.RATIO:
+                    return True
+                made = self.program.maker_behind(read, CLAMPS)
+                waiting += [made] if made is not None and made.name in RESCALINGS | SHIFTS else []
+        return False
 
     def _is_ratio(self, value: int) -> bool:
         """Is it a ratio, or the sum of some?"""
@@ -139,7 +161,8 @@ class Computed:
         if self.uses.less_its_operand(call) and (role in (Role.LOG_RATIO, Role.KL) or (role is None and self._is_difference(operand))):
             return Role.KL
         if role is Role.LOG_RATIO:
-            return Role.KL if Role.REF_LOG_PROBS in self.called.ancestors(operand) else Role.RATIO
+            unnamed = self.called.named(operand) is not Role.LOG_RATIO
+            return Role.KL if unnamed and Role.REF_LOG_PROBS in self.called.ancestors(operand) else Role.RATIO
         if call.name != "exp":
             return None
         if self.of_weights_only(value):
@@ -154,9 +177,18 @@ class Computed:
             return Role.IS_WEIGHT  # of a regression that good answers weigh more in
         if role in LOG_PROBS or role in (Role.ENTROPY, Role.LOSS, Role.LOGITS):
             return role  # a probability, a perplexity, a softmax by hand
+        if self.uses.is_shared_out(value) and not self._is_difference(self._behind(operand, BEFORE_RAISED)):
+            return Role.LOGITS
         if self._may_be_log_ratio(operand) and self._onward.role(value) in (None, Role.LOSS, Role.ADVANTAGES, Role.HIDDEN):
             return None if self.uses.less_its_operand(call) else Role.RATIO  # it weighs tokens, whatever it is called
         return None
+
+    def _weighs_own_logits(self, factors: list[int]) -> bool:
+        """Is it a probability times the logits that it is the softmax of? Their sum is what an entropy takes from the logarithm."""
+        return len(factors) == 2 and any(
+            self._own(logits) is Role.LOGITS and self.uses.softmax_of(probability) == self.uses.root(logits)
+            for probability, logits in (factors, reversed(factors))
+        )
 
     def _is_difference(self, value: int) -> bool:
         """Is it what two tensors differ by, within bounds as it may be?"""

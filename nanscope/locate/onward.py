@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from nanscope.locate.called import Called, around
-from nanscope.locate.uses import Uses
+from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Call, Computes
-from nanscope.program.ops import PRODUCTS
+from nanscope.program.ops import PRODUCTS, RESCALINGS, SOFTMAXES, carries
 from nanscope.roles import LOG_PROBS, SCORES, Role
+
+_OF_LOSSES = frozenset({Role.LOSS, Role.RATIO, Role.LOG_RATIO})  # what of a token's part in the loss is named
 
 
 class Onward:
@@ -27,6 +29,8 @@ class Onward:
                 return ends if value == self.program.output else None
             if readers[0].module:
                 return Role.HIDDEN  # a model is given it: what becomes of its outputs says nothing of that
+            if readers[0].name in SOFTMAXES and self._becomes_weight(readers[0].outs[0]):
+                return Role.IS_WEIGHT
             if (taken := self.uses.taken_for(readers[0], value)) is not None:
                 return taken
             if self.uses.is_compared(readers[0]) and (side := self._side(value)) is not None:
@@ -48,7 +52,23 @@ class Onward:
         others = [other for other in reader.inputs() if other != value]
         if reader.name not in PRODUCTS or len(others) != 1 or self.program.maker_behind(value) is None or self.uses.carried(value):
             return False
-        return self.called.named(others[0]) is Role.LOSS or self.uses.is_error(others[0])
+        other = others[0]
+        if self.called.named(other) is Role.LOSS or self.uses.is_error(other):
+            return True
+        return self.uses.carried(other) and bool(self.called.ancestors(other) & _OF_LOSSES)
+
+    def _becomes_weight(self, value: int | None) -> bool:
+        """Is a part of the loss multiplied by it, scaled by a number as it may be?"""
+        for _ in range(FAR):
+            reader = next(iter(self.program.readers(value)), None) if value is not None else None
+            if reader is None or value is None:
+                return False
+            if self._weighs_loss(reader, value):
+                return True
+            if not carries(reader.op) and (reader.name not in RESCALINGS or len(list(reader.inputs())) != 1):
+                return False
+            value = reader.outs[0]
+        return False
 
     def _side(self, value: int) -> Role | None:
         """What a value that another one is compared with is: an activation, but for what comes of rewards or of probabilities."""

@@ -8,7 +8,7 @@ y * exp(…)                               y: advantages
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property
 
 from nanscope.program.calls import Call, refs
@@ -30,7 +30,9 @@ from nanscope.program.ops import (
     PAYLOAD,
     PROBABILITIES,
     PRODUCTS,
+    QUOTIENTS,
     REGRESSIONS,
+    SEQUENCE_SUMS,
     SHIFTS,
     SIGMOIDS,
     SOFTMAXES,
@@ -70,7 +72,47 @@ class Uses:
         if call is not None and call.name in NATURAL_EXPONENTIALS:
             call = self.program.maker_behind(next(call.inputs()), {"neg"})
             return call is not None and call.name in LOG_SOFTMAXES
-        return call is not None and call.name in PROBABILITIES
+        return call is not None and (call.name in PROBABILITIES or self._numerator(call) is not None)
+
+    def softmax_of(self, value: int) -> int | None:
+        """What it is the softmax of, by one call or as e to it divided by the sum of that; None if it is none."""
+        call = self.program.maker_behind(value)
+        if call is not None and call.name in SOFTMAXES:
+            return self.root(next(call.inputs()))
+        raised = None if call is None else self._numerator(call)
+        if raised is None:
+            return None
+        operand = self.root(next(raised.inputs()))
+        shift = self.program.maker(operand)
+        return operand if shift is None or shift.name not in DIFFERENCES else self.root(next(shift.inputs()))
+
+    def _numerator(self, call: Call) -> Call | None:
+        """Of a quotient of e to something and the sum of that, the call which raises it."""
+        inputs = list(call.inputs())
+        if call.name not in QUOTIENTS or len(inputs) != 2:
+            return None
+        raised, total = self.program.maker_behind(inputs[0]), self.program.maker_behind(inputs[1], CLAMPS | {"add"})
+        if raised is None or raised.name not in NATURAL_EXPONENTIALS or total is None or total.name not in SUMS:
+            return None
+        return raised if self.program.maker_behind(next(total.inputs())) is raised else None
+
+    def is_shared_out(self, value: int) -> bool:
+        """Is it divided by its own sum, or the logarithm of that taken, as a softmax written out does?"""
+        moved = list(self._moved(value))
+        for total in (reader for same in moved for reader in self.program.readers(same) if reader.name in SUMS):
+            for same in self._moved(total.outs[0] if total.outs[0] is not None else -1, CLAMPS | {"add"}):
+                for reader in self.program.readers(same):
+                    if reader.name in NATURAL_LOGARITHMS or (reader.name in QUOTIENTS and next(reader.inputs()) in moved):
+                        return True
+        return False
+
+    def is_logged(self, value: int) -> bool:
+        """Is its logarithm taken, within bounds as it may be?"""
+        return any(reader.name in NATURAL_LOGARITHMS for same in self._moved(value, CLAMPS) for reader in self.program.readers(same))
+
+    def becomes_probability(self, value: int) -> bool:
+        """Is e raised to it, or to a sum of it?"""
+        return self._raised(value) is not None
 
     def is_choice(self, value: int) -> bool:
         """Is it a probability of one among many? What a sigmoid makes says yes or no, and its logarithm is a loss."""
@@ -83,14 +125,14 @@ class Uses:
         if log is None or made is None:
             return False
         if log.name in NATURAL_LOGARITHMS:
-            return self._root(next(log.inputs())) == self._root(probability)
+            return self.root(next(log.inputs())) == self.root(probability)
         if log.name not in LOG_SOFTMAXES:
             return False
         if made.name in NATURAL_EXPONENTIALS:
             return self.program.maker_behind(next(made.inputs()), {"neg"}) is log
-        return made.name in SOFTMAXES and self._root(next(made.inputs())) == self._root(next(log.inputs()))
+        return made.name in SOFTMAXES and self.root(next(made.inputs())) == self.root(next(log.inputs()))
 
-    def _root(self, value: int) -> int:
+    def root(self, value: int) -> int:
         """The value behind copies, bounds and an epsilon."""
         call = self.program.maker(value)
         while call is not None and (call.name in COPIES or call.name in CLAMPS or (call.name == "add" and len(list(call.inputs())) == 1)):
@@ -127,6 +169,8 @@ class Uses:
         loss reads are logits."""
         if reader.name in LOGISTIC:
             return Role.LOGITS if next(reader.inputs(), None) == value else None
+        if reader.name == "exp" and reader.outs[0] is not None and self.is_shared_out(reader.outs[0]):
+            return Role.LOGITS
         return Role.HIDDEN if flow_of(reader.op) is Flow.MATMUL or reader.name in DISTANCES else None
 
     def role(self, value: int) -> Role | None:
@@ -138,8 +182,8 @@ class Uses:
                     return found
         return None
 
-    def _moved(self, value: int) -> Iterator[int]:
-        """A value and its copies in other places."""
+    def _moved(self, value: int, through: Container[str] = ()) -> Iterator[int]:
+        """A value and its copies in other places, and what calls of these names make of it."""
         waiting = [value]
         for _ in range(FAR):
             if not waiting:
@@ -147,7 +191,9 @@ class Uses:
             current = waiting.pop(0)
             yield current
             readers = [
-                call for call in self.program.readers(current) if carries(call.op) and call.name not in CHOICES and _holds(call, current)
+                call
+                for call in self.program.readers(current)
+                if call.name in through or (carries(call.op) and call.name not in CHOICES and _holds(call, current))
             ]
             waiting += [out for call in readers for out in call.outs if out is not None]
 
@@ -176,21 +222,36 @@ class Uses:
             for call in self.program.readers(waiting.pop(0)):
                 if call.name in NATURAL_EXPONENTIALS:
                     return call
-                if carries(call.op) or call.name in BEFORE_RAISED:
+                if carries(call.op) or call.name in BEFORE_RAISED | SEQUENCE_SUMS:
                     waiting += [out for out in call.outs if out is not None]
         return None
 
     def less_its_operand(self, call: Call) -> bool:
-        """Is x subtracted from exp x, as in exp(x) − x − 1?"""
-        operand, value = next(call.inputs(), None), call.outs[0]
+        """Is x subtracted from exp x, as in exp(x) − x − 1? Added to it, it makes no divergence."""
+        operand, value = next(call.inputs()), call.outs[0]
         for _ in range(3):
-            differences = [reader for reader in self.program.readers(value) if reader.name in SHIFTS] if value is not None else []
-            if any(operand in set(reader.inputs()) for reader in differences):
+            shifts = [reader for reader in self.program.readers(value) if reader.name in SHIFTS] if value is not None else []
+            if any(self._takes_off(reader, operand) for reader in shifts):
                 return True
-            if not differences:
+            if not shifts:
                 return False
-            value = differences[0].outs[0]
+            value = shifts[0].outs[0]
         return False
+
+    def _takes_off(self, shift: Call, operand: int) -> bool:
+        """Is it a difference with that, or a sum with its negative?"""
+        if shift.name in DIFFERENCES:
+            return any(self._alike(read, operand) for read in shift.inputs())
+        return any(self._is_negative(read, operand) or self._is_negative(operand, read) for read in shift.inputs())
+
+    def _alike(self, one: int, other: int) -> bool:
+        """Are they one value, or made by the same call of the same operands?"""
+        made, again = self.program.maker(one), self.program.maker(other)
+        return one == other or (made is not None and again is not None and (made.op, made.args) == (again.op, again.args))
+
+    def _is_negative(self, one: int, other: int) -> bool:
+        made = self.program.maker(one)
+        return made is not None and made.name == "neg" and self._alike(next(made.inputs()), other)
 
     def _score(self, call: Call, value: int) -> Role | None:
         """Data whose own mean is taken from it are rewards."""

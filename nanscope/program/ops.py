@@ -172,7 +172,7 @@ LOG_SOFTMAXES = _family("_log_softmax log_softmax")
 ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SIGMOIDS = _family("sigmoid special_expit")
 PROBABILITIES = ALL_SOFTMAXES - LOG_SOFTMAXES | SIGMOIDS  # what these give is one
-OF_PROBABILITIES = CLAMPS | SUMS | _family("add rsub")  # what is made of one before its logarithm is taken
+OF_PROBABILITIES = CLAMPS | SUMS | _family("add neg rsub")  # what is made of one before its logarithm is taken
 SPOILT_BY_INFINITY = (
     SOFTMAXES | LOG_SOFTMAXES | _family("logaddexp logaddexp2 logsumexp mul sub")
 )  # and fine with a large finite number in its place
