@@ -76,7 +76,7 @@ class Drops:
         here = one_of(self.run.values[value], flat)
         for factor in self.program.calls[index].inputs():
             zeros = here & (self.run.values[factor] == 0).expand(here.shape)
-            if bool(zeros.any()) and self.is_mask(factor, zeros):
+            if bool(zeros.any()) and self.run.values[factor].dim() and self.is_mask(factor, zeros):  # one number selects nothing
                 return self._by_mask(index, factor, zeros)
         return None
 

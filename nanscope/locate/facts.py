@@ -48,7 +48,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     exponential = call is not None and _is_exponential(origin, call)
     return Facts(
-        coefficient=origin.coefficient is not None or _is_given_infinity(call, location, program),
+        coefficient=origin.coefficient is not None or _is_given_infinity(call, location, program) or _by_one_zero(call, trace),
         ancestors=tuple(sorted(_summed(trace, origin.operands[int(exponential)].id))) if origin.operands else (),
         exponential=exponential,
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
@@ -121,6 +121,12 @@ def _cancelled(location: Location, trace: Trace) -> bool:
             return False
         value, flat = spot
     return False
+
+
+def _by_one_zero(call: Call | None, trace: Trace) -> bool:
+    """Does a product multiply all elements by one number, and that is 0? It is a setting, and no probability of each."""
+    factors = [trace.values[value] for value in call.inputs()] if call is not None and call.name == "mul" else []
+    return len(factors) == 2 and any(one.numel() == 1 < other.numel() and not bool(one.any()) for one, other in (factors, factors[::-1]))
 
 
 def _is_given_infinity(call: Call | None, location: Location, program: Program) -> bool:

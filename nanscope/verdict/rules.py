@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, SPECTRA, lambda o: o.facts.degenerate, Cause.ZERO_DIV_ZERO),
     Rule(None, SOLVERS, lambda o: o.facts.degenerate, Cause.ZERO_DENOMINATOR),
     Rule(None, ("mul",), lambda o: zero_times_infinity(o) and o.facts.zero_is_mask, Cause.INF_TIMES_ZERO_MASK),
-    Rule(None, ("mul",), lambda o: zero_times_infinity(o) and math.inf in factors(o), Cause.INF_TIMES_ZERO_COEF),
+    Rule(None, ("mul",), lambda o: zero_times_infinity(o) and (math.inf in factors(o) or o.facts.coefficient), Cause.INF_TIMES_ZERO_COEF),
     Rule(None, ("mul",), zero_times_infinity, Cause.PLOGP_ZERO),
     Rule(None, SHIFTS, lambda o: all(math.isinf(number) for number in factors(o)), Cause.INF_MINUS_INF),
     Rule(None, ("div",), over_nothing, Cause.EMPTY_MASK_MEAN),
