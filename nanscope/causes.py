@@ -108,7 +108,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.EPS_UNDERFLOW: CauseInfo("an epsilon too small for the dtype rounds to 0", ("upcast_fp32", "representable_eps")),
     Cause.MAGNITUDE_OVERFLOW: CauseInfo(
         "a huge finite value is squared or summed beyond the dtype's range",
-        ("clamp_input",),
+        ("clamp_input", "stable_function"),
         ("a quotient of finite numbers leaves the dtype's range", "a finite value leaves the dtype's range"),
     ),
     Cause.BAD_INPUT: CauseInfo(

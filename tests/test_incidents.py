@@ -70,11 +70,10 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "sample_factory_pbt_copies_diverged_member": "variable line",
     # a correction of a log-prob for the shape of the action that no name tells; visits that stand for a policy
     "autonomous_learning_library_139_log_of_scaled_action": "role",
-    "leela_chess_283_visits_to_the_inverse_temperature": "role fix",
+    "leela_chess_283_visits_to_the_inverse_temperature": "role",
     # another fix than the ones that were thought of, which works as well
     "axolotl_3910_orpo_clamped_logp": "fix",
     "mmpretrain_gem_learned_power_in_half": "fix",
-    "taid_interpolation_starts_at_zero": "fix",
     # a weight that the loop set before it was ever seen to be finite
     "lm_human_preferences_gain_of_constant_reward": "phase cause variable line",
     # a score that was summed over a sequence is no ratio

@@ -32,6 +32,10 @@ def logits() -> Tensor:
     return torch.tensor([[1.0, -200.0, 3.0], [0.0, 1.0, 2.0]], requires_grad=True)
 
 
+def shared_out(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True)
+
+
 @dataclass(frozen=True)
 class Form:
     """A loss that goes wrong, and the same loss as a numerical library computes it."""
@@ -91,6 +95,12 @@ FORMS = [
     Form("log of the normal distribution", lambda x: normal_cdf(x).log().sum(), lambda x: torch.special.log_ndtr(x).sum(), lambda: (wanting(0.5, -20.0),)),
     Form("its upper tail", lambda x: (1 - normal_cdf(x)).log().sum(), lambda x: torch.special.log_ndtr(-x).sum(), lambda: (wanting(0.5, 20.0),)),
     Form("log erfc", lambda x: (0.5 * torch.erfc(x)).log().sum(), lambda x: torch.special.log_ndtr(-math.sqrt(2) * x).sum(), lambda: (wanting(0.5, 20.0),)),
+    Form(
+        "visits sharpened by a temperature",
+        lambda n: shared_out(n**20.0).square().sum(),
+        lambda n: (20.0 * n.log()).softmax(-1).square().sum(),
+        lambda: (torch.tensor([[3.0, 412.0, 9.0], [92.0, 1.0, 400.0]], requires_grad=True),),
+    ),
     Form("softmax by hand", lambda z: (z.exp() / z.exp().sum(-1, keepdim=True)).square().sum(), lambda z: z.softmax(-1).square().sum(), lambda: (logits().detach().add(150).requires_grad_(),)),
     Form("√Σx²", lambda x: x.pow(2).sum(-1).sqrt().sum(), lambda x: x.double().norm(dim=-1).sum().float(), lambda: (torch.tensor([[3e25, 4e25], [3.0, 4.0]], requires_grad=True),)),
 ]  # fmt: skip

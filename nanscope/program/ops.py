@@ -109,6 +109,7 @@ COPIES = _family("_to_copy alias clone contiguous detach lift lift_fresh")
 
 # One number in, one out.
 EXPONENTIALS = _family("exp exp2 expm1")
+SHARED_OUT = _family("exp pow")  # what is divided by its own sum to be a distribution
 NATURAL_EXPONENTIALS = _family("exp expm1")  # of e: the operand is in nats
 LOGARITHMS = _family("log log10 log1p log2 xlogy")
 NATURAL_LOGARITHMS = _family("log log1p")
@@ -176,7 +177,7 @@ OF_PROBABILITIES = CLAMPS | SUMS | _family("add neg rsub")  # what is made of on
 SPOILT_BY_INFINITY = (
     SOFTMAXES | LOG_SOFTMAXES | _family("logaddexp logaddexp2 logsumexp mul sub")
 )  # and fine with a large finite number in its place
-SPOILT_BY_EITHER = SPOILT_BY_INFINITY & _family("logaddexp logaddexp2 sub")  # of its two operands
+SPOILT_BY_EITHER = SPOILT_BY_INFINITY & _family("logaddexp logaddexp2 mul sub")  # of its two operands
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
 REGRESSIONS = MEAN_LOSSES - _family("binary_cross_entropy_with_logits")

@@ -217,19 +217,18 @@ def finite_mask_fill(patch: Patch) -> Variant | None:
     """Replace −inf in the operand by the lowest finite number; or one that the code calculates with."""
     if (variant := finite_number(patch)) is not None:
         return variant
-    value = patch.operand(0)
-    if patch.op not in SPOILT_BY_INFINITY or value is None:
+    positions = (0, 1) if patch.op in SPOILT_BY_EITHER else (0,)
+    given = {position: value for position in positions if (value := patch.operand(position)) is not None}
+    infinite = [position for position, value in given.items() if bool(torch.isinf(patch.values[value]).any())]
+    if patch.op not in SPOILT_BY_INFINITY or not infinite:
         return None
-    lowest = torch.finfo(patch.values[value].dtype).min / 4
-    inserts: list[Insert] = [("aten.clamp_min.default", (Ref(-1), lowest))]
-    if patch.op == "mul":
-        inserts = [("aten.clamp.default", (Ref(-1), lowest, -lowest))]
-    label = f"mask {patch.called(value)} with a large finite number instead of an infinite one"
-    program = before(patch, 0, inserts)
-    other = patch.operand(1) if patch.op in SPOILT_BY_EITHER else None
-    if other is not None and bool((patch.values[other] == -math.inf).any()):
-        program = before(patch.edited(program), 1, inserts)
-    return Variant("finite_mask_fill", label, program, patch.tensors)
+    lowest = torch.finfo(patch.values[given[infinite[0]]].dtype).min / 4
+    bounds = (lowest, -lowest) if patch.op == "mul" else (lowest, None)
+    edited = patch
+    for position in infinite:
+        edited = edited.edited(before(edited, position, [("aten.clamp.default", (Ref(-1), *bounds))]))
+    label = f"mask {patch.called(given[infinite[0]])} with a large finite number instead of an infinite one"
+    return Variant("finite_mask_fill", label, edited.program, patch.tensors)
 
 
 def finite_number(patch: Patch) -> Variant | None:

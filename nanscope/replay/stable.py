@@ -3,9 +3,10 @@
     log(softmax(z))            log_softmax(z)            log(gather(softmax(z)))       gather(log_softmax(z))
     log(sum(exp(z)))           logsumexp(z)              det(a) / det(b)               exp(slogdet(a) − slogdet(b))
     log(1 − exp(x))            log(−expm1(x))            exp(z) / sum(exp(z))          softmax(z)
+                                                         x**a / sum(x**a)              softmax(a · log(x))
 
-All but the last row are one question: what is the logarithm of this value, said without the value itself, which overflows, underflows or
-is rounded to the end of its range? It is answered from the call that made the value, and from those that made its operands.
+All but what is shared out are one question: what is the logarithm of this value, said without the value itself, which overflows,
+underflows or is rounded to the end of its range? It is answered from the call that made the value, and from those that made its operands.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from nanscope.program.ops import (
     LOGARITHMS,
     QUOTIENTS,
     REARRANGINGS,
+    SHARED_OUT,
     SHIFTS,
     SIGMOIDS,
     SOFTMAXES,
@@ -376,10 +378,15 @@ def _quotient(writing: Writing, call: Call) -> Ref | None:
         return None
     over = writing.behind(call.args[1])
     raised = writing.maker(call.args[0])
-    if over is not None and over.name == "sum" and over.args[0] == call.args[0] and raised is not None and raised.name == "exp":
+    if over is not None and over.name == "sum" and over.args[0] == call.args[0] and raised is not None and raised.name in SHARED_OUT:
         x = raised.args[0]
-        dims = dims_of(over, writing.patch.values[x.id]) if isinstance(x, Ref) else ()
-        return writing.say("softmax", writing.put("_softmax.default", x, dims[0], False)) if len(dims) == 1 else None
+        content = writing.patch.values[x.id] if isinstance(x, Ref) else None
+        dims = dims_of(over, content) if content is not None else ()
+        if len(dims) != 1 or content is None or (raised.name == "pow" and not bool((content >= 0).all())):
+            return None
+        if raised.name == "pow":  # x to the a, shared out: visits that are sharpened by a temperature
+            x = writing.put("mul.Tensor", writing.put("log.default", x), raised.args[1])
+        return writing.say("softmax", writing.put("_softmax.default", x, dims[0], False))
     divisor = writing.logarithm(call.args[1])
     both = None if divisor is None else writing.either(call.args[0], call.args[1], 0)
     return None if both is None else writing.put("exp.default", writing.added(*both, sign=-1))
