@@ -159,7 +159,7 @@ WEIGHTS: dict[str, tuple[Callable[[Models], Tensor], Callable[[Models], None], s
         lambda m: m.third(m.second(m.first(IDS).tanh()).tanh()), lambda m: spoil(m.first.weight), "weight",
     ),
     "of a frozen one": (lambda m: m.third(m.frozen(m.first(IDS)).tanh()), lambda m: spoil(m.frozen.weight), "weight"),
-    "between them": (lambda m: m.third(m.scale * m.first(IDS)), lambda m: spoil(m.scale), "parameter"),
+    "between them": (lambda m: m.third(m.scale * m.first(IDS)), lambda m: spoil(m.scale), "scale"),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -79,6 +79,10 @@ class Differentiated:
     def forget(self) -> None:
         """A backward pass of the trainer's is over: who read what was made for it is gone."""
         self.read.clear()
+
+    def keep(self, values: Container[int]) -> None:
+        """Forget the leaves that are gone: where the trainer's code takes all gradients itself, no backward pass is ever over."""
+        self.read = {leaf: made for leaf, made in self.read.items() if leaf in values}
 
     def _begun(self) -> Pass:
         frame: FrameType | None = sys._getframe(2)

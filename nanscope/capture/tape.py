@@ -575,6 +575,7 @@ class Tape:
         self._slicing.forget()
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.opaque = {i: call for i, call in self.opaque.items() if i in self.values}
+        self.differentiated.keep(self.values)
         if over:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length

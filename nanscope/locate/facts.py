@@ -131,7 +131,7 @@ def _by_one_zero(call: Call | None, trace: Trace) -> bool:
 
 def _is_given_infinity(call: Call | None, location: Location, program: Program) -> bool:
     """Is it infinite since a number of the code is, and not by an overflow, and multiplied by 0 after that?"""
-    given = () if call is None else call.args
+    given = () if call is None or program.computes is not Computes.LOSS else call.args
     nan = any(math.isnan(crossed.value) and not crossed.backward for crossed in location.chain)
     return nan and any(isinstance(arg, float) and math.isinf(arg) for arg in given) and _meets_zero(location, program)
 
