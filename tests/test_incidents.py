@@ -84,7 +84,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "trinity_opmd_aborted_rollout_reward": "line",
 }
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
-    "phase": 390, "cause": 360, "op": 386, "index": 399, "masked": 397, "role": 336, "fix": 281, "variable": 370, "line": 381,
+    "phase": 390, "cause": 360, "op": 386, "index": 399, "masked": 397, "role": 336, "fix": 282, "variable": 370, "line": 381,
 }  # fmt: skip
 
 
