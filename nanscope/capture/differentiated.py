@@ -81,8 +81,9 @@ class Differentiated:
         self.read.clear()
 
     def keep(self, values: Container[int]) -> None:
-        """Forget the leaves that are gone: where the trainer's code takes all gradients itself, no backward pass is ever over."""
+        """Forget the leaves and results that are gone: where the trainer's code takes all gradients itself, no backward pass is over."""
         self.read = {leaf: made for leaf, made in self.read.items() if leaf in values}
+        self._made = {place: made for place, made in self._made.items() if not made[1].expired()}
 
     def _begun(self) -> Pass:
         frame: FrameType | None = sys._getframe(2)

@@ -576,6 +576,7 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.opaque = {i: call for i, call in self.opaque.items() if i in self.values}
         self.differentiated.keep(self.values)
+        self._lost = {place: made for place, made in self._lost.items() if not made[1].expired()}
         if over:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length
