@@ -52,6 +52,13 @@ def grpo_filled(logps, old_logps, advantages, mask):
     return per_token_loss.sum() / mask.sum()
 
 
+def cispo(logps, old_logps, advantages, mask):
+    log_ratio = torch.clamp(logps - old_logps, min=-20.0, max=20.0)
+    clipped_ratio = torch.exp(log_ratio).clamp(0.8, 1.2).detach()
+    per_token_loss = -clipped_ratio * advantages[:, None] * logps
+    return (torch.where(mask.bool(), per_token_loss, 0.0) * mask).sum() / mask.sum()
+
+
 def grpo_picked(logps, old_logps, advantages, mask):
     kept = mask.bool()
     ratio = torch.exp(logps[kept] - old_logps[kept])
@@ -86,11 +93,11 @@ def grpo_in_chunks(logps, old_logps, advantages, mask):
 
 
 @pytest.mark.parametrize(
-    "loss", [grpo, grpo_where, grpo_filled, grpo_picked, grpo_masked_first, grpo_clamped_first, grpo_negated, grpo_in_chunks],
+    "loss", [grpo, grpo_where, grpo_filled, grpo_picked, grpo_masked_first, grpo_clamped_first, grpo_negated, grpo_in_chunks, cispo],
     ids=lambda loss: loss.__name__,
 )  # fmt: skip
 def test_the_batch_comes_out_however_the_loss_is_written(loss) -> None:
-    """Masked by a product, a where, a fill or a pick, before or after, clamped, negated, in chunks: the batch is the same."""
+    """Masked by a product, a where, a fill or a pick, before or after, clamped, negated, in chunks, as the weight of a log-prob: the batch is the same."""
     snapshot = record(loss, wanting(), OLD, ADV, MASK).snapshot()
     found = loss_inputs(snapshot)
     assert torch.equal(found.log_probs, LP) and found.log_probs.requires_grad and found.log_probs.is_leaf

@@ -167,7 +167,9 @@ class _Search:
         rated = [pair for pair in rated if self.kin.roles[pair[1]] is Role.ADVANTAGES] or rated
         if not rated:
             raise self._missing(Role.ADVANTAGES, "no factor of the ratio or of the log-probs is known as the advantages")
-        factor, value = rated[0]
+        known = {value for _, value in rated}
+        # a product of them with a weight pushes the tokens as they do, and is told as they are
+        factor, value = next(pair for pair in rated if known.isdisjoint(self.kin.factors(pair[1])[1:]))
         source = self.kin.before_sign(value)
         content = self.trace.values[source]
         name = self._called(source, value, factor)
