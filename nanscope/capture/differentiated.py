@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanscope.capture.entries import PLAIN, Handle, Value, tensors_of
+from nanscope.capture.entries import PLAIN, Handle, Value, still_there, tensors_of
 from nanscope.capture.modules import Address
 from nanscope.capture.source import variables
 from nanscope.capture.values import key_of
@@ -62,7 +62,7 @@ class Differentiated:
             if is_plain(item):
                 self._made[key_of(item, PLAIN)[:4]] = self._passes[-1], Handle(item)
         if len(self._made) > CROWD:
-            self._made = {place: made for place, made in self._made.items() if not made[1].expired()}
+            self._made = still_there(self._made)
 
     def of(self, tensor: Tensor) -> Pass | None:
         """Return the pass that made a tensor, None if none did."""
@@ -83,7 +83,7 @@ class Differentiated:
     def keep(self, values: Container[int]) -> None:
         """Forget the leaves and results that are gone: where the trainer's code takes all gradients itself, no backward pass is over."""
         self.read = {leaf: made for leaf, made in self.read.items() if leaf in values}
-        self._made = {place: made for place, made in self._made.items() if not made[1].expired()}
+        self._made = still_there(self._made)
 
     def _begun(self) -> Pass:
         frame: FrameType | None = sys._getframe(2)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from nanscope.torch_inside import (
     weak_tensor,
     writes_counted,
 )
+
+Made = TypeVar("Made")
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
@@ -195,6 +197,11 @@ class Handle:
     def __del__(self) -> None:
         if drop_storage_handle is not None:  # None while the interpreter shuts down
             drop_storage_handle(self._storage)
+
+
+def still_there(known: Mapping[Address, tuple[Made, Handle]]) -> dict[Address, tuple[Made, Handle]]:
+    """Return what is known by where it lay, but for what is gone."""
+    return {place: made for place, made in known.items() if not made[1].expired()}
 
 
 def history_of(tensor: Tensor) -> int:

@@ -77,10 +77,13 @@ class Slicing:
             if value.tensor is None or not is_intact(value):
                 raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
-            given = self._name_of(value, readers.get(value_id, ()), sites.sites) if leaf.name in (None, NAMELESS) else None
-            if leaf.name == NAMELESS and given and given.replace(".", "").isidentifier():
-                leaf = replace(leaf, name=last_word(given))  # a weight of no model is called what the code calls it
-            name = names.get(value_id) or leaf.name or given
+            name = names.get(value_id) or leaf.name
+            if name is None or name == NAMELESS:
+                given = self._name_of(value, readers.get(value_id, ()), sites.sites)
+                if name is None:
+                    name = given
+                elif given and given.replace(".", "").isidentifier():
+                    name = last_word(given)  # a weight of no model is called what the code calls it
             leaves.append(replace(leaf, name=name, site=sites.at(*value.place)))
             tensors[value_id] = value.tensor
         return Program(tuple(leaves), tuple(calls), output.id, tuple(sites.sites)), tensors

@@ -25,7 +25,21 @@ from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import ANSWER, Doubts, Sliced, is_doubtful
-from nanscope.capture.entries import PLAIN, Handle, Noted, Opaque, Operator, Record, Taken, Unseen, Value, is_intact, node_of, tensors_of
+from nanscope.capture.entries import (
+    PLAIN,
+    Handle,
+    Noted,
+    Opaque,
+    Operator,
+    Record,
+    Taken,
+    Unseen,
+    Value,
+    is_intact,
+    node_of,
+    still_there,
+    tensors_of,
+)
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Log
@@ -253,12 +267,12 @@ class Tape:
         placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
         self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self.callers.caller() if placed else NOWHERE), Handle(tensor)
         if len(self._opaque) > self._crowd:
-            self._opaque = {place: made for place, made in self._opaque.items() if not made[1].expired()}
+            self._opaque = still_there(self._opaque)
             self._crowd = PATIENCE + 2 * len(self._opaque)
 
     def _note_lost(self, tensor: Tensor, op: str) -> None:
         if len(self._lost) >= RING:
-            self._lost = {place: made for place, made in self._lost.items() if not made[1].expired()}
+            self._lost = still_there(self._lost)
         if is_plain(tensor) and len(self._lost) < RING:
             self._lost[key_of(tensor, PLAIN)[:4]] = op, Handle(tensor)
 
@@ -576,7 +590,7 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self.values}
         self.opaque = {i: call for i, call in self.opaque.items() if i in self.values}
         self.differentiated.keep(self.values)
-        self._lost = {place: made for place, made in self._lost.items() if not made[1].expired()}
+        self._lost = still_there(self._lost)
         if over:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length
