@@ -248,6 +248,19 @@ def test_a_loss_comes_out_again(loss: Callable[[TapeMode], Tensor]) -> None:
     assert all(name in FLOW for name in found.ops)
 
 
+@pytest.mark.parametrize("made", [torch.zeros, torch.ones, lambda n: torch.full((n,), 0.5), lambda n: torch.arange(0.5, n), torch.eye])
+def test_what_was_recorded_under_another_default_dtype_comes_out_again_under_this_one(made: Callable[[int], Tensor]) -> None:
+    """A model in bfloat16 is often trained with that as torch's default; whoever opens the file has float32."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weight = torch.ones(3, requires_grad=True)
+        recorded = record(lambda weight: (weight * made(3)).sum(), weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = recorded.run.values[recorded.program.output].detach()
+    assert found.dtype is torch.bfloat16 and torch.equal(found, recorded.loss)
+
+
 def test_a_finite_loss_with_nan_gradients_is_replayed_with_them() -> None:
     """The case that the loss curve does not show."""
     found = replayed(hidden_overflow)

@@ -13,7 +13,9 @@ from nanscope.capture.entries import Record, Value, ids, is_intact
 from nanscope.capture.log import Log
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values
-from nanscope.program.calls import NAMELESS, Call, Leaf, Site
+from nanscope.program.calls import NAMELESS, Arg, Call, Leaf, Site
+from nanscope.program.ops import base_name
+from nanscope.program.perform import makes_floats
 from nanscope.program.program import Program
 from nanscope.roles import last_word
 
@@ -52,6 +54,14 @@ class Slicing:
         self._log, self._values = log, values
         self._cache: tuple[int, dict[int, bool]] = (-1, {})
 
+    def _settled(self, entry: Record) -> tuple[tuple[str, Arg], ...]:
+        """The keyword arguments of a call, with the dtype that torch's default has given: who replays it may have another default."""
+        made = self._values.by_id.get(entry.outs[0]) if entry.outs and entry.outs[0] is not None else None
+        named = any(name == "dtype" and arg is not None for name, arg in entry.kwargs)
+        if made is None or named or not makes_floats(base_name(entry.op), entry.args):
+            return entry.kwargs
+        return tuple(sorted((*((name, arg) for name, arg in entry.kwargs if name != "dtype"), ("dtype", made.dtype))))
+
     def program(self, output: Value, tags: dict[str, int]) -> tuple[Program, dict[int, Tensor]]:
         """Return the slice that makes `output`, cut where tensors are missing, and the tensors of its leaves. tags: name → value.
 
@@ -63,7 +73,7 @@ class Slicing:
         for index in order:
             entry = self._log.entries[index]
             site = sites.of(entry, next((names[out] for out in entry.outs if out in names), None))
-            calls.append(Call(entry.op, entry.args, entry.kwargs, entry.outs, site, entry.grad, entry.module))
+            calls.append(Call(entry.op, entry.args, self._settled(entry), entry.outs, site, entry.grad, entry.module))
         made = {out for call in calls for out in call.outs if out is not None}
         read = {i for call in calls for i in call.inputs()} | {output.id}
         readers: dict[int, list[Call]] = {}

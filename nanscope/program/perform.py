@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def perform(
     try:
         listed = allowance is not None or flow_of(call.op) is not None
         function = permitted(call.op, args, kwargs) if listed else recorded(call.op)
-        if dtype is not None and kwargs.get("dtype") is None and _makes_floats(call, args):
+        if dtype is not None and kwargs.get("dtype") is None and makes_floats(call.name, args):
             kwargs["dtype"] = dtype
         if allowance is not None:
             allowance.charge(index, call.op, cost(function, args, kwargs, allowance.most))
@@ -66,13 +66,13 @@ def perform(
     return results
 
 
-def _makes_floats(call: Call, args: list[Any]) -> bool:
-    """Does a factory that names no dtype give the default one?"""
-    if call.name == "full":
+def makes_floats(name: str, args: Sequence[object]) -> bool:
+    """Does a factory that names no dtype give the default one? name: of the operator, as it stands in the tables."""
+    if name == "full":
         return len(args) > 1 and isinstance(args[1], float)
-    if call.name == "arange":
+    if name == "arange":
         return any(isinstance(arg, float) for arg in args)
-    return call.name in FLOAT_FACTORIES
+    return name in FLOAT_FACTORIES
 
 
 # What a call with arguments from a hostile file may raise.
