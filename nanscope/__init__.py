@@ -16,6 +16,7 @@ from nanscope.errors import NanscopeError, ProgramError, SnapshotError
 from nanscope.version import __version__
 
 if TYPE_CHECKING:
+    from nanscope.foresight.hazard import Check
     from nanscope.frameworks.losses import framework_loss
     from nanscope.integrations.ray import ray
     from nanscope.objective import advantages
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from nanscope.snapshot.anywhere import history, load
     from nanscope.snapshot.step import Snapshot
     from nanscope.verdict.incident import NonFiniteError, Verdict
+    from nanscope.watching.checking import check
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
-    "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot", "SnapshotError",
-    "Verdict", "__version__", "advantages", "framework_loss", "history", "load", "loss_inputs", "ray", "replay_under",
-    "summarise", "watch",
+    "Check", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot",
+    "SnapshotError", "Verdict", "__version__", "advantages", "check", "framework_loss", "history", "load", "loss_inputs", "ray",
+    "replay_under", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -45,6 +47,8 @@ _WHERE = {
     "load": "nanscope.snapshot.anywhere",
     "history": "nanscope.snapshot.anywhere",
     "Replay": "nanscope.replay.tries",
+    "Check": "nanscope.foresight.hazard",
+    "check": "nanscope.watching.checking",
     "advantages": "nanscope.objective",
     "LossInputs": "nanscope.objective.settings",
     "LossSettings": "nanscope.objective.settings",

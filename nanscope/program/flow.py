@@ -91,6 +91,29 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
     return found
 
 
+def origins(call: Call, values: Mapping[int, Tensor], out: int, flats: Tensor, most: int) -> dict[int, Tensor]:
+    """Return the elements of the call's arguments that any of the elements `flats` of its result `out` came from, or, of a comparison, was
+    decided by: value → positions.
+
+    most: elements of which the sources are asked one by one; of more, all of an argument is given.
+    """
+    found: dict[int, list[Tensor]] = {}
+    shape, flow = values[out].shape, element_flow(call)
+    if flow is Flow.CREATE:  # a fill may put in a number that is a value
+        return {value: torch.zeros(1, dtype=torch.int64) for value in list(call.inputs())[1:] if values[value].numel() == 1}
+    for value in dict.fromkeys(call.inputs()) if flow is Flow.POINTWISE or (flow is not Flow.MOVE and len(flats) > most) else ():
+        every = torch.arange(values[value].numel()).reshape(values[value].shape)
+        whole = flow is not Flow.POINTWISE or every.dim() > len(shape)
+        found[value] = [every.flatten() if whole else every.expand(shape).flatten()[flats]]
+    if flow is Flow.MOVE:
+        return _moved_from_any(call, values, out, flats)
+    if not found:
+        for flat in flats.tolist():
+            for source in sources(call, values, out, flat):
+                found.setdefault(source.value, []).append(source.flat)
+    return {value: torch.unique(torch.cat(own)) for value, own in found.items()}
+
+
 def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
     """The elements that share all but the trailing dimensions of an index."""
     every = torch.arange(tensor.numel()).reshape(tensor.shape)
@@ -182,7 +205,28 @@ def _like_strides(content: Tensor, like: Tensor) -> Tensor:
     return laid
 
 
+def _moved_from_any(call: Call, values: Mapping[int, Tensor], out: int, flats: Tensor) -> dict[int, Tensor]:
+    which, starts = _numbered(call, values, out)
+    wanted, found = which[flats], {}
+    for start, value, _ in starts:
+        own = wanted[(wanted >= start) & (wanted < start + values[value].numel())] - start
+        if own.numel():
+            found[value] = torch.unique(own)
+    return found
+
+
 def _moved_from(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> list[Source]:
+    results, starts = _numbered(call, values, out)
+    which = int(results[flat])
+    for start, value, position in reversed(starts):
+        if which >= start:
+            return [Source(value, torch.tensor([which - start]), position)]
+    return []  # a constant
+
+
+def _numbered(call: Call, values: Mapping[int, Tensor], out: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """Where each element of a copy was, counted from 1 over all that is copied from, 0 for a constant; and where each of these starts to
+    count: (number, value, argument)."""
     numbered: dict[int, Tensor] = {}
     starts: list[tuple[int, int, int]] = []
     offset = 1
@@ -194,11 +238,7 @@ def _moved_from(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -
             starts.append((offset, value, position))
             offset += tensor.numel()
     results = _run_on(call, values, numbered)
-    which = int(results[call.outs.index(out)].flatten()[flat])
-    for start, value, position in reversed(starts):
-        if which >= start:
-            return [Source(value, torch.tensor([which - start]), position)]
-    return []  # a constant
+    return results[call.outs.index(out)].flatten(), starts
 
 
 def _moved_to(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:

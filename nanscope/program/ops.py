@@ -190,6 +190,14 @@ PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
 WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
 UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
 
+# Where finite operands have no finite result, or no finite derivative: which arguments decide.
+EDGES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(EXPONENTIALS | LOGARITHMS | STEEP | SQUARES | MEANS | ALL_SOFTMAXES | frozenset(BOUNDS), (0,)),
+    **dict.fromkeys(_family("cosh linalg_vector_norm logcumsumexp logsumexp prod sinh var"), (0,)),
+    **dict.fromkeys(_family("atan2 cdist hypot logaddexp"), (0, 1)),
+    **{name: (divisor,) for name, divisor in {**DIVISORS, **TAKEN_OF}.items()},
+}
+
 # By which large numbers become larger.
 GROWING = SHIFTS | PRODUCTS | SQUARES | SEQUENCE_SUMS | SPREADS | _family("addcmul linalg_vector_norm norm prod " + _TABLE[Flow.MATMUL])
 
@@ -211,6 +219,8 @@ MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
 BOUNDED_OR_WEIGHED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # what comes of a log-ratio before e is raised to it
 CHOICES = _family("masked_fill where")
 SELECTIONS = PICKS | CHOICES
+# Which argument says of each element whether it is taken, or which one is.
+SELECTED_BY = {"index": 1, "masked_fill": 1, "masked_select": 1, "where": 0, **dict.fromkeys(NLL_LOSSES, 1)}
 EXPANSIONS = _family("broadcast_to expand")
 SQUEEZES = _family("squeeze unsqueeze")
 MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens

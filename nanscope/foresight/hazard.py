@@ -1,0 +1,136 @@
+"""What `check` finds: ways in which a step that is healthy would not have been, each with the numbers that were put in, and executed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanscope.causes import Cause
+from nanscope.foresight.pushes import Severity
+from nanscope.plain import frame, show
+from nanscope.snapshot.observation import Origin
+from nanscope.text import count
+from nanscope.verdict.incident import Fix
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, slots=True)
+class Spoils:
+    """What a trigger does: is the loss not finite, and gradients of what the loss counts, and of what it does not? Where the loss stays
+    finite, nobody who looks at it is told."""
+
+    loss: bool
+    counted: bool
+    masked: bool
+
+    @property
+    def silent(self) -> bool:
+        """Does the loss look as if nothing had happened?"""
+        return not self.loss
+
+    @property
+    def words(self) -> str:
+        """In words."""
+        whose = "of tokens that count" if self.counted else "of masked tokens"
+        if self.silent:
+            return f"the gradient {whose} is not finite, and the loss looks as if nothing had happened"
+        return f"the loss and the gradient {whose} are not finite" if self.counted or self.masked else "the loss is not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """What was put into the step. tensor, role: where. masked: at a token that the loss does not count, None where nothing selects.
+    value: what stood there then; recorded: what stands there in the step. distance: between the two, None where that is no number.
+    words: all of it in words."""
+
+    tensor: str
+    role: str | None
+    masked: bool | None
+    kind: str
+    value: float
+    recorded: float
+    distance: float | None
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """A line that would kill the run.
+
+    origin: where the harm would be born, with the numbers of the trigger. cause, sentence: as of an incident. fix: the best edit, executed
+    on the triggered step, None if none is known. change: what that edit does to the gradient of the step as it was recorded, relative to
+    its largest element; None where it was not measured. dtype: in which it happens. others: further triggers of the same, in words.
+    """
+
+    severity: Severity
+    origin: Origin
+    phase: str
+    cause: Cause
+    trigger: Trigger
+    spoils: Spoils
+    sentence: str
+    fix: Fix | None
+    change: float | None
+    dtype: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and line, ("", 0) where neither is known."""
+        return self.origin.file or "", self.origin.line or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The hazards of one step, worst first. runs: how often it was run."""
+
+    hazards: tuple[Hazard, ...]
+    step: int
+    runs: int
+    healed: tuple[str, ...] = ()
+
+    @property
+    def reachable(self) -> tuple[Hazard, ...]:
+        """Those that training can reach with nothing broken."""
+        return tuple(hazard for hazard in self.hazards if hazard.severity is Severity.REACHABLE)
+
+    @property
+    def sentence(self) -> str:
+        """What there is, in one line."""
+        if not self.hazards:
+            return f"No hazard found in {count(self.runs, 'run')} of the step."
+        return f"{count(len(self.hazards), 'hazard')}, {len(self.reachable)} of them {Severity.REACHABLE.words}."
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the check as JSON data."""
+        data: dict[str, Any] = show(
+            {
+                "step": self.step,
+                "runs": self.runs,
+                "healed": list(self.healed),
+                "hazards": [
+                    {
+                        "severity": hazard.severity.name.lower(),
+                        "cause": str(hazard.cause),
+                        "phase": hazard.phase,
+                        "origin": hazard.origin.to_json(),
+                        "trigger": asdict(hazard.trigger),
+                        "spoils": {"loss": hazard.spoils.loss, "counted": hazard.spoils.counted, "masked": hazard.spoils.masked},
+                        "silent": hazard.spoils.silent,
+                        "sentence": hazard.sentence,
+                        "fix": None if hazard.fix is None else asdict(hazard.fix),
+                        "change": hazard.change,
+                        "dtype": hazard.dtype,
+                        "others": list(hazard.others),
+                    }
+                    for hazard in self.hazards
+                ],
+            }
+        )
+        return data
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the hazards as a pandas frame."""
+        return frame(Hazard, self.hazards)

@@ -1,0 +1,180 @@
+"""Where a step is pushed: elements of its leaves, of which one, a row, a group or all decide together what an edge is given.
+
+An edge is a call that some finite operand has no finite result, or no finite derivative for: exp, log, a division, a root, a softmax.
+What it is given there is followed back to the leaves, element by element; so a place is never a guess about shapes. Of a tensor of
+tokens one that the loss counts is taken, and one that it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import ProgramError
+from nanscope.locate.trace import Trace
+from nanscope.program.calls import Call, Leaf, Ref, refs
+from nanscope.program.flow import origins
+from nanscope.program.ops import EDGES, MASKINGS, PICKS, SELECTED_BY
+from nanscope.roles import LOG_PROBS, Role
+from nanscope.text import show_index, unravel
+
+MOST = 1 << 16  # elements of one place: what is followed further is the whole tensor
+ALIKE = 2  # places of one leaf, of one size, and counted alike: another one would only say the same
+EDGES_ASKED = 96  # of a program, those nearest to the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some elements of a leaf. flat: their positions, ascending. masked: does the loss leave them out, None where nothing selects."""
+
+    leaf: Leaf
+    name: str
+    role: Role | None
+    shape: tuple[int, ...]
+    flat: tuple[int, ...]
+    masked: bool | None
+
+    @property
+    def whole(self) -> bool:
+        """Is it all of the leaf?"""
+        return len(self.flat) == Tensor.numel(torch.empty(self.shape, device="meta"))
+
+    @property
+    def words(self) -> str:
+        """Where it is, in words."""
+        if not self.shape:
+            return self.name
+        if self.whole and len(self.flat) > 1:
+            return f"all of {self.name}"
+        first = unravel(self.flat[0], self.shape)
+        if len(self.flat) == 1:
+            return f"{self.name}{show_index(first)}"
+        last = unravel(self.flat[-1], self.shape)
+        same = [one if one == other else None for one, other in zip(first, last, strict=True)]
+        inside = ", ".join(":" if one is None else str(one) for one in same)
+        return f"{self.name}[{inside}]" if len(self.flat) > 1 else self.name
+
+
+def places(trace: Trace) -> list[Place]:
+    """Return where the step of a healthy run is pushed, single elements first."""
+    found: dict[tuple[int, tuple[int, ...]], Place] = {}
+    for value, flats in _asked(trace):
+        for leaf, own in back(trace, value, flats).items():
+            known = trace.program.leaf(leaf)
+            if known is None or not own.numel():
+                continue  # made by a call
+            for group in (own, *_single(own)):
+                key = leaf, tuple(group.tolist())
+                if key not in found:
+                    found[key] = _place(trace, known, key[1])
+    alike: dict[tuple[int, tuple[int, ...], int, bool | None], list[Place]] = {}
+    for place in found.values():
+        readers = trace.program.readers(place.leaf.id)
+        one = readers[0].site if readers and readers[0].site >= 0 else -2 - place.leaf.id  # a loop has a leaf for each of its turns
+        alike.setdefault((one, place.shape, len(place.flat), place.masked), []).append(place)
+    few = (place for places in alike.values() for place in places[:ALIKE])
+    return sorted(few, key=lambda place: (len(place.flat), place.leaf.id))
+
+
+def _place(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Place:
+    masked = trace.drops.of(leaf.id, flat[0])[0] if len(flat) == 1 else None
+    role = trace.names.role(leaf.id)
+    name = trace.names.name(leaf.id) or leaf.name or (str(role) if role else "an unnamed tensor")
+    return Place(leaf, name, role, tuple(trace.values[leaf.id].shape), flat, masked)
+
+
+def _single(flat: Tensor) -> Iterator[Tensor]:
+    """Of several elements one alone."""
+    if len(flat) > 1:
+        yield flat[:1]
+
+
+def _asked(trace: Trace) -> Iterator[tuple[int, Tensor]]:
+    """Yield the elements that edges are given, of every edge one that counts and one that does not; and all of what selects."""
+    edges = [call for call in trace.program.calls if call.name in EDGES]
+    for call in reversed(edges[-EDGES_ASKED:]):
+        for position in EDGES[call.name]:
+            value = _operand(call, position)
+            if value is not None and trace.values[value].numel():
+                for flat in _elements(trace, value):
+                    yield value, torch.tensor([flat])
+    for leaf in trace.program.leaves:  # what no edge reads may be spoilt all the same: by −inf, or NaN
+        content = trace.values[leaf.id]
+        if content.is_floating_point() and content.numel():
+            for flat in _elements(trace, leaf.id):
+                yield leaf.id, torch.tensor([flat])
+
+
+def _operand(call: Call, position: int) -> int | None:
+    arg = call.args[position] if position < len(call.args) else None
+    return arg.id if isinstance(arg, Ref) else None
+
+
+def _elements(trace: Trace, value: int) -> list[int]:
+    """An element that the loss counts, and one that it does not."""
+    content = trace.values[value]
+    found: dict[bool | None, int] = {}
+    for flat in _candidates(trace, content):
+        found.setdefault(trace.drops.of(value, flat)[0], flat)
+    return list(found.values())
+
+
+def _candidates(trace: Trace, content: Tensor) -> list[int]:
+    """The largest, the smallest, and for every mask of its shape the first that it lets through and the first that it does not."""
+    numbers = content.detach().flatten()
+    flats = [int(numbers.argmax()), int(numbers.argmin())] if numbers.dtype != torch.bool else [0]
+    for mask in _masks(trace, tuple(content.shape)):
+        for kept in (mask, ~mask):
+            if bool(kept.any()):
+                flats.append(int(kept.int().argmax()))
+    return list(dict.fromkeys(flats))
+
+
+def _masks(trace: Trace, shape: tuple[int, ...]) -> list[Tensor]:
+    """What selects by 0 and 1 among elements of a shape, flattened."""
+    found = []
+    for call in trace.program.calls:
+        if call.name not in MASKINGS | PICKS:
+            continue
+        for value in call.inputs():
+            content = trace.values[value]
+            if content.is_complex() or content.numel() < 2 or len(content.shape) > len(shape):
+                continue
+            try:
+                wide = content.expand(shape)
+            except RuntimeError:
+                continue
+            if content.dtype is torch.bool or bool(((content == 0) | (content == 1)).all()):
+                found.append(wide.flatten() != 0)
+    return found[:4]
+
+
+def back(trace: Trace, value: int, flats: Tensor) -> dict[int, Tensor]:
+    """Return the elements that some elements were computed from, or decided by: id of a value → positions, ascending."""
+    found = {value: flats}
+    producers, waiting = trace.program.producers, {value}
+    while waiting:
+        current = max(waiting, key=lambda one: producers.get(one, -1))
+        waiting.remove(current)
+        call = trace.program.maker(current)
+        if call is None:
+            continue
+        try:
+            before = origins(call, trace.values, current, found[current], MOST)
+        except (ProgramError, RuntimeError):
+            continue
+        selector = SELECTED_BY.get(call.name, len(call.args))
+        for source in refs(call.args[selector]) if selector < len(call.args) else ():
+            before.setdefault(source, torch.arange(trace.values[source].numel()))
+        for source, own in before.items():
+            found[source] = torch.unique(torch.cat([found[source], own])) if source in found else own
+            waiting.add(source)
+    return found
+
+
+def is_of_tokens(place: Place) -> bool:
+    """Is it a log-probability, or what is made of some?"""
+    return place.role in LOG_PROBS or place.role is Role.LOG_RATIO

@@ -1,0 +1,201 @@
+"""`check`: a healthy step is pushed where its program has edges, and what does harm is told like an incident.
+
+    check(load("step-000004.rank0.safetensors"))
+
+Every hazard was executed: its trigger stands in the step, the loss or a gradient is not finite, and its fix was run on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanscope.errors import NanscopeError, ProgramError
+from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
+from nanscope.foresight.ordinary import ordinary
+from nanscope.foresight.places import places
+from nanscope.foresight.pushes import Push, pushes
+from nanscope.locate.location import locate
+from nanscope.locate.trace import Trace
+from nanscope.program.by_rows import execute_ends
+from nanscope.program.numbers import at, dtype_name, is_finite
+from nanscope.program.run import Run
+from nanscope.replay.edits import EDITS
+from nanscope.replay.tries import Replay, replay
+from nanscope.snapshot.observation import UNSEEN
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.verdict.diagnose import diagnose
+
+MOST_RUNS = 2000  # of one check; what is left then is not tried, and that is said
+HALVINGS = 14  # of a shift: the smallest that does harm is known to a part in ten thousand
+
+
+def check(snapshot: Snapshot) -> Check:
+    """Return the hazards of a saved step.
+
+    A bad step is made ordinary first. Raises NanscopeError if it holds no program, or cannot be made healthy.
+    """
+    if not snapshot.program.calls:
+        raise NanscopeError("the file holds no program, so there is nothing to check", slug="nothing-to-check")
+    trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
+    if trace is None:
+        raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
+    return _Search(snapshot, trace, []).check(healed)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One healthy step, pushed. counted: the runs so far."""
+
+    snapshot: Snapshot
+    trace: Trace
+    counted: list[int]
+
+    def check(self, healed: tuple[str, ...]) -> Check:
+        """All that is found."""
+        found: dict[tuple[object, ...], tuple[Push, Spoils]] = {}
+        others: dict[tuple[object, ...], list[str]] = {}
+        for push, spoils in self._harmful():
+            key = self._key(push)
+            if key is None:
+                continue
+            known = found.get(key)
+            if known is None or (push.severity, len(push.place.flat)) < (known[0].severity, len(known[0].place.flat)):
+                if known is not None:
+                    others.setdefault(key, []).append(known[0].words)
+                found[key] = push, spoils
+            else:
+                others.setdefault(key, []).append(push.words)
+        hazards = [self._hazard(push, spoils, tuple(others.get(key, ()))) for key, (push, spoils) in found.items()]
+        ordered = sorted(hazards, key=lambda hazard: (hazard.severity, *hazard.place, hazard.spoils.silent, hazard.trigger.masked is True))
+        return Check(tuple(ordered), self.snapshot.step, len(self.counted), healed)
+
+    def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
+        """Yield what does harm: of shifts of one place in one direction the nearest."""
+        for place in places(self.trace):
+            if len(self.counted) >= MOST_RUNS:
+                return
+            shifted: set[float] = set()
+            for push in pushes(place, self.trace):
+                sign = 1.0 if push.strength > 0 else -1.0
+                if push.kind == "shift" and sign in shifted:
+                    continue
+                spoils = self._spoils(push)
+                if spoils is not None:
+                    if push.kind == "shift":
+                        shifted.add(sign)
+                    yield push, spoils
+
+    def _tensors(self, push: Push) -> dict[int, Tensor]:
+        return {**self.trace.tensors, push.place.leaf.id: push.done(self.trace.values)}
+
+    def _run(self, push: Push) -> Run | None:
+        self.counted.append(1)
+        try:
+            return execute_ends(self.trace.program, self._tensors(push))
+        except ProgramError:
+            return None
+
+    def _spoils(self, push: Push) -> Spoils | None:
+        run = self._run(push)
+        if run is None:
+            return None
+        loss = not bool(is_finite(run.values[self.trace.program.output]))
+        bad = {leaf.id: ~torch.isfinite(run.grads[leaf.id]) for leaf in self.trace.program.leaves if leaf.diff and leaf.id in run.grads}
+        bad = {leaf: where for leaf, where in bad.items() if bool(where.any())}
+        if not loss and not bad:
+            return None
+        masked = [self._is_masked(leaf, where) for leaf, where in bad.items()]
+        return Spoils(loss, not all(masked), any(masked))
+
+    def _is_masked(self, leaf: int, where: Tensor) -> bool:
+        """Are all of these elements such that the loss does not count? The first ones are asked."""
+        flats = where.flatten().nonzero().flatten()[:4].tolist()
+        return all(self.trace.drops.of(leaf, flat)[0] is True for flat in flats)
+
+    def _key(self, push: Push) -> tuple[object, ...] | None:
+        """Where a push does its harm: alike for all that die in one line of one reason."""
+        try:
+            location = locate(Trace.of(self.trace.program, self._tensors(push)))
+        except ProgramError:
+            return None
+        if location is None:
+            return None
+        origin = location.origin
+        place: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
+        return place, origin.op, origin.born, location.phase, push.place.masked is True
+
+    def _hazard(self, push: Push, spoils: Spoils, others: tuple[str, ...]) -> Hazard:
+        push = self._smallest(push) if push.kind == "shift" else push
+        tensors = self._tensors(push)
+        step = replace(
+            self.snapshot,
+            program=self.trace.program,
+            tensors=tensors,
+            loss=None,
+            grads={},
+            reached=Reached(),
+            observation=UNSEEN,
+            found=UNSEEN,
+            notes=(),
+            history=(),
+        )
+        replayed = replay(step)
+        loss = replayed.rows[0].loss if replayed.rows else None
+        step = replace(step, reached=Reached(loss))
+        incident = diagnose(step, replayed=replayed)
+        fix = next(iter(incident.fixes), None)
+        return Hazard(
+            severity=push.severity,
+            origin=incident.origin,
+            phase=incident.phase,
+            cause=incident.cause,
+            trigger=self._trigger(push),
+            spoils=spoils,
+            sentence=incident.sentence,
+            fix=fix,
+            change=None if fix is None else self._change(replayed, fix.id),
+            dtype=dtype_name(self.trace.values[push.place.leaf.id].dtype),
+            others=others,
+        )
+
+    def _smallest(self, push: Push) -> Push:
+        """The smallest shift in its direction that does the same harm."""
+        key, low, high = self._key(push), 0.0, push.strength
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if self._key(replace(push, strength=middle)) == key:
+                high = middle
+            else:
+                low = middle
+        return replace(push, strength=high)
+
+    def _trigger(self, push: Push) -> Trigger:
+        place, flat = push.place, push.place.flat[0]
+        content = self.trace.values[place.leaf.id]
+        value, recorded = at(push.done(self.trace.values), flat), at(content, flat)
+        distance = abs(push.strength) if push.kind == "shift" else None
+        return Trigger(place.name, place.role, place.masked, push.kind, value, recorded, distance, push.words)
+
+    def _change(self, replayed: Replay, name: str) -> float | None:
+        """How much an edit changes the gradient of the healthy step, relative to its largest element; None if it cannot be said."""
+        edit = EDITS.get(name)
+        if edit is None or replayed.bench is None or replayed.location is None:
+            return None
+        try:
+            variant = edit(replayed.bench.patch)
+            if variant is None:
+                return None
+            after = execute_ends(variant.program, {**variant.tensors, **self.trace.tensors})
+        except NanscopeError:
+            return None
+        before = self.trace.run.grads
+        pairs = [
+            (before[leaf.id], after.grads[leaf.id]) for leaf in self.trace.program.leaves if leaf.id in after.grads and leaf.id in before
+        ]
+        scale = max((float(one.abs().max()) for one, _ in pairs if one.numel()), default=0.0)
+        worst = max((float((one - other).abs().max()) for one, other in pairs if one.numel()), default=0.0)
+        return worst / scale if scale else worst

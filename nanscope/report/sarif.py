@@ -1,0 +1,33 @@
+"""The hazards of a check as SARIF 2.1.0, so that a code host shows each at its line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanscope.causes import ADVICE, CAUSES
+from nanscope.foresight.hazard import Check, Hazard
+from nanscope.foresight.pushes import Severity
+from nanscope.version import __version__
+
+LEVELS = {Severity.REACHABLE: "error", Severity.BROKEN_DATA: "warning", Severity.THEORY: "note"}
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def sarif_of(check: Check) -> dict[str, Any]:
+    """Return a check as a SARIF log: a rule for every cause, a result for every hazard that has a line."""
+    causes = dict.fromkeys(hazard.cause for hazard in check.hazards)
+    rules = [{"id": str(cause), "shortDescription": {"text": CAUSES[cause].title}} for cause in causes]
+    results = [_result(hazard) for hazard in check.hazards if hazard.origin.file and hazard.origin.line]
+    tool = {"driver": {"name": "nanscope", "version": __version__, "rules": rules}}
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": results}]}
+
+
+def _result(hazard: Hazard) -> dict[str, Any]:
+    fix = f" {ADVICE.get(hazard.fix.id, hazard.fix.label).capitalize()}." if hazard.fix is not None else ""
+    place = {"artifactLocation": {"uri": hazard.origin.file}, "region": {"startLine": hazard.origin.line}}
+    return {
+        "ruleId": str(hazard.cause),
+        "level": LEVELS[hazard.severity],
+        "message": {"text": f"{hazard.trigger.words}: {hazard.spoils.words}. {hazard.sentence}{fix}"},
+        "locations": [{"physicalLocation": place}],
+    }

@@ -1,0 +1,69 @@
+"""`nanscope.check`: the hazards of a saved step, or of a loss that is called once under the tape.
+
+nanscope.check("step-000004.rank0.safetensors")
+nanscope.check(my_loss, {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, "mask": mask})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.atlas.batch import healthy
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
+from nanscope.errors import NanscopeError
+from nanscope.foresight.hazard import Check
+from nanscope.foresight.search import check as search
+from nanscope.objective.settings import LossInputs
+from nanscope.replay.batch import loss_inputs
+from nanscope.replay.own_loss import own_objective
+from nanscope.snapshot.anywhere import load
+from nanscope.snapshot.step import Reached, Snapshot
+
+
+def check(what: Snapshot | str | os.PathLike[str] | Callable[..., Tensor], inputs: Mapping[str, Any] | None = None) -> Check:
+    """Return what would kill a loss, although it has not happened yet.
+
+    what:   a saved step, its path or address, or a function that returns a loss (a tensor with one number).
+    inputs: what that function is called with, by name.
+    Raises NanscopeError if there is nothing to check: no program, no gradient, or a step that no ordinary numbers heal.
+    """
+    if isinstance(what, Snapshot):
+        return search(what)
+    if callable(what):
+        return search(recorded(what, inputs or {}))
+    return search(load(os.fspath(what)))
+
+
+def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snapshot:
+    """Call a loss once under the tape and return its step. Raises NanscopeError if it returns no loss that can be differentiated."""
+    tape = Tape()
+    with torch.enable_grad(), TapeMode(tape):
+        loss = function(**inputs)
+    name = getattr(function, "__qualname__", str(function))
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise NanscopeError(f"{name} returned no loss: one number that a gradient flows back from", slug="bad-loss")
+    try:
+        program, tensors = tape.program(tape.value_of(loss))
+    except LookupError as error:
+        raise NanscopeError(f"what {name} computes could not be recorded: {error}", slug="nothing-to-check") from error
+    return Snapshot(0, 0, program, tensors, loss.detach().clone(), {}, Reached(float(loss.detach())))
+
+
+def check_own(spec: str, of: Snapshot | None = None) -> Check:
+    """Check the function that "module:function" names, as `replay --loss` takes it. of: whose batch it is given, None for one of ours.
+
+    Raises NanscopeError as `own_objective` does, and if the step has no batch.
+    """
+    inputs = loss_inputs(of) if of is not None else healthy()
+    loss = own_objective(spec).loss
+
+    def own(inputs: LossInputs) -> Tensor:
+        return loss(inputs)
+
+    return search(recorded(own, {"inputs": inputs}))
