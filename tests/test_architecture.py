@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("locate", "native"),
     ("capture", "replay", "atlas"),
     ("verdict", "audit"),
+    ("foresight",),
     ("watching", "report"),
     ("integrations",),
     ("__init__", "__main__"),

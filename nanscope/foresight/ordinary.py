@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.foresight.places import back
+from nanscope.foresight.aims import back
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace

@@ -1,4 +1,4 @@
-"""What is done to a place: numbers that training, broken data or nothing but a thought puts there.
+"""What is done to an aim: numbers that training, broken data or nothing but a thought puts there.
 
 A push has a strength: of a shift how far, so that the smallest that does harm can be found by halving.
 """
@@ -13,13 +13,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from nanscope.foresight.places import Place, is_of_tokens
+from nanscope.foresight.aims import Aim, is_of_tokens
 from nanscope.locate.trace import Trace
 from nanscope.roles import Role
 from nanscope.text import number
 
-FAR = 200.0  # nats: log-ratios that runs which go wrong show
-WIDE = 10.0  # times the largest number of a tensor: training gets there
+FAR = 200.0  # log-ratios, in nats, that runs which go wrong show; so far networks get with what they give, too
+WIDE = 10.0  # times the largest number of a tensor of data: another batch gets there
 HUGE = 1e30
 
 
@@ -38,13 +38,13 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One number, or one relation, put into a place.
+    """One number, or one relation, put into an aim.
 
-    kind: "shift" (by strength), "set" (to it), "equal" (all of the place the same), "alone" (all 0 but one), "like" (what stands in a
+    kind: "shift" (by strength), "set" (to it), "equal" (all of the aim the same), "alone" (all 0 but one), "like" (what stands in a
     partner there). partner: the id of that leaf, and what it is called.
     """
 
-    place: Place
+    aim: Aim
     kind: str
     strength: float
     severity: Severity
@@ -52,9 +52,9 @@ class Push:
 
     def done(self, values: Mapping[int, Tensor]) -> Tensor:
         """Return the leaf with the push in it. values: of the healthy run."""
-        content = values[self.place.leaf.id]
+        content = values[self.aim.leaf.id]
         pushed = content.detach().clone(memory_format=torch.contiguous_format)
-        flat = torch.tensor(self.place.flat)
+        flat = torch.tensor(self.aim.flat)
         numbers = pushed.view(-1)
         if self.kind == "shift":
             numbers[flat] = (numbers[flat].double() + self.strength).to(numbers.dtype)
@@ -73,10 +73,10 @@ class Push:
     @property
     def words(self) -> str:
         """What is done, in words."""
-        many = len(self.place.flat) > 1
-        where = self.place.words + (", at a masked token," if self.place.masked else "")
+        many = len(self.aim.flat) > 1
+        where = self.aim.words + (", at a masked token," if self.aim.masked else "")
         if self.kind == "shift":
-            unit = " nats" if is_of_tokens(self.place) else ""
+            unit = " nats" if is_of_tokens(self.aim) else ""
             return f"{where} {'each ' if many else ''}{'rises' if self.strength > 0 else 'falls'} by {number(abs(self.strength))}{unit}"
         if self.kind == "equal":
             return f"{where} is all the same"
@@ -87,51 +87,53 @@ class Push:
         return f"{where} is {number(self.strength)}"
 
 
-def pushes(place: Place, trace: Trace) -> Iterator[Push]:
-    """Yield what is done to a place, the most ordinary first."""
-    content = trace.values[place.leaf.id]
-    yield from (_of_numbers if content.is_floating_point() else _of_counts)(place, content)
-    for leaf in trace.program.leaves if content.is_floating_point() and not place.leaf.is_of_model else ():
+def pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
+    """Yield what is done to an aim, the most ordinary first."""
+    content = trace.values[aim.leaf.id]
+    yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
+    for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
-        if leaf.id != place.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model:
-            yield Push(place, "like", 0.0, Severity.REACHABLE, (leaf.id, trace.names.name(leaf.id) or leaf.name or "another tensor"))
+        if leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model:
+            yield Push(aim, "like", 0.0, Severity.REACHABLE, (leaf.id, trace.names.name(leaf.id) or leaf.name or "another tensor"))
 
 
-def _of_counts(place: Place, content: Tensor) -> Iterator[Push]:
+def _of_counts(aim: Aim, content: Tensor) -> Iterator[Push]:
     """A mask of bits, counts and labels: nothing is selected, one is, all are ignored."""
     low = int(content.min())
     if low < 0:
-        yield Push(place, "set", low, Severity.REACHABLE)  # labels: all are ignored
+        yield Push(aim, "set", low, Severity.REACHABLE)  # labels: all are ignored
     elif bool((content <= 1).all()):
-        yield Push(place, "set", 0.0, Severity.REACHABLE)
-        if len(place.flat) > 2:
-            yield Push(place, "alone", 0.0, Severity.REACHABLE)
+        yield Push(aim, "set", 0.0, Severity.REACHABLE)
+        if len(aim.flat) > 2:
+            yield Push(aim, "alone", 0.0, Severity.REACHABLE)
     elif content.dtype is not torch.int64:
-        yield Push(place, "set", 0.0, Severity.REACHABLE)
+        yield Push(aim, "set", 0.0, Severity.REACHABLE)
 
 
-def _of_numbers(place: Place, content: Tensor) -> Iterator[Push]:
-    own = content.detach().flatten()[torch.tensor(place.flat)].double()
+def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
+    own = content.detach().flatten()[torch.tensor(aim.flat)].double()
     finite = content.detach().double()
     finite = finite[torch.isfinite(finite)]
-    ordinary = Severity.THEORY if place.leaf.is_of_model else Severity.REACHABLE
+    ordinary = Severity.THEORY if aim.leaf.is_of_model else Severity.REACHABLE
     if finite.numel() > 1 and bool(((finite == 0) | (finite == 1)).all()):  # a mask: nothing is selected, one is, all are
-        yield Push(place, "set", 0.0, ordinary)
-        yield Push(place, "set", 1.0, ordinary)
-        if len(place.flat) > 2:
-            yield Push(place, "alone", 0.0, ordinary)
+        yield Push(aim, "set", 0.0, ordinary)
+        yield Push(aim, "set", 1.0, ordinary)
+        if len(aim.flat) > 2:
+            yield Push(aim, "alone", 0.0, ordinary)
         return
+    if len(aim.flat) > 1:
+        yield Push(aim, "equal", 0.0, ordinary)
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
     for end in (0.0, 1.0) if low >= 0 and high <= 1 else (0.0,):  # probabilities have two ends
         if bool((own != end).any()):
-            yield Push(place, "set", end, ordinary)
-    if len(place.flat) > 1:
-        yield Push(place, "equal", 0.0, ordinary)
-    reach = FAR if is_of_tokens(place) or place.role is Role.LOGITS else max(WIDE * max(high, -low), 1.0)
+            yield Push(aim, "set", end, ordinary)
+    largest = max(high, -low)
+    unbounded = is_of_tokens(aim) or aim.role is Role.LOGITS or aim.leaf.diff  # what a network gives, or learns
+    reach = max(FAR, largest) if unbounded else max(WIDE * largest, 1.0)
     for far, severity in ((reach, ordinary), (max(1e4, WIDE * reach), Severity.THEORY), (HUGE, Severity.THEORY)):
         for sign in (1.0, -1.0):
-            yield Push(place, "shift", sign * far, severity)
-    if not place.leaf.is_of_model:
-        for bad in (-math.inf, math.nan) if is_of_tokens(place) else (-math.inf, math.inf, math.nan):
-            usual = place.masked and bad == -math.inf
-            yield Push(place, "set", bad, Severity.REACHABLE if usual else Severity.BROKEN_DATA)
+            yield Push(aim, "shift", sign * far, severity)
+    if not aim.leaf.is_of_model:
+        for bad in (-math.inf, math.nan) if is_of_tokens(aim) else (-math.inf, math.inf, math.nan):
+            usual = aim.masked and bad == -math.inf
+            yield Push(aim, "set", bad, Severity.REACHABLE if usual else Severity.BROKEN_DATA)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
+from nanscope.foresight.aims import aims
 from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
 from nanscope.foresight.ordinary import ordinary
-from nanscope.foresight.places import places
 from nanscope.foresight.pushes import Push, pushes
 from nanscope.locate.location import locate
 from nanscope.locate.trace import Trace
@@ -43,11 +43,11 @@ def check(snapshot: Snapshot) -> Check:
     trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
     if trace is None:
         raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
-    return _Search(snapshot, trace, []).check(healed)
+    return _Probe(snapshot, trace, []).check(healed)
 
 
 @dataclass(frozen=True)
-class _Search:
+class _Probe:
     """One healthy step, pushed. counted: the runs so far."""
 
     snapshot: Snapshot
@@ -63,7 +63,7 @@ class _Search:
             if key is None:
                 continue
             known = found.get(key)
-            if known is None or (push.severity, len(push.place.flat)) < (known[0].severity, len(known[0].place.flat)):
+            if known is None or (push.severity, len(push.aim.flat)) < (known[0].severity, len(known[0].aim.flat)):
                 if known is not None:
                     others.setdefault(key, []).append(known[0].words)
                 found[key] = push, spoils
@@ -74,12 +74,12 @@ class _Search:
         return Check(tuple(ordered), self.snapshot.step, len(self.counted), healed)
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
-        """Yield what does harm: of shifts of one place in one direction the nearest."""
-        for place in places(self.trace):
+        """Yield what does harm: of shifts of one aim in one direction the nearest."""
+        for aim in aims(self.trace):
             if len(self.counted) >= MOST_RUNS:
                 return
             shifted: set[float] = set()
-            for push in pushes(place, self.trace):
+            for push in pushes(aim, self.trace):
                 sign = 1.0 if push.strength > 0 else -1.0
                 if push.kind == "shift" and sign in shifted:
                     continue
@@ -90,7 +90,7 @@ class _Search:
                     yield push, spoils
 
     def _tensors(self, push: Push) -> dict[int, Tensor]:
-        return {**self.trace.tensors, push.place.leaf.id: push.done(self.trace.values)}
+        return {**self.trace.tensors, push.aim.leaf.id: push.done(self.trace.values)}
 
     def _run(self, push: Push) -> Run | None:
         self.counted.append(1)
@@ -125,8 +125,8 @@ class _Search:
         if location is None:
             return None
         origin = location.origin
-        place: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
-        return place, origin.op, origin.born, location.phase, push.place.masked is True
+        where: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
+        return where, origin.op, origin.born, location.phase, push.aim.masked is True
 
     def _hazard(self, push: Push, spoils: Spoils, others: tuple[str, ...]) -> Hazard:
         push = self._smallest(push) if push.kind == "shift" else push
@@ -158,7 +158,7 @@ class _Search:
             sentence=incident.sentence,
             fix=fix,
             change=None if fix is None else self._change(replayed, fix.id),
-            dtype=dtype_name(self.trace.values[push.place.leaf.id].dtype),
+            dtype=dtype_name(self.trace.values[push.aim.leaf.id].dtype),
             others=others,
         )
 
@@ -174,11 +174,11 @@ class _Search:
         return replace(push, strength=high)
 
     def _trigger(self, push: Push) -> Trigger:
-        place, flat = push.place, push.place.flat[0]
-        content = self.trace.values[place.leaf.id]
+        aim, flat = push.aim, push.aim.flat[0]
+        content = self.trace.values[aim.leaf.id]
         value, recorded = at(push.done(self.trace.values), flat), at(content, flat)
         distance = abs(push.strength) if push.kind == "shift" else None
-        return Trigger(place.name, place.role, place.masked, push.kind, value, recorded, distance, push.words)
+        return Trigger(aim.name, aim.role, aim.masked, push.kind, value, recorded, distance, push.words)
 
     def _change(self, replayed: Replay, name: str) -> float | None:
         """How much an edit changes the gradient of the healthy step, relative to its largest element; None if it cannot be said."""

@@ -1,7 +1,7 @@
 """Where a step is pushed: elements of its leaves, of which one, a row, a group or all decide together what an edge is given.
 
 An edge is a call that some finite operand has no finite result, or no finite derivative for: exp, log, a division, a root, a softmax.
-What it is given there is followed back to the leaves, element by element; so a place is never a guess about shapes. Of a tensor of
+What it is given there is followed back to the leaves, element by element; so an aim is never a guess about shapes. Of a tensor of
 tokens one that the loss counts is taken, and one that it does not.
 """
 
@@ -21,13 +21,13 @@ from nanscope.program.ops import EDGES, MASKINGS, PICKS, SELECTED_BY
 from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import show_index, unravel
 
-MOST = 1 << 16  # elements of one place: what is followed further is the whole tensor
-ALIKE = 2  # places of one leaf, of one size, and counted alike: another one would only say the same
+MOST = 1 << 16  # elements of one aim: what is followed further is the whole tensor
+ALIKE = 2  # aims in one leaf, of one size, and counted alike: another one would only say the same
 EDGES_ASKED = 96  # of a program, those nearest to the loss
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Aim:
     """Some elements of a leaf. flat: their positions, ascending. masked: does the loss leave them out, None where nothing selects."""
 
     leaf: Leaf
@@ -58,9 +58,9 @@ class Place:
         return f"{self.name}[{inside}]" if len(self.flat) > 1 else self.name
 
 
-def places(trace: Trace) -> list[Place]:
+def aims(trace: Trace) -> list[Aim]:
     """Return where the step of a healthy run is pushed, single elements first."""
-    found: dict[tuple[int, tuple[int, ...]], Place] = {}
+    found: dict[tuple[int, tuple[int, ...]], Aim] = {}
     for value, flats in _asked(trace):
         for leaf, own in back(trace, value, flats).items():
             known = trace.program.leaf(leaf)
@@ -69,21 +69,21 @@ def places(trace: Trace) -> list[Place]:
             for group in (own, *_single(own)):
                 key = leaf, tuple(group.tolist())
                 if key not in found:
-                    found[key] = _place(trace, known, key[1])
-    alike: dict[tuple[int, tuple[int, ...], int, bool | None], list[Place]] = {}
-    for place in found.values():
-        readers = trace.program.readers(place.leaf.id)
-        one = readers[0].site if readers and readers[0].site >= 0 else -2 - place.leaf.id  # a loop has a leaf for each of its turns
-        alike.setdefault((one, place.shape, len(place.flat), place.masked), []).append(place)
-    few = (place for places in alike.values() for place in places[:ALIKE])
-    return sorted(few, key=lambda place: (len(place.flat), place.leaf.id))
+                    found[key] = _aim(trace, known, key[1])
+    alike: dict[tuple[int, tuple[int, ...], int, bool | None], list[Aim]] = {}
+    for aim in found.values():
+        readers = trace.program.readers(aim.leaf.id)
+        one = readers[0].site if readers and readers[0].site >= 0 else -2 - aim.leaf.id  # a loop has a leaf for each of its turns
+        alike.setdefault((one, aim.shape, len(aim.flat), aim.masked), []).append(aim)
+    few = (aim for same in alike.values() for aim in same[:ALIKE])
+    return sorted(few, key=lambda aim: (len(aim.flat), aim.leaf.id))
 
 
-def _place(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Place:
+def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
     masked = trace.drops.of(leaf.id, flat[0])[0] if len(flat) == 1 else None
     role = trace.names.role(leaf.id)
     name = trace.names.name(leaf.id) or leaf.name or (str(role) if role else "an unnamed tensor")
-    return Place(leaf, name, role, tuple(trace.values[leaf.id].shape), flat, masked)
+    return Aim(leaf, name, role, tuple(trace.values[leaf.id].shape), flat, masked)
 
 
 def _single(flat: Tensor) -> Iterator[Tensor]:
@@ -175,6 +175,6 @@ def back(trace: Trace, value: int, flats: Tensor) -> dict[int, Tensor]:
     return found
 
 
-def is_of_tokens(place: Place) -> bool:
+def is_of_tokens(aim: Aim) -> bool:
     """Is it a log-probability, or what is made of some?"""
-    return place.role in LOG_PROBS or place.role is Role.LOG_RATIO
+    return aim.role in LOG_PROBS or aim.role is Role.LOG_RATIO

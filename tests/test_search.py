@@ -1,0 +1,146 @@
+"""`check`: which lines would kill a loss, from which number on, and which fix helps; of a loss that is guarded nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from recorded import record
+from torch import Tensor
+
+from nanscope.causes import Cause
+from nanscope.errors import NanscopeError
+from nanscope.foresight.hazard import Check, Hazard
+from nanscope.foresight.pushes import Severity
+from nanscope.foresight.search import check
+from nanscope.program.numbers import exponent_limit
+
+LP = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
+OLD = LP - torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.2, 0.1]])
+REF = LP + 0.25
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+ADV = torch.tensor([0.5, -1.5])
+
+
+def grpo(logps, old_logps, advantages, mask):
+    ratio = torch.exp(logps - old_logps)
+    clipped = ratio.clamp(0.8, 1.2)
+    per_token_loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+    return (per_token_loss * mask).sum() / mask.sum()
+
+
+def guarded(logps, old_logps, advantages, mask):
+    log_ratio = ((logps - old_logps).masked_fill(mask == 0, 0.0)).clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(0.8, 1.2)
+    per_token_loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+    return (per_token_loss * mask).sum() / mask.sum().clamp(min=1)
+
+
+def checked(loss: Callable[..., Tensor], *data: Tensor) -> Check:
+    return check(record(loss, LP.clone().requires_grad_(), *data).snapshot())
+
+
+def of(found: Check, cause: Cause, masked: bool | None = None) -> Hazard:
+    """The one hazard of a cause; masked: its trigger."""
+    return next(h for h in found.hazards if h.cause is cause and masked in (None, h.trigger.masked))
+
+
+@pytest.fixture(scope="module")
+def of_grpo() -> Check:
+    return checked(grpo, OLD, ADV, MASK)
+
+
+def test_an_exponent_is_named_with_the_number_that_it_overflows_at(of_grpo: Check) -> None:
+    """To a tenth of a nat, at a token that counts; the step was that far from it."""
+    hazard = of(of_grpo, Cause.EXP_OVERFLOW)
+    assert hazard.origin.expression == "torch.exp(logps - old_logps)" and hazard.severity is Severity.REACHABLE
+    trigger = hazard.trigger
+    assert trigger.distance is not None and trigger.masked is not True
+    assert abs(hazard.origin.number(0) - exponent_limit(torch.float32)) < 0.1
+    assert abs(trigger.value - trigger.recorded) == pytest.approx(trigger.distance, abs=1e-3)
+
+
+def test_what_only_the_gradient_shows_is_called_silent(of_grpo: Check) -> None:
+    """min takes the clipped branch, the loss stays finite, and backward multiplies the overflow by 0."""
+    hazard = of(of_grpo, Cause.WHERE_GRAD_TRAP)
+    assert hazard.spoils.silent and not hazard.spoils.loss
+    assert "looks as if nothing had happened" in hazard.spoils.words
+
+
+def test_a_mask_that_selects_nothing_is_tried(of_grpo: Check) -> None:
+    """0 / 0 over the whole batch."""
+    hazard = of(of_grpo, Cause.EMPTY_MASK_MEAN)
+    assert hazard.trigger.words == "all of mask is 0" and hazard.severity is Severity.REACHABLE
+
+
+def test_every_fix_was_run_on_its_trigger_and_leaves_the_healthy_step_alone(of_grpo: Check) -> None:
+    """A hazard that training can reach comes with a fix that works there."""
+    for hazard in of_grpo.reachable:
+        assert hazard.fix is not None and hazard.fix.executed and hazard.fix.works, hazard.trigger.words
+        assert hazard.change == pytest.approx(0.0, abs=1e-6), hazard.trigger.words
+
+
+def test_every_hazard_was_executed(of_grpo: Check) -> None:
+    """Its trigger, put into the step, spoils the loss or a gradient."""
+    assert of_grpo.hazards
+    for hazard in of_grpo.hazards:
+        assert hazard.spoils.loss or hazard.spoils.counted or hazard.spoils.masked
+        assert hazard.sentence
+
+
+def test_of_a_guarded_loss_nothing_is_said_that_training_can_reach() -> None:
+    """Masked before exp, clamped, and divided by at least 1."""
+    found = checked(guarded, OLD, ADV, MASK)
+    assert [hazard.trigger.words for hazard in found.reachable] == []
+    assert "No hazard" in found.sentence or "0 of them" in found.sentence
+
+
+def test_not_a_number_at_a_token_that_counts_is_broken_data(of_grpo: Check) -> None:
+    """It is said, and not that training could reach it."""
+    broken = [hazard for hazard in of_grpo.hazards if hazard.severity is Severity.BROKEN_DATA]
+    assert broken and all(hazard.trigger.masked is not True or hazard.trigger.value != hazard.trigger.value for hazard in broken)
+
+
+def groups(rewards, logps):
+    grouped = rewards.view(-1, 2)
+    advantages = (grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)
+    return -(advantages.reshape(-1, 1) * logps).mean()
+
+
+def test_equal_rewards_of_a_group_are_tried() -> None:
+    """Their std is 0: 0 / 0, from numbers that every run meets."""
+    rewards = torch.tensor([0.1, 0.9, 0.3, 0.2])
+    found = check(record(groups, rewards, torch.randn(4, 3).requires_grad_()).snapshot())
+    hazard = next(h for h in found.reachable if h.origin.op == "div")
+    assert hazard.trigger.kind == "equal" and hazard.cause is Cause.ZERO_DIV_ZERO
+
+
+def distances(states, others):
+    return (states - others).square().sum(-1).sqrt().mean()
+
+
+def test_two_tensors_that_become_the_same_are_tried() -> None:
+    """A distance of 0 has an infinite slope, and no single number leads there."""
+    found = check(record(distances, torch.randn(3, 4).requires_grad_(), torch.randn(3, 4)).snapshot())
+    hazard = next(h for h in found.reachable if h.origin.op == "sqrt")
+    assert hazard.trigger.kind == "like" and hazard.spoils.silent
+
+
+def test_a_step_that_is_bad_is_checked_with_ordinary_numbers_in_it() -> None:
+    """The line that failed is among its hazards."""
+    old = OLD.clone()
+    old[0, 1] = -300.0
+    found = checked(grpo, old, ADV, MASK)
+    assert found.healed and of(found, Cause.EXP_OVERFLOW).origin.op == "exp"
+
+
+def test_a_file_without_a_program_is_refused() -> None:
+    """There is nothing that could be run."""
+    from nanscope.program.program import Program
+    from nanscope.snapshot.step import Reached, Snapshot
+
+    with pytest.raises(NanscopeError) as error:
+        check(Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached()))
+    assert error.value.slug == "nothing-to-check"
