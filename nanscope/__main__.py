@@ -408,6 +408,7 @@ def audit(
 def check(
     context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="FILE|MODULE:FUNCTION", help="A saved step, healthy or not, or a loss of your own.")],
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Also in this one: bfloat16, float16.")] = None,
     batch: Annotated[str | None, typer.Option("--batch", metavar="FILE", help="Whose batch the loss is given; without one, ours.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the hazards as JSON.")] = None,
     sarif: Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write them for a code host, at their lines.")] = None,
@@ -421,6 +422,8 @@ def check(
 
     Example: nanscope check mymodule:my_loss
     """
+    import torch
+
     from nanscope.report.check import print_check
     from nanscope.report.console import progress
     from nanscope.report.sarif import sarif_of
@@ -429,11 +432,15 @@ def check(
     from nanscope.watching.checking import check as search
     from nanscope.watching.checking import check_own
 
+    unknown = [name for name in dtype or [] if name not in ("bfloat16", "float16", "float32", "float64")]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]} is none of bfloat16, float16, float32, float64", param_hint="--dtype")
+    dtypes = [cast("torch.dtype", getattr(torch, name)) for name in dtype or []]
     with progress(f"checking {what}", file=sys.stderr):
         if ":" in what and not Path(what).exists() and "://" not in what:
-            found = check_own(what, load(context.with_resource(fetched(batch)).path) if batch else None)
+            found = check_own(what, load(context.with_resource(fetched(batch)).path) if batch else None, dtypes)
         else:
-            found = search(load(context.with_resource(fetched(what)).path))
+            found = search(load(context.with_resource(fetched(what)).path), dtypes=dtypes)
     write_json(json_file, found.to_json())
     write_json(sarif, sarif_of(found))
     print_check(found, file=sys.stdout)

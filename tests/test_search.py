@@ -144,3 +144,22 @@ def test_a_file_without_a_program_is_refused() -> None:
     with pytest.raises(NanscopeError) as error:
         check(Snapshot(1, 0, Program((), (), -1), {}, None, {}, Reached()))
     assert error.value.slug == "nothing-to-check"
+
+
+def test_half_precision_is_asked_on_request() -> None:
+    """The same line, from 11 nats on; and what happens in float32 already is not told twice."""
+    found = check(record(grpo, LP.clone().requires_grad_(), OLD, ADV, MASK).snapshot(), [torch.float16])
+    half = [hazard for hazard in found.hazards if hazard.dtype == "float16" and hazard.origin.op == "exp"]
+    assert half and all(hazard.trigger.distance is None or hazard.trigger.distance < 12 for hazard in half)
+    assert sum(hazard.cause is Cause.EMPTY_MASK_MEAN for hazard in found.hazards) == 1
+
+
+def large(logits):
+    return (logits.square() * 1e4).mean()
+
+
+def test_a_step_that_half_precision_does_not_survive_is_told_as_it_is() -> None:
+    """No number has to change for that."""
+    found = check(record(large, torch.tensor([3.0, 2.0]).requires_grad_()).snapshot(), [torch.float16])
+    hazard = next(h for h in found.reachable if h.trigger.kind == "dtype")
+    assert hazard.dtype == "float16" and hazard.cause is Cause.FP16_OVERFLOW

@@ -22,6 +22,7 @@ from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import show_index, unravel
 
 MOST = 1 << 16  # elements of one aim: what is followed further is the whole tensor
+MASKS = 3  # of one shape that are told apart
 ALIKE = 2  # aims in one leaf, of one size, and counted alike: another one would only say the same
 EDGES_ASKED = 96  # of a program, those nearest to the loss
 
@@ -134,22 +135,21 @@ def _candidates(trace: Trace, content: Tensor) -> list[int]:
 
 
 def _masks(trace: Trace, shape: tuple[int, ...]) -> list[Tensor]:
-    """What selects by 0 and 1 among elements of a shape, flattened."""
-    found = []
-    for call in trace.program.calls:
-        if call.name not in MASKINGS | PICKS:
+    """What selects by 0 and 1 among elements of a shape, flattened, each once."""
+    found: list[Tensor] = []
+    for value in dict.fromkeys(value for call in trace.program.calls if call.name in MASKINGS | PICKS for value in call.inputs()):
+        content = trace.values[value]
+        if content.is_complex() or content.numel() < 2 or len(content.shape) > len(shape):
             continue
-        for value in call.inputs():
-            content = trace.values[value]
-            if content.is_complex() or content.numel() < 2 or len(content.shape) > len(shape):
-                continue
-            try:
-                wide = content.expand(shape)
-            except RuntimeError:
-                continue
-            if content.dtype is torch.bool or bool(((content == 0) | (content == 1)).all()):
-                found.append(wide.flatten() != 0)
-    return found[:4]
+        if content.dtype is not torch.bool and not bool(((content == 0) | (content == 1)).all()):
+            continue
+        try:
+            wide = content.expand(shape).flatten() != 0
+        except RuntimeError:
+            continue
+        if not any(torch.equal(wide, known) for known in found):
+            found.append(wide)
+    return found[:MASKS]
 
 
 def back(trace: Trace, value: int, flats: Tensor) -> dict[int, Tensor]:

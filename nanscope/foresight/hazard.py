@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import pandas
 
 
+NEARER = 0.9  # of the distance in another dtype: what is not nearer than that is no news
+
+
 @dataclass(frozen=True, slots=True)
 class Spoils:
     """What a trigger does: is the loss not finite, and gradients of what the loss counts, and of what it does not? Where the loss stays
@@ -75,6 +78,12 @@ class Hazard:
     change: float | None
     dtype: str
     others: tuple[str, ...] = ()
+
+    def is_told_by(self, other: Hazard) -> bool:
+        """Does another hazard say the same: this line, this reason, and a trigger that is not much farther?"""
+        one, two = ((hazard.place, hazard.origin.op, hazard.cause, hazard.trigger.masked) for hazard in (self, other))
+        here, there = self.trigger.distance, other.trigger.distance
+        return one == two and (here is None or there is None or here > NEARER * there)
 
     @property
     def place(self) -> tuple[str, int]:

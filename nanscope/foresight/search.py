@@ -7,7 +7,8 @@ Every hazard was executed: its trigger stands in the step, the loss or a gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from nanscope.errors import NanscopeError, ProgramError
 from nanscope.foresight.aims import aims
 from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
 from nanscope.foresight.ordinary import ordinary
-from nanscope.foresight.pushes import Push, pushes
+from nanscope.foresight.pushes import Push, Severity, pushes
 from nanscope.locate.location import locate
 from nanscope.locate.trace import Trace
 from nanscope.program.by_rows import execute_ends
@@ -33,9 +34,10 @@ MOST_RUNS = 2000  # of one check; what is left then is not tried, and that is sa
 HALVINGS = 14  # of a shift: the smallest that does harm is known to a part in ten thousand
 
 
-def check(snapshot: Snapshot) -> Check:
+def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = ()) -> Check:
     """Return the hazards of a saved step.
 
+    dtypes: in which it is checked beside its own, what came in being cast to them; of what happens there only what is new is told.
     A bad step is made ordinary first. Raises NanscopeError if it holds no program, or cannot be made healthy.
     """
     if not snapshot.program.calls:
@@ -43,7 +45,28 @@ def check(snapshot: Snapshot) -> Check:
     trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
     if trace is None:
         raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
-    return _Probe(snapshot, trace, []).check(healed)
+    probe = _Probe(snapshot, trace, [])
+    hazards = probe.hazards()
+    for dtype in dtypes:
+        hazards += [hazard for hazard in _in(dtype, probe) if not any(hazard.is_told_by(other) for other in hazards)]
+    ordered = sorted(hazards, key=lambda hazard: (hazard.severity, *hazard.place, hazard.spoils.silent, hazard.trigger.masked is True))
+    return Check(tuple(ordered), snapshot.step, len(probe.counted), healed)
+
+
+def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
+    """The hazards of the step in another dtype: first whether it survives that at all."""
+    cast = {value: tensor.to(dtype) if tensor.is_floating_point() else tensor for value, tensor in probe.trace.tensors.items()}
+    try:
+        trace = Trace.of(probe.trace.program, cast)
+    except ProgramError:
+        return []  # what was recorded names another dtype somewhere
+    lower = _Probe(probe.snapshot, trace, probe.counted)
+    if locate(trace) is None:
+        return lower.hazards()
+    words = f"computed in {dtype_name(dtype)}, the step as it is"
+    trigger = Trigger("", None, None, "dtype", math.nan, math.nan, None, words)
+    spoils = lower.spoils_of(trace.run)
+    return [] if spoils is None else [lower.hazard(cast, trigger, spoils, Severity.REACHABLE, dtype_name(dtype))]
 
 
 @dataclass(frozen=True)
@@ -54,8 +77,8 @@ class _Probe:
     trace: Trace
     counted: list[int]
 
-    def check(self, healed: tuple[str, ...]) -> Check:
-        """All that is found."""
+    def hazards(self) -> list[Hazard]:
+        """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""
         found: dict[tuple[object, ...], tuple[Push, Spoils]] = {}
         others: dict[tuple[object, ...], list[str]] = {}
         for push, spoils in self._harmful():
@@ -69,9 +92,7 @@ class _Probe:
                 found[key] = push, spoils
             else:
                 others.setdefault(key, []).append(push.words)
-        hazards = [self._hazard(push, spoils, tuple(others.get(key, ()))) for key, (push, spoils) in found.items()]
-        ordered = sorted(hazards, key=lambda hazard: (hazard.severity, *hazard.place, hazard.spoils.silent, hazard.trigger.masked is True))
-        return Check(tuple(ordered), self.snapshot.step, len(self.counted), healed)
+        return [self._pushed(push, spoils, tuple(others.get(key, ()))) for key, (push, spoils) in found.items()]
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
         """Yield what does harm: of shifts of one aim in one direction the nearest."""
@@ -101,11 +122,13 @@ class _Probe:
 
     def _spoils(self, push: Push) -> Spoils | None:
         run = self._run(push)
-        if run is None:
-            return None
+        return None if run is None else self.spoils_of(run)
+
+    def spoils_of(self, run: Run) -> Spoils | None:
+        """Return what is not finite at the ends of a run, None if all is."""
         loss = not bool(is_finite(run.values[self.trace.program.output]))
-        bad = {leaf.id: ~torch.isfinite(run.grads[leaf.id]) for leaf in self.trace.program.leaves if leaf.diff and leaf.id in run.grads}
-        bad = {leaf: where for leaf, where in bad.items() if bool(where.any())}
+        grads = {leaf.id: run.grads[leaf.id] for leaf in self.trace.program.leaves if leaf.diff and leaf.id in run.grads}
+        bad = {leaf: ~torch.isfinite(grad) for leaf, grad in grads.items() if not bool(is_finite(grad))}
         if not loss and not bad:
             return None
         masked = [self._is_masked(leaf, where) for leaf, where in bad.items()]
@@ -128,49 +151,37 @@ class _Probe:
         where: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
         return where, origin.op, origin.born, location.phase, push.aim.masked is True
 
-    def _hazard(self, push: Push, spoils: Spoils, others: tuple[str, ...]) -> Hazard:
+    def _pushed(self, push: Push, spoils: Spoils, others: tuple[str, ...]) -> Hazard:
         push = self._smallest(push) if push.kind == "shift" else push
-        tensors = self._tensors(push)
-        step = replace(
-            self.snapshot,
-            program=self.trace.program,
-            tensors=tensors,
-            loss=None,
-            grads={},
-            reached=Reached(),
-            observation=UNSEEN,
-            found=UNSEEN,
-            notes=(),
-            history=(),
-        )
+        dtype = dtype_name(self.trace.values[push.aim.leaf.id].dtype)
+        return self.hazard(self._tensors(push), self._trigger(push), spoils, push.severity, dtype, others)
+
+    def hazard(
+        self, tensors: dict[int, Tensor], trigger: Trigger, spoils: Spoils, severity: Severity, dtype: str, others: tuple[str, ...] = ()
+    ) -> Hazard:
+        """Explain a step with a trigger in it as an incident is explained, and try its fix on the healthy one, too."""
+        known = replace(self.snapshot, observation=UNSEEN, found=UNSEEN, notes=(), history=())
+        step = replace(known, program=self.trace.program, tensors=tensors, loss=None, grads={}, reached=Reached())
         replayed = replay(step)
         loss = replayed.rows[0].loss if replayed.rows else None
-        step = replace(step, reached=Reached(loss))
-        incident = diagnose(step, replayed=replayed)
+        incident = diagnose(replace(step, reached=Reached(loss)), replayed=replayed)
         fix = next(iter(incident.fixes), None)
+        change = None if fix is None else self._change(replayed, fix.id)
         return Hazard(
-            severity=push.severity,
-            origin=incident.origin,
-            phase=incident.phase,
-            cause=incident.cause,
-            trigger=self._trigger(push),
-            spoils=spoils,
-            sentence=incident.sentence,
-            fix=fix,
-            change=None if fix is None else self._change(replayed, fix.id),
-            dtype=dtype_name(self.trace.values[push.aim.leaf.id].dtype),
-            others=others,
+            severity, incident.origin, incident.phase, incident.cause, trigger, spoils, incident.sentence, fix, change, dtype, others
         )
 
     def _smallest(self, push: Push) -> Push:
-        """The smallest shift in its direction that does the same harm."""
-        key, low, high = self._key(push), 0.0, push.strength
+        """The smallest shift in its direction by which the harm is born in the same element."""
+        located = locate(Trace.of(self.trace.program, self._tensors(push)))
+        if located is None or math.isfinite(located.origin.value) or not located.origin.born:
+            return push
+        value, flat = located.origin.value_id, located.origin.flat
+        making, low, high = self.trace.program.slice(value), 0.0, push.strength
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            if self._key(replace(push, strength=middle)) == key:
-                high = middle
-            else:
-                low = middle
+            run = making.execute(self._tensors(replace(push, strength=middle)), backward=False, ends=True)
+            low, high = (middle, high) if math.isfinite(at(run.values[value], flat)) else (low, middle)
         return replace(push, strength=high)
 
     def _trigger(self, push: Push) -> Trigger:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +55,9 @@ class Drop:
     name: str | None
 
 
+_Fate: TypeAlias = tuple[bool | None, tuple[Drop, ...], str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Drops:
     """What of one run the loss does not count. names: of the program's values."""
@@ -61,13 +65,16 @@ class Drops:
     program: Program
     run: Run
     names: Names
+    _known: dict[tuple[int, int], _Fate] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, value: int, flat: int) -> tuple[bool | None, tuple[Drop, ...], str | None]:
+    def of(self, value: int, flat: int) -> _Fate:
         """Follow an element to the loss: is it taken out on the way, by what, and does a zero coefficient multiply it?"""
-        found = self._follow(value, flat, tokens=False)
-        if found[1] and all(drop.how == "replace" for drop in found[1]):  # its value is gone: is its token, too?
-            return self._follow(value, flat, tokens=True)
-        return found
+        if (value, flat) not in self._known:
+            found = self._follow(value, flat, tokens=False)
+            if found[1] and all(drop.how == "replace" for drop in found[1]):  # its value is gone: is its token, too?
+                found = self._follow(value, flat, tokens=True)
+            self._known[value, flat] = found
+        return self._known[value, flat]
 
     def own_mask(self, index: int | None, value: int, flat: int) -> Drop | None:
         """The product that is the origin multiplies an infinity by a mask."""

@@ -26,6 +26,7 @@ from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, WIDTH, p
 from nanscope.text import count, is_exact, is_spared, number
 
 STYLE = {Severity.REACHABLE: HARM, Severity.BROKEN_DATA: DOUBT, Severity.THEORY: QUIET}
+HALF = ("bfloat16", "float16")
 OTHERS = 3  # further triggers that are told of one line
 
 
@@ -59,7 +60,7 @@ def _told(hazards: Sequence[Hazard]) -> RenderableType:
     head = hazards[0]
     told.add_row(clean(head.origin.op), Text.assemble((clean(_line(head)), STRONG), f"   {clean(_where(head))}"))
     for hazard in hazards:
-        told.add_row("", clean(f"{hazard.trigger.words}: {hazard.spoils.words}"))
+        told.add_row("", clean(f"{hazard.trigger.words}{_dtype(hazard)}: {hazard.spoils.words}"))
         if hazard.fix is not None:
             told.add_row("", Text.assemble("  fix: ", clean(hazard.fix.label), "   ", _proof(hazard)))
         if hazard.others:
@@ -67,6 +68,10 @@ def _told(hazards: Sequence[Hazard]) -> RenderableType:
             told.add_row("", Text(f"  also: {clean('; '.join(hazard.others[:OTHERS]))}{f'; and {more} more' if more > 0 else ''}", QUIET))
     told.add_row("", "")
     return told
+
+
+def _dtype(hazard: Hazard) -> str:
+    return f" ({hazard.dtype})" if hazard.dtype in HALF and hazard.trigger.kind != "dtype" else ""
 
 
 def _line(hazard: Hazard) -> str:

@@ -7,7 +7,7 @@ nanscope.check(my_loss, {"log_probs": log_probs, "old_log_probs": old, "advantag
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +26,23 @@ from nanscope.snapshot.anywhere import load
 from nanscope.snapshot.step import Reached, Snapshot
 
 
-def check(what: Snapshot | str | os.PathLike[str] | Callable[..., Tensor], inputs: Mapping[str, Any] | None = None) -> Check:
+def check(
+    what: Snapshot | str | os.PathLike[str] | Callable[..., Tensor],
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+) -> Check:
     """Return what would kill a loss, although it has not happened yet.
 
     what:   a saved step, its path or address, or a function that returns a loss (a tensor with one number).
-    inputs: what that function is called with, by name.
+    inputs: what that function is called with, by name. dtypes: torch.bfloat16, torch.float16: in which it is checked, too.
     Raises NanscopeError if there is nothing to check: no program, no gradient, or a step that no ordinary numbers heal.
     """
     if isinstance(what, Snapshot):
-        return search(what)
+        return search(what, dtypes)
     if callable(what):
-        return search(recorded(what, inputs or {}))
-    return search(load(os.fspath(what)))
+        return search(recorded(what, inputs or {}), dtypes)
+    return search(load(os.fspath(what)), dtypes)
 
 
 def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snapshot:
@@ -55,7 +60,7 @@ def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snap
     return Snapshot(0, 0, program, tensors, loss.detach().clone(), {}, Reached(float(loss.detach())))
 
 
-def check_own(spec: str, of: Snapshot | None = None) -> Check:
+def check_own(spec: str, of: Snapshot | None = None, dtypes: Sequence[torch.dtype] = ()) -> Check:
     """Check the function that "module:function" names, as `replay --loss` takes it. of: whose batch it is given, None for one of ours.
 
     Raises NanscopeError as `own_objective` does, and if the step has no batch.
@@ -66,4 +71,4 @@ def check_own(spec: str, of: Snapshot | None = None) -> Check:
     def own(inputs: LossInputs) -> Tensor:
         return loss(inputs)
 
-    return search(recorded(own, {"inputs": inputs}))
+    return search(recorded(own, {"inputs": inputs}), dtypes)
