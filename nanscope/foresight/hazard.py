@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanscope.causes import Cause
@@ -104,6 +105,10 @@ class Check:
     def reachable(self) -> tuple[Hazard, ...]:
         """Those that training can reach with nothing broken."""
         return tuple(hazard for hazard in self.hazards if hazard.severity is Severity.REACHABLE)
+
+    def only(self, severities: Collection[Severity]) -> Check:
+        """Return the check with the hazards of some severities."""
+        return replace(self, hazards=tuple(hazard for hazard in self.hazards if hazard.severity in severities))
 
     @property
     def sentence(self) -> str:

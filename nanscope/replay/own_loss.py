@@ -46,8 +46,16 @@ def own_objective(spec: str) -> Objective:
         raise NanscopeError(f"{module} cannot be imported from {here}: {_told(error)}", slug="bad-loss") from error
     if not callable(function):
         raise NanscopeError(f"{module} has no function {name!r}", slug="bad-loss")
-    wanted = _parameters(function, spec)
-    return Objective(spec, f"your own, {module.rsplit('.', 1)[-1]}.{name}", lambda inputs: _call(function, wanted, spec, inputs))
+    return Objective(spec, f"your own, {module.rsplit('.', 1)[-1]}.{name}", on_batch(function, spec))
+
+
+def on_batch(function: Callable[..., object], name: str) -> Callable[[LossInputs], Tensor]:
+    """Return a function that is called by the names of its parameters, or with the whole batch, as one of the batch.
+
+    Raises NanscopeError if it asks for something else.
+    """
+    wanted = _parameters(function, name)
+    return lambda inputs: _call(function, wanted, name, inputs)
 
 
 def _parameters(function: Callable[..., object], spec: str) -> dict[str, bool] | None:

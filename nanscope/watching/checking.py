@@ -21,7 +21,7 @@ from nanscope.foresight.hazard import Check
 from nanscope.foresight.search import check as search
 from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import loss_inputs
-from nanscope.replay.own_loss import own_objective
+from nanscope.replay.own_loss import on_batch, own_objective
 from nanscope.snapshot.anywhere import load
 from nanscope.snapshot.step import Reached, Snapshot
 
@@ -35,13 +35,14 @@ def check(
     """Return what would kill a loss, although it has not happened yet.
 
     what:   a saved step, its path or address, or a function that returns a loss (a tensor with one number).
-    inputs: what that function is called with, by name. dtypes: torch.bfloat16, torch.float16: in which it is checked, too.
+    inputs: what that function is called with, by name; without them a batch of ours, by the roles that its parameters are called.
+    dtypes: torch.bfloat16, torch.float16: in which it is checked, too.
     Raises NanscopeError if there is nothing to check: no program, no gradient, or a step that no ordinary numbers heal.
     """
     if isinstance(what, Snapshot):
         return search(what, dtypes)
     if callable(what):
-        return search(recorded(what, inputs or {}), dtypes)
+        return search(recorded(what, inputs) if inputs is not None else _on_ours(what), dtypes)
     return search(load(os.fspath(what)), dtypes)
 
 
@@ -65,10 +66,12 @@ def check_own(spec: str, of: Snapshot | None = None, dtypes: Sequence[torch.dtyp
 
     Raises NanscopeError as `own_objective` does, and if the step has no batch.
     """
-    inputs = loss_inputs(of) if of is not None else healthy()
-    loss = own_objective(spec).loss
+    return search(_by_roles(own_objective(spec).loss, loss_inputs(of) if of is not None else healthy()), dtypes)
 
-    def own(inputs: LossInputs) -> Tensor:
-        return loss(inputs)
 
-    return search(recorded(own, {"inputs": inputs}), dtypes)
+def _on_ours(function: Callable[..., Tensor]) -> Snapshot:
+    return _by_roles(on_batch(function, getattr(function, "__qualname__", str(function))), healthy())
+
+
+def _by_roles(loss: Callable[[LossInputs], Tensor], inputs: LossInputs) -> Snapshot:
+    return recorded(loss, {"inputs": inputs})
