@@ -181,6 +181,28 @@ def test_a_mask_says_which_elements_count_and_not_how_much(weigh: Callable[[Tens
     assert recorded.trace.drops.is_mask(list(product.inputs())[-1], None) is says
 
 
+TURNED: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
+    ("in another shape", lambda mask, gain: (mask * gain).flatten()[:, None].expand(6, 4)),
+    ("a row of it", lambda mask, gain: (mask * gain)[0].expand(5, 3)),
+    ("turned and put together", lambda mask, gain: torch.stack([(mask * gain).t(), (mask * gain).t()])),
+]
+
+
+@pytest.mark.parametrize("turn", [row[1] for row in TURNED], ids=[row[0] for row in TURNED])
+@pytest.mark.parametrize("by_mask", [True, False])
+def test_what_makes_a_factor_0_is_found_where_it_came_from(turn: Callable[[Tensor, Tensor], Tensor], by_mask: bool) -> None:
+    """A factor of 0 may have been moved and widened on its way: it is a mask only if the mask was 0 at that element."""
+    mask, gain = torch.ones(2, 3), torch.full((2, 3), 1.5)
+    mask[1, 2] = 0  # another element, if that is not it
+    (mask if by_mask else gain)[0, 1] = 0
+    shape = turn(mask, gain).shape
+    recorded = record(lambda x, mask, gain: (x * turn(mask, gain)).sum(), torch.ones(shape, requires_grad=True), mask, gain)
+    product = next(call for call in reversed(recorded.program.calls) if call.name == "mul")
+    factor = list(product.inputs())[-1]
+    widened = turn(torch.arange(6).reshape(2, 3), torch.ones(2, 3, dtype=torch.int64)) == 1
+    assert recorded.trace.drops.is_mask(factor, widened) is by_mask
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.booleans(), min_size=6, max_size=6), st.sampled_from(["mul", "where", "index", "fill"]))
 def test_every_element_of_every_mask(kept: list[bool], masking: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanscope.program.calls import Call, Ref, overload
-from nanscope.program.flow import sources, spread
+from nanscope.program.flow import behind, sources, spread
 from nanscope.program.numbers import at, first_nonfinite
 from nanscope.program.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
 
@@ -495,6 +495,21 @@ def check_spread(rig: Rig, exact: bool, skip: tuple[int, ...] = ()) -> None:
                 assert not bool((wanted & ~found.flatten()).any()), f"{rig.call.op}: result {number} of {marked}"
 
 
+def check_behind(rig: Rig) -> None:
+    """What several elements came of is what each of them did."""
+    random = torch.Generator().manual_seed(2)
+    for out in (one for one in rig.call.outs if one is not None and not rig.says_which(one)):
+        for share in (0.0, 0.4, 1.0):
+            marked = torch.rand(rig.values[out].shape, generator=random) < share
+            got = behind(rig.call, rig.values, out, marked)
+            named = {value: torch.zeros(rig.values[value].numel(), dtype=torch.bool) for value in got}
+            for flat in marked.flatten().nonzero().flatten().tolist():
+                for source in (one for one in sources(rig.call, rig.values, out, flat) if one.value in named):
+                    named[source.value][source.flat] = True
+            for value, own in got.items():
+                assert own.shape == rig.values[value].shape and own.flatten().tolist() == named[value].tolist(), rig.call.op
+
+
 def label(case: tuple[str, Args]) -> str:
     def shown(arg: Any) -> str:
         if isinstance(arg, Tensor):
@@ -518,6 +533,7 @@ def test_the_flow_of_elements_is_exact(case: tuple[str, Args]) -> None:
             continue  # a view of these strides does not exist
         check_sources(rig, op not in ROUGH, ASIDE.get(op, ()))
         check_spread(rig, op not in ROUGH, ASIDE.get(op, ()))
+        check_behind(rig)
 
 
 @pytest.mark.parametrize("offset", [None, 1, 2])

@@ -399,3 +399,11 @@ def test_of_a_running_maximum_the_number_that_was_picked_goes_on() -> None:
     location = record(loss, leaf(2, 3).detach().abs().requires_grad_()).location
     assert location is not None
     assert location.origin.op == "mul"
+
+
+def test_a_loss_that_is_put_together_may_lose_the_gradient_of_what_it_reads() -> None:
+    """A mean of squares is smaller than its operands: its gradient leaves half precision although the loss does not."""
+    x, y = torch.ones(1, dtype=torch.float16, requires_grad=True), torch.zeros(1, dtype=torch.float16)
+    recorded = record(lambda x, y: functional.mse_loss(x, y) * 50000.0, x, y)
+    location = recorded.location
+    assert location is not None and (location.phase, location.origin.op, location.origin.shape) == (Phase.BACKWARD, "mse_loss", ())

@@ -94,7 +94,7 @@ def _all_made(trace: Trace, index: int, out: int, value: int, marked: Tensor) ->
 def _apart(trace: Trace, index: int, value: int, grad: Tensor, marked: Tensor) -> Tensor:
     """What an argument got that was broadcast is the sum of what each element gave it: return those that gave something bad."""
     call = trace.program.calls[index]
-    if flow_of(call.op) is not Flow.POINTWISE:
+    if flow_of(call.op) is not Flow.POINTWISE or trace.values[value].dim() > marked.dim():  # a loss that is put together is smaller
         return marked
     wide = trace.values[value].detach().expand(marked.shape).clone().requires_grad_()
     contents = {read: wide if read == value else trace.values[read].detach() for read in call.inputs()}

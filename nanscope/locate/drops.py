@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Ref, refs
-from nanscope.program.flow import spread
+from nanscope.program.flow import behind, narrowed, spread
 from nanscope.program.numbers import at
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
@@ -233,9 +233,10 @@ class Drops:
     def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False) -> bool:
         """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?
 
-        zeros: where it is 0 and matters. strict: zeros and ones are not enough, it has to be made of masks.
+        zeros: where it is 0 and matters, of it or of the product that it is broadcast to. strict: zeros and ones are not enough, it has to be made of masks.
         """
-        return self._is_mask(value, zeros, strict, 0, {})
+        own = None if zeros is None else narrowed(zeros, self.run.values[value].shape)
+        return self._is_mask(value, own, strict, 0, {})
 
     def _is_mask(self, value: int, zeros: Tensor | None, strict: bool, depth: int, known: dict[int, bool]) -> bool:
         """`is_mask`, of what a value is made of, too. known: answers so far; two ways may lead to the same value, at every call."""
@@ -257,8 +258,10 @@ class Drops:
         if call.name in SELECTORS:
             return True
 
+        before = {} if zeros is None else behind(call, self.run.values, value, zeros)
+
         def masks(values: Iterable[int]) -> Iterable[bool]:
-            return (self._is_mask(v, zeros, strict, depth + 1, known) for v in values)
+            return (self._is_mask(v, before.get(v), strict, depth + 1, known) for v in values)
 
         if carries(call.op) or call.name == "neg" or call.name in SHIFTS:
             carried = PAYLOAD.get(call.name, ())
@@ -266,17 +269,15 @@ class Drops:
                 parts = self._tensors(v for position in carried if position < len(call.args) for v in refs(call.args[position]))
                 return bool(parts) and all(masks(parts))
             return any(masks(self._tensors(call.inputs())[:1]))
-        return call.name == "mul" and any(masks(self._zero_factors(call, zeros)))
+        return call.name == "mul" and any(masks(self._zero_factors(call, before)))
 
     def _tensors(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.run.values[v].dim() > 0]
 
-    def _zero_factors(self, call: Call, zeros: Tensor | None) -> list[int]:
-        """The factors that make a product 0, where it matters if that can be told; otherwise all."""
+    def _zero_factors(self, call: Call, zeros: Mapping[int, Tensor]) -> list[int]:
+        """The factors that make a product 0, where it matters if that can be told; otherwise all. zeros: where it matters, by factor."""
         parts = [v for v in call.inputs() if bool((self.run.values[v] == 0).any())] or list(call.inputs())
-        if zeros is None:
-            return parts
-        return [v for v in parts if bool(((self.run.values[v] == 0).expand(zeros.shape) & zeros).any())] or parts
+        return [v for v in parts if v in zeros and bool(((self.run.values[v] == 0) & zeros[v]).any())] or parts
 
     def _is_label(self, value: int) -> bool:
         """Zeros and ones that weigh one term by themselves and another by their complement say which is right, not which counts, unless

@@ -114,6 +114,27 @@ def origins(call: Call, values: Mapping[int, Tensor], out: int, flats: Tensor, m
     return {value: torch.unique(torch.cat(own)) for value, own in found.items()}
 
 
+def behind(call: Call, values: Mapping[int, Tensor], out: int, marked: Tensor) -> dict[int, Tensor]:
+    """Return, for every argument of a call that keeps elements apart, which of its elements the marked ones of a result came from; nothing
+    of other calls."""
+    if element_flow(call) not in (Flow.POINTWISE, Flow.MOVE):
+        return {}
+    flats = marked.flatten().nonzero().flatten()
+    found = origins(call, values, out, flats, 0) if len(flats) else {}
+    marks = {value: torch.zeros(values[value].numel(), dtype=torch.bool) for value in call.inputs()}
+    none = torch.zeros(0, dtype=torch.int64)
+    return {value: mark.index_fill(0, found.get(value, none), True).reshape(values[value].shape) for value, mark in marks.items()}
+
+
+def narrowed(marked: Tensor, shape: torch.Size) -> Tensor:
+    """Return which elements of a tensor that is broadcast have their part in the marked ones."""
+    more = marked.dim() - len(shape)
+    own = marked.flatten(0, more - 1).any(0) if more > 0 else marked
+    for dim, size in enumerate(shape):
+        own = own.any(dim, keepdim=True) if size == 1 else own
+    return own
+
+
 def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
     """The elements that share all but the trailing dimensions of an index."""
     every = torch.arange(tensor.numel()).reshape(tensor.shape)

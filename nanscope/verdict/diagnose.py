@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from nanscope.errors import ProgramError
+from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
@@ -104,6 +104,8 @@ def examine(
             replayed = replay(snapshot)
         except ProgramError as error:
             replayed, problem = NOTHING, str(error)
+        except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is told with what it reached
+            replayed, problem = NOTHING, words_of(error)
     seen, location = snapshot.observation, replayed.location
     if location is not None and replayed.trace is not None and not seen.outside:
         observed = observe(location, replayed.trace)

@@ -42,7 +42,8 @@ def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     why = "" if cause is Cause.UNKNOWN or seen.origin.op == UNMADE else _why(seen, cause)
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
     behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else ""
-    return ". ".join(part for part in (what(seen), behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
+    told = _unseen(snapshot) if _is_unseen(seen) else what(seen)
+    return ". ".join(part for part in (told, behind, _not_looked_into(snapshot, seen), _capital(why), _capital(end)) if part) + "."
 
 
 def blamed(blame: Blame) -> str:
@@ -54,6 +55,19 @@ def blamed(blame: Blame) -> str:
     if blame.low == blame.high:
         return f"{what}, where nearly all others are {median}"
     return f"{what}, where {its} is {median} (5 % to 95 %: {number(blame.low)} … {number(blame.high)})"
+
+
+def _is_unseen(seen: Observation) -> bool:
+    return seen.phase in (Phase.FORWARD, Phase.BACKWARD) and seen.origin.op == "unknown" and not seen.origin.dtype
+
+
+def _unseen(snapshot: Snapshot) -> str:
+    """That nothing is known of where it went bad, and why."""
+    slugs = {slug for slug, _ in snapshot.notes}
+    if slugs & {"not_looked_into", "not_replayed"}:
+        return "it is not known where it went bad: looking into what was recorded failed"
+    why = "what was recorded of the loss is fine when it is run again" if snapshot.program.calls else "the loss was not recorded"
+    return f"nobody saw where it went bad: {why}"
 
 
 def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
@@ -204,7 +218,7 @@ def _update(seen: Observation) -> str:
 def _made_here(seen: Observation) -> str:
     p = seen.origin
     if p.op == "unknown" and not p.dtype:
-        return "nobody saw where it went bad: the loss was not recorded"
+        return "nobody saw where it went bad"
     if p.op == COMPILED:
         name, instead = p.operands[0] if p.operands else ("a function", math.nan)
         subject = f"{p.variable} = {p.expression}" if p.variable and p.expression else (p.expression or "a value")

@@ -276,6 +276,18 @@ class Examiner:
             return self.described(snapshot, hit.recording, look, hit.loss_bad)
         except Exception as error:  # noqa: BLE001 - whatever fails in here, the step is reported with what it reached
             log.warning("nanscope [not-explained]: step %d: %s", snapshot.step, words_of(error))
+            return self._unexplained(snapshot, hit, words_of(error))
+
+    def _unexplained(self, snapshot: Snapshot, hit: Hit, error: str) -> Snapshot:
+        """A step as it was recorded: a newer reader may find in the file what was not found here."""
+        snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_looked_into", f"looking for where it went bad failed: {error}")))
+        recording = hit.recording
+        if recording.program is None or hit.look is not None:
+            return snapshot
+        try:
+            recorded = replace(snapshot, program=recording.program, tensors=recording.tensors, grads=recording.own_grads())
+            return to_save(recorded, NOTHING, self.save_tokens)
+        except Exception:  # noqa: BLE001 - nor can it be cut down to what a file may hold
             return snapshot
 
     def _of_weights(self, recording: Recording, look: Look) -> Look:
