@@ -7,6 +7,7 @@ import re
 from functools import cached_property
 
 from nanscope.frameworks.table import site_in
+from nanscope.locate.uses import Uses
 from nanscope.program.calls import Arg, Call, Ref, Site, refs
 from nanscope.program.ops import COMMUTATIVE, COPIES, NATURAL_EXPONENTIALS, SETS, WRITES, carries
 from nanscope.program.program import Program
@@ -36,8 +37,8 @@ def _unpacked(name: str, position: int) -> str | None:
 class Called:
     """What the values of a program are called, and the roles that this tells."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, uses: Uses) -> None:
+        self.program, self.uses = program, uses
         self._rows = [site_in(site.file, site.function) for site in program.sites]
         self._named: dict[int, Role | None] = {}  # a walk asks for the same value again and again
 
@@ -46,6 +47,8 @@ class Called:
         if value not in self._named:
             name = self.name(value)
             role = self._listed(value) or role_of(name)
+            if role is Role.MASK and self.uses.carried(value):
+                role = None  # what has a gradient says how much, and not which: `keep = -F.logsigmoid(margin)`
             self._named[value] = Role.HIDDEN if role is Role.REWARDS and self._of_data and _SCORE.search(name or "") else role
         return self._named[value]
 

@@ -252,7 +252,7 @@ class Drops:
         if role is not None or (leaf is not None and leaf.is_of_model) or self._is_label(value):
             return False
         call = self.program.maker(value)
-        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and (call is None or bool((tensor == 1).any()))
+        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())  # of zeros only is anything
         if call is None or depth > 20 or (binary and not strict):
             return binary and (not strict or not tensor.is_floating_point())
         if call.name in SELECTORS:
@@ -264,12 +264,11 @@ class Drops:
             return (self._is_mask(v, before.get(v), strict, depth + 1, known) for v in values)
 
         if carries(call.op) or call.name == "neg" or call.name in SHIFTS:
-            carried = PAYLOAD.get(call.name, ())
-            if len(carried) > 1:  # a where or a write: a mask only if all that it is made of are masks
-                parts = self._tensors(v for position in carried if position < len(call.args) for v in refs(call.args[position]))
-                return bool(parts) and all(masks(parts))
-            return any(masks(self._tensors(call.inputs())[:1]))
-        return call.name == "mul" and any(masks(self._zero_factors(call, before)))
+            # of a sum, a where or a write it is one only if all that it is made of are masks
+            carried = range(2) if call.name in SHIFTS else PAYLOAD.get(call.name, (0,))
+            parts = self._tensors(v for position in carried if position < len(call.args) for v in refs(call.args[position]))
+            return bool(parts) and all(masks(parts))
+        return call.name == "mul" and (all if strict else any)(masks(self._zero_factors(call, before)))
 
     def _tensors(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.run.values[v].dim() > 0]

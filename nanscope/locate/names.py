@@ -18,8 +18,8 @@ class Names:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._called = Called(program)
         self._uses = Uses(program)
+        self._called = Called(program, self._uses)
         self._computed = Computed(self._called, self._uses)
         self._onward = Onward(self._called, self._uses)
 
@@ -46,6 +46,8 @@ class Names:
             named = Role.ATTENTION  # inside a model scores are those of attention
         if named is Role.LOG_RATIO and self._called.is_exponential(value):
             named = None  # a name that is used for one thing after another
+        if named is Role.ROUTER and made is not None and not made.module:
+            return self._computed.role(value) or named  # not only experts are behind a gate
         if named is Role.LOG_PROBS:
             return self._uses.role(value) or named  # of whose policy, the loss knows better than a name that does not say
         if named is not None:

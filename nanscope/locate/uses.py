@@ -31,7 +31,9 @@ from nanscope.program.ops import (
     PROBABILITIES,
     PRODUCTS,
     QUOTIENTS,
+    RANKINGS,
     REGRESSIONS,
+    SELECTORS,
     SEQUENCE_SUMS,
     SHIFTS,
     SIGMOIDS,
@@ -58,8 +60,9 @@ class Uses:
         """The values that a gradient flows through."""
         found = {leaf.id for leaf in self.program.leaves if leaf.diff}
         for call in self.program.calls:
-            if call.grad and call.name not in HISTORY_ENDS and not found.isdisjoint(call.inputs()):
-                found.update(out for out in call.outs if out is not None)
+            read = found.intersection(call.inputs()) if call.grad and call.name not in HISTORY_ENDS | SELECTORS else ()
+            if any(flow_of(call.op) is not Flow.MOVE or _holds(call, value) for value in read):
+                found.update(out for out in call.outs[: 1 if call.name in RANKINGS else None] if out is not None)
         return frozenset(found)
 
     def carried(self, value: int) -> bool:

@@ -97,6 +97,10 @@ SELECTORS = _family("""
     logical_and logical_not logical_or logical_xor lt ne nonzero one_hot searchsorted signbit""")
 
 
+# Their second result says which, too.
+RANKINGS = _family("cummax cummin kthvalue max median min mode nanmedian sort topk")
+
+
 # What says of each element whether it is a number; so does a comparison with itself.
 CHECKS = _family("isfinite isinf isnan")
 EQUALITIES = _family("eq ne")
