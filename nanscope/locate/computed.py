@@ -18,6 +18,7 @@ from nanscope.program.ops import (
     NATURAL_EXPONENTIALS,
     NATURAL_LOGARITHMS,
     PRODUCTS,
+    QUOTIENTS,
     RESCALINGS,
     SCORE_KEEPERS,
     SELECTORS,
@@ -32,6 +33,10 @@ from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
 
 _SPREAD = re.compile(r"(^|_)(log_?)?(std|sigma|var|variance|scale|alpha|temperature)($|_)")
 _PREDICTED = re.compile(r"(^|_)(pred\w*|labels?|targets?|outputs?|q\d?|qf\w*|q_?values?|v|values?)($|_)")  # and no log-prob
+
+_POLICY = re.compile(r"(^|_)(polic(y|ies)|prob(abilitie)?s?|pi|visits?)($|_)")
+
+_WEIGHTS = frozenset({Role.RATIO, Role.IS_WEIGHT})
 
 _KEPT = frozenset({Role.KL, Role.ENTROPY, Role.LOSS, Role.LOG_RATIO})  # what a number or a mask makes of these is still the same
 
@@ -66,6 +71,10 @@ class Computed:
             return first  # of a sequence, or what a mask leaves of it, or its mean over tokens
         if first in _KEPT and (name in SUMS or name in CLAMPS or (name in RESCALINGS and (len(inputs) == 1 or self._is_of_tokens(call)))):
             return first
+        if name in CLAMPS and first in _WEIGHTS:
+            return first
+        if name in QUOTIENTS and len(inputs) == 2 and all(map(self._is_weight, inputs)):
+            return Role.IS_WEIGHT  # what of a ratio is left to weigh by
         if name in DIFFERENCES and first is None and self.uses.carried(value) and any(self.uses.is_centred(call, v) for v in inputs):
             return Role.HIDDEN
         if name in ADDITIONS and len(inputs) == 2 and (told := self._shifted(name, first, self._own(inputs[1]))) is not None:
@@ -87,6 +96,13 @@ class Computed:
         if name in PRODUCTS and len(inputs) == 2 and not self.uses.carried(value) and first in (Role.RATIO, Role.IS_WEIGHT):
             return other if (other := self._own(inputs[1])) in SCORES else None  # weighed, and no part of a loss yet
         return None
+
+    def _is_weight(self, value: int) -> bool:
+        """Is it a ratio of probabilities, within bounds as it may be, by its name or as e to a log-ratio?"""
+        value = self._behind(value, CLAMPS)
+        made = self.program.maker(value)
+        of_ratio = made is not None and made.name in NATURAL_EXPONENTIALS and self._own(next(made.inputs())) is Role.LOG_RATIO
+        return of_ratio or self.called.named(value) in _WEIGHTS
 
     def _is_of_tokens(self, call: Call) -> bool:
         """Is it a sum, or a product or a quotient with a mask, or with the number of tokens that one selects?"""
@@ -135,6 +151,17 @@ class Computed:
         if role is Role.IS_WEIGHT:
             return role
         return Role.LOG_PROBS if LOG_PROBS & self.called.ancestors(operand) else None
+
+    def is_of_policy(self, call: Call) -> bool:
+        """Is it the logarithm of data that are called probabilities, or one that is held against log-probs?"""
+        value, operand = call.outs[0], next(call.inputs(), -1)
+        if call.name not in NATURAL_LOGARITHMS or value is None:
+            return False
+        if not self.uses.carried(operand) and _POLICY.search((self.called.name(self._behind(operand, CLAMPS)) or "").lower()):
+            return True
+        beside = (read for call in self.program.readers(value) if call.name in DIFFERENCES for read in call.inputs() if read != value)
+        made = ((other, self.program.maker_behind(other)) for other in beside)
+        return any(self.called.named(other) in LOG_PROBS or (call is not None and call.name in LOG_SOFTMAXES) for other, call in made)
 
     def _holds_ratio(self, call: Call) -> bool:
         """Is a ratio among what is scaled and shifted there?"""

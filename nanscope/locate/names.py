@@ -64,6 +64,8 @@ class Names:
             return self._called.read_role(value) or self._uses.role(value) or self._onward.role(value)
         site = self.program.site_of(made)
         if made.module:  # before the source is asked: a layer is called anything, and what it makes is an activation
+            if self._computed.is_of_policy(made):
+                return Role.LOG_PROBS
             return Role.WEIGHTS if self._computed.of_weights_only(value) else self.inside(site, made.module, self._called.ancestors(value))
         if site is None:
             return self._onward.role(value)
@@ -71,6 +73,8 @@ class Names:
         if callee in (Role.KL, Role.ENTROPY):
             return callee  # `F.kl_div(…)`
         told = role_of(site.within) or self._computed.of_probabilities(made) or around(site)
+        if told is None and self._computed.is_of_policy(made):
+            return Role.LOG_PROBS
         if told in (Role.HIDDEN, *SCORES) and self._uses.carried(value) and self._uses.is_error(value):
             return Role.LOSS  # how far a model is off, whatever the function is about
         return told or self._onward.role(value if via is None else via)

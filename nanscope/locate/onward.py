@@ -5,8 +5,8 @@ from __future__ import annotations
 from nanscope.locate.called import Called, around
 from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Call, Computes
-from nanscope.program.ops import PRODUCTS, RESCALINGS, SOFTMAXES, carries
-from nanscope.roles import LOG_PROBS, SCORES, Role
+from nanscope.program.ops import PRODUCTS, RESCALINGS, SELECTORS, SOFTMAXES, carries
+from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
 
 _OF_LOSSES = frozenset({Role.LOSS, Role.RATIO, Role.LOG_RATIO})  # what of a token's part in the loss is named
 
@@ -27,13 +27,16 @@ class Onward:
             if not readers:
                 ends = Role.LOSS if self.program.computes is Computes.LOSS else Role.HIDDEN  # what is handed to a model, or comes out of it
                 return ends if value == self.program.output else None
+            readers = [reader for reader in readers if reader.name not in SELECTORS]  # what is asked of a value is another thing
+            if not readers:
+                return None
             if readers[0].module:
                 return Role.HIDDEN  # a model is given it: what becomes of its outputs says nothing of that
             if readers[0].name in SOFTMAXES and self._becomes_weight(readers[0].outs[0]):
                 return Role.IS_WEIGHT
             if (taken := self.uses.taken_for(readers[0], value)) is not None:
                 return taken
-            if self.uses.is_compared(readers[0]) and (side := self._side(value)) is not None:
+            if self.uses.is_compared(readers[0]) and (side := self._side(readers[0], value)) is not None:
                 return side
             if self._weighs_loss(readers[0], value):
                 return Role.IS_WEIGHT
@@ -70,9 +73,20 @@ class Onward:
             value = reader.outs[0]
         return False
 
-    def _side(self, value: int) -> Role | None:
-        """What a value that another one is compared with is: an activation, but for what comes of rewards or of probabilities."""
+    def _side(self, reader: Call, value: int) -> Role | None:
+        """What a value that another one is compared with is: an activation, but for what comes of rewards or of probabilities, and for what
+        a model of rewards is to say."""
         roots = self.called.ancestors(value)
         if self.uses.carried(value):
             return None if self.uses.comes_of_probability(value) or roots & (LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}) else Role.HIDDEN
-        return min(SCORES & roots, default=Role.HIDDEN if Role.HIDDEN in roots else None)
+        told = {self._of_model(other) for other in reader.inputs() if other != value}
+        return min(SCORES & (roots | told), default=Role.HIDDEN if Role.HIDDEN in roots else None)
+
+    def _of_model(self, value: int) -> Role | None:
+        """What a model gives, by its name or by that of the model's class."""
+        named, call = self.called.named(value), self.program.maker(value)
+        while call is not None and carries(call.op):
+            value = next(call.inputs(), -1)
+            call = self.program.maker(value)
+        leaf = self.program.leaf(value)
+        return None if leaf is None or leaf.origin != "module" else named or role_of(leaf.made_by)
