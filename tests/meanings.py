@@ -853,3 +853,33 @@ def parallel_entropy(logits):
     total = raised.sum(dim=-1, keepdim=True)
     share = raised / total
     return -0.01 * (top + total.log() - (share * logits).sum(dim=-1, keepdim=True)).mean()
+
+
+@formula("TRL", "pddm", {"rho.clamp(0.8, 3.0) / rho": "is_weight ratio", "log_ratio.exp()": "ratio is_weight"})
+def gated_policy(logps, sampling_logps, advantages, mask):
+    log_ratio = logps - sampling_logps
+    with torch.no_grad():
+        rho = log_ratio.exp()
+        gate = rho.clamp(0.8, 3.0) / rho
+    return -(gate * log_ratio.exp() * advantages * mask).sum() / mask.sum()
+
+
+@formula("Mixtral", "lw", {"logits.softmax(-1)": "router", "gate * 2.0": "router"})
+def gated_experts(logits, x):
+    gate = logits.softmax(-1)
+    gate = gate * 2.0
+    return (gate.mean((0, 1)) ** 2).sum()
+
+
+@formula("MuZero", "ld", {"target_policy.log()": "log_probs ref_log_probs kl"})
+def of_visits(policy_logits, visits):
+    log_prob = F.log_softmax(policy_logits[..., :3], dim=-1)
+    target_policy = visits[:, None] / 3
+    log_target = target_policy.log()
+    return (log_prob.exp() * (log_prob - log_target)).sum(-1).mean()
+
+
+@formula("SAC", "pd", {"torch.log(1 - action.pow(2) + 1e-6)": "log_probs entropy"})
+def squashed(log_prob, action):
+    correction = torch.log(1 - action.pow(2) + 1e-6)
+    return (log_prob - correction).mean()

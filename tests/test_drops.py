@@ -168,7 +168,11 @@ IS_MASK: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [
     ("a comparison", lambda x, z: x * (z > 0.5), True),
     ("its complement", lambda x, z: x * (1 - (z > 0.5).float()), True),
     ("a product of masks", lambda x, z: x * ((z > 0.5).float() * (z < 2)), True),
+    ("masks together", lambda x, z: x * ((z > 0.5).float() + (z > 2)), True),
     ("other numbers", lambda x, z: x * z.cumsum(-1), False),
+    ("zeros alone", lambda x, z: x * (z * 0.0), False),
+    ("zeros of a comparison", lambda x, z: x * (z > 2), True),
+    ("a mask less a quantity", lambda x, z: x * ((z > 0.5).float() - z.sigmoid()), False),
     ("a soft weight", lambda x, z: x * z.sigmoid(), False),
 ]
 
@@ -179,6 +183,29 @@ def test_a_mask_says_which_elements_count_and_not_how_much(weigh: Callable[[Tens
     recorded = record(lambda x, z: weigh(x, z).sum(), spike(), hole())
     product = next(call for call in reversed(recorded.program.calls) if call.name == "mul")
     assert recorded.trace.drops.is_mask(list(product.inputs())[-1], None) is says
+
+
+def test_what_has_a_gradient_is_no_mask_whatever_it_is_called() -> None:
+    """A loss may be called `keep`: it says how much, and an infinity that is made of it is nobody's intention."""
+
+    def loss(x: Tensor, temperature: float = 0.0) -> Tensor:
+        keep = -torch.nn.functional.logsigmoid(x)
+        scaled = (keep * 0.5 - x) / temperature
+        return scaled.mean()
+
+    recorded = record(loss, torch.tensor([2.0, -2.0], requires_grad=True))
+    assert not recorded.trace.names.says_mask(made_by(recorded, "neg"))
+    location = recorded.location
+    assert location is not None and (location.origin.op, location.origin.variable, location.origin.index) == ("div", "scaled", (0,))
+
+
+def test_zeros_that_came_in_are_a_mask_only_by_their_name() -> None:
+    """A batch in which nobody scored, and one in which nothing counts."""
+    x = torch.ones(2, 3, requires_grad=True)
+    scored = record(lambda x, bonus: (x * bonus).sum(), x, torch.zeros(2, 3))
+    counted = record(lambda x, mask: (x * mask).sum(), x, torch.zeros(2, 3))
+    says = [one.trace.drops.is_mask(one.program.leaves[-1].id, torch.ones(2, 3, dtype=torch.bool)) for one in (scored, counted)]
+    assert says == [False, True]
 
 
 TURNED: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [

@@ -393,3 +393,21 @@ def test_what_is_added_against_zero_changes_no_role() -> None:
 
     made = record(loss, ones(*SHAPE), leaf(*SHAPE))
     assert Names(made.program).role(made_by(made, "log")) is Role.IS_WEIGHT
+
+
+class RewardModel(nn.Linear):
+    """Says what a completion is worth."""
+
+
+@pytest.mark.parametrize(("kind", "role"), [(RewardModel, Role.REWARDS), (nn.Linear, Role.LOSS)], ids=["of rewards", "of anything"])
+def test_labels_are_what_the_model_that_they_are_held_against_is_to_say(tmp_path: Path, kind: type[nn.Linear], role: Role) -> None:
+    """A comparison that makes a mask of them says nothing of what they are."""
+    torch.manual_seed(0)
+    model, x, labels = kind(3, 2), torch.randn(4, 3), torch.ones(4, 2)
+    labels[1, 0] = math.nan
+    with nanscope.watch(out=tmp_path) as scope:
+        counted = labels != -100.0
+        error = (model(x) - labels) ** 2 * counted
+        (error.sum() / counted.sum()).backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.origin.variable, incident.origin.role) == ("bad_input", "labels", role)
