@@ -68,8 +68,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "nemo_aligner_194_no_sequence_ended": "variable",
     # a weight of a model that was never called before it was spoilt has no name yet
     "sample_factory_pbt_copies_diverged_member": "variable line",
-    # a correction of a log-prob for the shape of the action that no name tells; visits that stand for a policy
-    "autonomous_learning_library_139_log_of_scaled_action": "role",
+    # visits that stand for a policy
     "leela_chess_283_visits_to_the_inverse_temperature": "role",
     # another fix than the ones that were thought of, which works as well
     "axolotl_3910_orpo_clamped_logp": "fix",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.location import spotted
+from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Kind, Observation, Past, Phase
 from nanscope.snapshot.step import Reached, Snapshot
@@ -28,6 +29,7 @@ def told(observation: Observation, cause: Cause = Cause.UNKNOWN, reached: Reache
     return sentence(Snapshot(7, 0, Program((), (), -1), {}, None, {}, reached), observation, cause)
 
 
+RECORDED = Program((Leaf(0, "x", "data", False, ""),), (Call("aten.exp.default", (Ref(0),), (), (1,)),), 1)
 RATIO = "ratio = torch.exp(log_ratio) overflowed to +inf at [0, 1] of [2, 3]"
 EXP = "loss.py:12: exp(99) = +inf, float32 ends at exp(88.72)."
 ARRIVED: dict[str, Any] = {"phase": Phase.BACKWARD, "kind": Kind.ARRIVED}
@@ -287,3 +289,19 @@ def test_what_was_absorbed_is_said_with_its_line(loss: Any, name: str) -> None:
         f"{name} was +inf at [0, 1]{counted} (test_sentence.py:{line}, step 3), and it was absorbed: "
         "loss is finite, weights and gradients stayed clean"
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "notes", "expected"),
+    [
+        (Program((), (), -1), (), "nobody saw where it went bad: the loss was not recorded."),
+        (RECORDED, (), "nobody saw where it went bad: what was recorded of the loss is fine when it is run again."),
+        (RECORDED, (("not_looked_into", "it failed"),), "it is not known where it went bad: looking into what was recorded failed."),
+        (RECORDED, (("not_replayed", "it failed"),), "it is not known where it went bad: looking into what was recorded failed."),
+    ],
+    ids=["not recorded", "fine again", "not looked into", "not replayed"],
+)
+def test_why_nobody_knows_where_it_went_bad(program: Program, notes: tuple[tuple[str, str], ...], expected: str) -> None:
+    """Nothing is said of a recording that the step itself contradicts."""
+    snapshot = Snapshot(7, 0, program, {}, None, {}, Reached(NAN), notes=notes)
+    assert sentence(snapshot, Observation(phase=Phase.FORWARD), Cause.UNKNOWN) == f"{expected} The loss is NaN."

@@ -233,7 +233,8 @@ class Drops:
     def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False) -> bool:
         """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?
 
-        zeros: where it is 0 and matters, of it or of the product that it is broadcast to. strict: zeros and ones are not enough, it has to be made of masks.
+        zeros: where it is 0 and matters, of it or of the product that it is broadcast to. strict: zeros and ones are not enough, it has to
+        be made of masks.
         """
         own = None if zeros is None else narrowed(zeros, self.run.values[value].shape)
         return self._is_mask(value, own, strict, 0, {})
