@@ -98,7 +98,7 @@ SELECTORS = _family("""
 
 
 # Their second result says which, too.
-RANKINGS = _family("cummax cummin kthvalue max median min mode nanmedian sort topk")
+RANKINGS = _family("cummax cummin max median min nanmedian sort topk")
 
 
 # What says of each element whether it is a number; so does a comparison with itself.
