@@ -1,0 +1,73 @@
+"""A check as text and as SARIF: worst first, a line once, and what a name or a path holds cannot leave its place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nanscope
+from nanscope.foresight.hazard import Check
+from nanscope.report.check import render_check
+from nanscope.report.sarif import sarif_of
+
+
+def own(log_probs, old_log_probs, advantages, mask):
+    ratio = torch.exp(log_probs - old_log_probs)
+    return -(ratio * advantages[:, None] * mask).sum() / mask.sum()
+
+
+@pytest.fixture(scope="module")
+def found() -> Check:
+    return nanscope.check(own)
+
+
+def test_what_training_can_reach_stands_first_and_a_line_stands_once(found: Check) -> None:
+    """Each with its trigger, what it spoils, and the fix."""
+    text = render_check(found)
+    assert text.index("reachable in training\n") < text.index("only by broken data")
+    assert text.split("only by broken data")[0].count("ratio = torch.exp(log_probs - old_log_probs)") <= 2  # its first use, and exp
+    assert "all of mask is 0: the loss and the gradient of tokens that count are not finite" in " ".join(text.split())
+    assert "✓ leaves the healthy step as it is" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_longer_than_there_is_room(found: Check, width: int) -> None:
+    """It folds, and loses nothing."""
+    text = render_check(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "not finite" in " ".join(text.split())
+
+
+def test_no_hazard_is_one_line() -> None:
+    """And says how often it was tried."""
+    text = render_check(Check((), 4, 120))
+    assert text.splitlines() == ["● step 4 · 120 runs   No hazard found in 120 runs of the step."]
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(found: Check) -> None:
+    """A name is text."""
+    hazard = found.hazards[0]
+    hostile = replace(hazard, trigger=replace(hazard.trigger, words="\x1b[2Jgone"), origin=replace(hazard.origin, expression="\x1b[31m"))
+    assert "\x1b" not in render_check(Check((hostile,), 1, 1))
+
+
+def test_a_code_host_gets_each_hazard_at_its_line(found: Check) -> None:
+    """SARIF 2.1.0: a rule for each cause, a result for each hazard; what training can reach is an error."""
+    log = json.loads(json.dumps(sarif_of(found), allow_nan=False))
+    (run,) = log["runs"]
+    assert log["version"] == "2.1.0" and run["tool"]["driver"]["name"] == "nanscope"
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} >= {result["ruleId"] for result in run["results"]}
+    levels = [result["level"] for result in run["results"]]
+    assert levels.count("error") == len(found.reachable) and levels == sorted(levels, key=["error", "warning", "note"].index)
+    place = run["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"].endswith("test_report_check.py") and place["region"]["startLine"] > 0
+
+
+def test_the_json_holds_what_the_text_says(found: Check) -> None:
+    """All of it, with NaN and the infinities as text."""
+    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert [one["trigger"]["words"] for one in data["hazards"]] == [hazard.trigger.words for hazard in found.hazards]
+    assert {one["severity"] for one in data["hazards"]} == {"reachable", "broken_data"}
