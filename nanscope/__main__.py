@@ -448,6 +448,42 @@ def check(
 
 
 @app.command()
+def precision(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: .html, .png, .txt or .json.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+) -> None:
+    """Show where a recorded step loses its bits: call by call against float64, and what a wider dtype at one place gives back.
+
+    Log-probs in half precision, the tokens that the clip decides differently for it, the order of sums, cancellation: all executed. Status
+    3 if rounding changes the gradient by more than 1 %.
+
+    Example: nanscope precision step-000004.rank0.safetensors -o precision.html
+    """
+    from nanscope.check.precision import precision as measured
+    from nanscope.report import precision as shown
+    from nanscope.report.console import progress
+    from nanscope.report.render import choose
+    from nanscope.snapshot.fetched import fetched
+    from nanscope.snapshot.file import load
+
+    if output is not None:
+        choose(shown.RENDERERS, output)
+    here = context.with_resource(fetched(file))
+    with progress(f"measuring {here.path.name}", file=sys.stderr):
+        found = measured(load(here.path))
+    write_json(json_file, found.to_json())
+    if output is None:
+        shown.print_precision(found, file=sys.stdout)
+    else:
+        with writing(output):
+            shown.render_precision(found, output)
+        print(clean(str(output)))
+    _leave(found.harmful)
+
+
+@app.command()
 def inspect(
     context: typer.Context,
     file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from nanscope.program.calls import Arg, Call, Ref, recorded
 from nanscope.program.cost import Allowance, cost
 from nanscope.program.ops import FLOAT_FACTORIES, flow_of
 from nanscope.program.safety import permitted
+
+# Call, what it reads, dtype, device, with gradients, allowance, its place in the program → its results.
+Performer: TypeAlias = Callable[[Call, Mapping[int, Tensor], torch.dtype | None, torch.device, bool, Allowance | None, int], list[Any]]
 
 
 def _resolve(arg: Arg, values: Mapping[int, Tensor], dtype: torch.dtype | None, device: torch.device) -> Any:

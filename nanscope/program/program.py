@@ -19,6 +19,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
 from nanscope.program.ops import COPIES, carries
+from nanscope.program.perform import Performer, perform
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
 
@@ -125,6 +126,7 @@ class Program:
         trace: bool = False,
         ends: bool = False,
         hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+        performer: Performer = perform,
     ) -> Run:
         """Run the program forward and, where the output carries a gradient, backward.
 
@@ -133,6 +135,7 @@ class Program:
         trace:    also keep, for every call, the gradients that went into and out of its autograd node.
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
         hooks:    value id → what makes its gradient another one, before it is kept or goes on.
+        performer: executes a call, as `perform` does: some of them in another way.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
         """
         return run_calls(
@@ -146,6 +149,7 @@ class Program:
             ends=ends,
             foreign=self.foreign,
             hooks=hooks,
+            performer=performer,
         )
 
     def to_json(self) -> dict[str, Any]:

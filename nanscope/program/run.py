@@ -15,7 +15,7 @@ from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf
 from nanscope.program.cost import Allowance
 from nanscope.program.numbers import dtype_name
-from nanscope.program.perform import perform
+from nanscope.program.perform import Performer, perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
 
@@ -86,6 +86,7 @@ def run_calls(
     ends: bool,
     foreign: bool,
     hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+    performer: Performer = perform,
 ) -> Run:
     """Run calls on the contents of their leaves, as `Program.execute` describes. foreign: they come from a file, and are bounded."""
     hooks = hooks or {}
@@ -108,7 +109,7 @@ def run_calls(
             stack.enter_context(torch.autocast(kind, enabled=False))  # the recorded calls hold the casts already
         stack.enter_context(_saving(shelf, values.values()))
         for index, call in enumerate(calls):
-            results = perform(call, values, dtype, device, call.grad and backward, allowance, index)
+            results = performer(call, values, dtype, device, call.grad and backward, allowance, index)
             node = None
             for out, tensor in zip(call.outs, results, strict=False):
                 if out is None or not isinstance(tensor, Tensor):
