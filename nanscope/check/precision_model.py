@@ -9,7 +9,7 @@ from typing import Any
 
 from nanscope.check.precision_run import EXACT, Change
 from nanscope.check.precision_sums import Cancelled, Summed
-from nanscope.check.precision_tokens import HeldLogProbs, Moved
+from nanscope.check.precision_tokens import HeldLogProbs, Coarser
 from nanscope.plain import show
 from nanscope.program.numbers import dtype_name
 from nanscope.text import MOST, number
@@ -79,7 +79,7 @@ class Precision:
     log_probs: tuple[HeldLogProbs, ...]
     decided: int | None
     of: int | None
-    moved: tuple[Moved, ...]
+    moved: tuple[Coarser, ...]
     sums: tuple[Summed, ...]
     differences: tuple[Cancelled, ...]
     names: Mapping[int, str]

@@ -71,7 +71,7 @@ def sums(trace: Trace, sensitivity: Mapping[int, Tensor]) -> Iterator[Summed]:
         halves = _by_halves(operand.to(result.dtype), dims).reshape(result.shape)
         halves = halves / terms if call.name == "mean" else halves
         size = _again(call, {value: operand.double().abs()}, EXACT)
-        at = int((weight * exact).abs().flatten().argmax())
+        at = int((weight * exact).abs().nan_to_num(0.0, 0.0, 0.0).flatten().argmax())
         whole = float(exact.flatten()[at])
         recorded, backwards, pairwise = (float((error_of(found, exact) * weight).sum()) for found in (result, turned, halves))
         condition = abs(float(size.flatten()[at]) / whole) if whole else math.inf

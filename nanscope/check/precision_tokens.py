@@ -28,7 +28,7 @@ TOLD, SEEN = 8, 1024  # different numbers that have to lie on a grid before it i
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Nats:
     """Of some numbers: mean, median, the one that 1 % exceed, and the largest."""
 
     mean: float
@@ -37,13 +37,13 @@ class Spread:
     largest: float
 
     @staticmethod
-    def of(numbers: Tensor) -> Spread | None:
+    def of(numbers: Tensor) -> Nats | None:
         """Of the finite ones; None if there are none."""
         ordered = numbers[torch.isfinite(numbers)].double().flatten().sort().values
         if not len(ordered):
             return None
         last = len(ordered) - 1
-        return Spread(*(float(x) for x in (ordered.mean(), ordered[last // 2], ordered[round(0.99 * last)], ordered[-1])))
+        return Nats(*(float(x) for x in (ordered.mean(), ordered[last // 2], ordered[round(0.99 * last)], ordered[-1])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class HeldLogProbs:
     dtype: str
     grid: str
     tokens: int
-    off: Spread | None
-    unit: Spread | None
+    off: Nats | None
+    unit: Nats | None
 
     @property
     def coarse(self) -> bool:
@@ -69,7 +69,7 @@ class HeldLogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Coarser:
     """The step in float64 with its log-probs moved, and what came of it.
 
     off: nats by which those of the policy were moved. decided, of: tokens at which the clip decides differently, and of how many; None
@@ -77,7 +77,7 @@ class Moved:
     """
 
     label: str
-    off: Spread | None
+    off: Nats | None
     change: Change
     decided: int | None
     of: int | None
@@ -91,16 +91,20 @@ class LogProbsOf:
     exact: Run
 
     @cached_property
-    def values(self) -> Mapping[Role, list[int]]:
-        """The values of each policy's log-probs: one, or one a chunk."""
+    def _chains(self) -> Mapping[Role, list[list[int]]]:
+        """The values of each policy's log-probs, from what the loss reads back to before it moved or clamped them."""
         lineage = Lineage(self.trace)
-        found: dict[Role, list[int]] = {}
+        found: dict[Role, list[list[int]]] = {}
         for role in (role for role in Role if role in LOG_PROBS):
             ends = [value for value in lineage.ends(role) if (value in lineage.carries) is (role is Role.LOG_PROBS)]
-            bases = dict.fromkeys(lineage.back(value, masks=False, deep=False)[-1] for value in ends)
-            if bases:
-                found[role] = list(bases)
+            if ends:
+                found[role] = [lineage.back(value, masks=False, deep=False) for value in ends]
         return found
+
+    @cached_property
+    def values(self) -> Mapping[Role, list[int]]:
+        """What each policy's log-probs were before the loss did anything to them: one value, or one a chunk."""
+        return {role: list(dict.fromkeys(chain[-1] for chain in chains)) for role, chains in self._chains.items()}
 
     @cached_property
     def _counted(self) -> Tensor | None:
@@ -123,13 +127,21 @@ class LogProbsOf:
 
     def _held(self, role: Role) -> HeldLogProbs:
         here, exact = self.of(self.trace.values, role), self.of(self.exact.values, role)
-        made = any(self.trace.program.maker(value) is not None for value in self.values[role])
+        made = any(self.trace.program.maker_behind(value) is not None for value in self.values[role])
         grid = grid_of(here)
-        name = next((name for value in self.values[role] if (name := self.trace.names.name(value))), None)
-        off = Spread.of((here.double() - exact.double()).abs()) if made else None
-        return HeldLogProbs(role, name, dtype_name(here.dtype), dtype_name(grid), len(here), off, Spread.of(half_unit(here, grid)))
+        known = (self.trace.names.name(value) for chain in self._chains[role] for value in reversed(chain))
+        off = Nats.of((here.double() - exact.double()).abs()) if made else None
+        return HeldLogProbs(
+            role,
+            next(filter(None, known), None),
+            dtype_name(here.dtype),
+            dtype_name(grid),
+            len(here),
+            off,
+            Nats.of(half_unit(here, grid)),
+        )
 
-    def moved(self) -> tuple[Moved, ...]:
+    def moved(self) -> tuple[Coarser, ...]:
         """Run the step with all log-probs in half precision; and, where they came so, with those of the policy half a unit up and down."""
         if Role.LOG_PROBS not in self.values:
             return ()
@@ -144,10 +156,10 @@ class LogProbsOf:
             tries |= {f"all log-probs in {dtype_name(dtype)}": dict.fromkeys(every, _narrowed(dtype)) for dtype in NARROW}
         return tuple(self._moved(label, becomes) for label, becomes in tries.items())
 
-    def _moved(self, label: str, becomes: Mapping[int, Become]) -> Moved:
+    def _moved(self, label: str, becomes: Mapping[int, Become]) -> Coarser:
         run = replaced(self.trace, becomes)
         off = (self.of(run.values, Role.LOG_PROBS).double() - self.of(self.exact.values, Role.LOG_PROBS).double()).abs()
-        return Moved(label, Spread.of(off), change(self.trace, run, self.exact), *self.decided(run))
+        return Coarser(label, Nats.of(off), change(self.trace, run, self.exact), *self.decided(run))
 
     def decided(self, run: Run) -> tuple[int | None, int | None]:
         """Return at how many elements the clip decides differently than in float64, and of how many; None where no clip is known."""

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from nanscope.check.precision_model import Precision, Rounds, share
 from nanscope.check.precision_run import Change
-from nanscope.check.precision_tokens import Spread
+from nanscope.check.precision_tokens import Nats
 from nanscope.report import canvas as drawn
 from nanscope.report.clean import clean
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, plain, show, table
@@ -108,8 +108,8 @@ def _log_probs(found: Precision) -> PrecisionTable:
     return PrecisionTable("how the log-probs are held", heads, tuple(rows), note=note)
 
 
-def _nats(spread: Spread | None) -> str:
-    return "–" if spread is None else f"{number(spread.median)}, {number(spread.most)}, {number(spread.largest)}"
+def _nats(spread: Nats | None) -> str:
+    return "–" if spread is None else ", ".join(f"{nats:.2g}" for nats in (spread.median, spread.most, spread.largest))
 
 
 def _moved(found: Precision) -> PrecisionTable:
