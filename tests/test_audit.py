@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded import record
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -350,6 +351,52 @@ def test_a_loss_that_is_not_the_weighted_advantages_on_a_first_step_says_so() ->
     """CISPO multiplies by the log-prob."""
     sentence = found(audit([rows((3, -1.0), (1, 1.0), drift=0.0)], "trl.cispo", epsilon_high=5.0), "first_step").sentence
     assert sentence.endswith("here: this loss is no ratio · advantage alone.")
+
+
+def test_a_first_step_in_float64_has_the_same_gradient() -> None:
+    """Executed, on the recorded program and under a framework's rule: the loss is 0 and learning owes nothing to rounding."""
+    first = rows((3, -1.0), (1, 1.0), (2, 0.7), (4, -0.7), drift=0.0)
+    for finding in (found(audit([first], "trl.grpo"), "first_step_exact"), found(recorded(first), "first_step_exact")):
+        assert finding.effect is Effect.NOTE
+        assert 0 <= finding.figures["gradient"] < 1e-6 and finding.figures["cosine"] == pytest.approx(1.0)
+        assert "owes nothing to calculation errors" in finding.sentence
+
+
+def test_a_first_step_that_rounding_spoils_says_so() -> None:
+    """In bfloat16 a part of the gradient is calculation error, and that is not talked away."""
+    first = rows((3, -1.0), (1, 1.0), (2, 0.7), (4, -0.7), drift=0.0)
+    finding = found(recorded(first, torch.bfloat16), "first_step_exact")
+    assert finding.figures["gradient"] > 1e-4 and "is calculation error" in finding.sentence
+
+
+def test_noise_on_the_advantages_is_executed() -> None:
+    """Held against the same noise by hand: one number a row, with the seed, on the recorded program and on one that makes its advantages."""
+    first = rows((3, -1.0), (1, 1.0), (2, 0.7), (4, -0.7), drift=0.0)
+    noise = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float() * 1e-2
+    tokens = first.mask.sum(-1)
+    loss = float(-(noise + first.advantages).mean())  # a mean of row means: every ratio is 1
+    moved = (noise**2 / tokens).sum().sqrt() / (first.advantages**2 / tokens).sum().sqrt()
+    for made_inside in (False, True):
+        figures = found(recorded(first, made_inside=made_inside), "advantage_noise").figures
+        assert figures["variance"] == 1e-4
+        assert figures["loss"] == pytest.approx(loss, rel=1e-3)
+        assert figures["gradient"] == pytest.approx(float(moved), rel=1e-3)
+    figures = found(audit([first], "trl.grpo"), "advantage_noise").figures
+    assert figures["loss"] == pytest.approx(loss, rel=1e-3) and 0.9 < figures["cosine"] < 1
+
+
+def recorded(batch: LossInputs, dtype: torch.dtype = torch.float32, *, made_inside: bool = False) -> Audit:
+    """The audit of a GRPO loss on a batch, recorded. made_inside: the loss itself takes the mean off the rewards."""
+
+    def loss(logps: torch.Tensor, old_logps: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        advantages = rewards - rewards.mean() if made_inside else rewards
+        ratio = torch.exp(logps - old_logps)
+        per_token_loss = -torch.min(ratio * advantages[:, None], torch.clamp(ratio, 0.8, 1.2) * advantages[:, None])
+        return ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean()
+
+    logps = batch.log_probs.detach().to(dtype)
+    pushed = batch.advantages.to(dtype) + (1.0 if made_inside else 0.0)
+    return audit_snapshots([record(loss, logps.requires_grad_(), logps.detach().clone(), pushed, batch.mask.to(dtype)).snapshot()])
 
 
 def test_a_later_step_is_not_explained_away() -> None:

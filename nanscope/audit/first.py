@@ -6,15 +6,20 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from nanscope.audit.model import Effect, Finding
 from nanscope.audit.step import NEARLY, AuditedStep, masked, stacked
 from nanscope.audit.weights import SCHEMES, Scheme, token_weights
 from nanscope.audit.words import use
+from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_loss
 from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs
 from nanscope.text import number
+
+ROUNDING = 1e-4  # of a gradient's length: what float32 takes off, and far more than that
+NOISE = 1e-4  # the variance that was proposed in https://github.com/huggingface/trl/pull/2869
 
 # Losses that are 0 there and losses that are not. None stands for the width of the batch.
 FIRST: tuple[tuple[str, tuple[tuple[str, Setting], ...]], ...] = (
@@ -48,6 +53,63 @@ def first_step(step: AuditedStep) -> Iterator[Finding]:
     if step.loss is not None and abs(step.loss - expected) > 1e-3 * max(abs(expected), NEARLY * size):
         sentence += f" It is {number(step.loss)} here: this loss is no ratio · advantage alone."
     yield Finding("first_step", Effect.NOTE, sentence, figures={"expected": expected, "gradient_norm": norm})
+    yield from _once_more(step)
+
+
+def _once_more(step: AuditedStep) -> Iterator[Finding]:
+    """Yield what the same step gives in float64, and what noise on its advantages does: both are run."""
+    plain = _repeated(step)
+    exact = _repeated(step, torch.float64) if plain is not None else None
+    if plain is None or exact is None or not exact[1].norm() > 0:
+        return
+    apart, cosine = _apart(plain[1], exact[1])
+    figures = {"gradient": apart, "cosine": cosine, "loss": plain[0], "loss_float64": exact[0]}
+    loss = f"The same step in float64, executed: loss {number(_rounded(exact[0], step))}, and a gradient that differs by {_percent(apart)}"
+    end = (
+        "What is learnt in this step owes nothing to calculation errors."
+        if apart <= ROUNDING
+        else "So much of this gradient is calculation error: `nanscope precision` says where it comes from."
+    )
+    yield Finding("first_step_exact", Effect.NOTE, f"{loss} of its length (cosine {cosine:.6f}). {end}", figures=figures)
+    noisy = _repeated(step, variance=NOISE)
+    if noisy is None:
+        return
+    apart, cosine = _apart(noisy[1], plain[1])
+    figures = {"variance": NOISE, "gradient": apart, "cosine": cosine, "loss": noisy[0]}
+    sentence = (
+        f"Noise of variance {NOISE:g} on the advantages, proposed so that such a step has a loss to learn from, executed with a seed: the "
+        f"loss is {number(noisy[0])} instead of {number(_rounded(plain[0], step))}, and the gradient another one by "
+        f"{_percent(apart)} of its length (cosine {cosine:.6f}). It adds noise to the gradient, and nothing that was missing."
+    )
+    yield Finding("advantage_noise", Effect.NOTE, sentence, figures=figures)
+
+
+def _repeated(step: AuditedStep, dtype: torch.dtype | None = None, variance: float = 0.0) -> tuple[float, Tensor] | None:
+    """The loss and the gradient of the whole step, run again; None where a part cannot be, or is not finite."""
+    parts = [part for part in step.parts if part.tokens]
+    try:
+        runs = [(part.share, *part.repeated.repeat(dtype, variance)) for part in parts if part.repeated is not None]
+    except (NanscopeError, RuntimeError):
+        return None
+    if not runs or len(runs) < len(parts):
+        return None
+    loss, gradient = math.fsum(share * value for share, value, _ in runs), torch.cat([share * grad for share, _, grad in runs])
+    return (loss, gradient) if math.isfinite(loss) and bool(torch.isfinite(gradient).all()) else None
+
+
+def _apart(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """How far a gradient is from another one, in lengths of that one, and the cosine between the two."""
+    size = float(wanted.norm())
+    return float((found - wanted).norm()) / size, float(found @ wanted) / (float(found.norm()) * size or 1.0)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %".replace("-", "−")
+
+
+def _rounded(loss: float, step: AuditedStep) -> float:
+    """A loss without what is nothing but rounding beside the losses that it is made of."""
+    return loss if abs(loss) > NEARLY * step.size else 0.0
 
 
 def _why(step: AuditedStep, size: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.audit.repeat import RecordedLoss, Repeatable, RuledLoss
 from nanscope.audit.weights import (
     SAME,
     SCHEMES,
@@ -46,7 +47,7 @@ class Part:
     weights_BT: of the tokens in its own loss, None if unknown. share: what the trainer multiplies its loss by to get that of the step.
     drift: the largest |Δ| of a valid token in nat; None if there is none. loss: as recorded. per_row: the loss has one value per row.
     same: relative difference of two weights that is rounding. other_terms: the recorded loss holds more than these tokens' losses.
-    left_out: valid tokens without a finite loss, which are 0 here.
+    left_out: valid tokens without a finite loss, which are 0 here. repeated: the loss itself, to be run again; None if it is not known.
     """
 
     source: str
@@ -63,6 +64,7 @@ class Part:
     loss: float | None = None
     per_row: bool = False
     other_terms: bool = False
+    repeated: Repeatable | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,7 +90,8 @@ def part_of(inputs: LossInputs, how: LossSettings, *, source: str, rank: int, sh
         loss = objective(clean, how).token_loss
     mask_BT = clean.mask
     loss_BT, left_out = _finite(loss, mask_BT)
-    part = Part(source, rank, share, clean, mask_BT, loss_BT, left_out, _drift(clean), per_row=loss.shape[-1] < mask_BT.shape[-1])
+    wide, repeated = loss.shape[-1], RuledLoss(inputs, how)
+    part = Part(source, rank, share, clean, mask_BT, loss_BT, left_out, _drift(clean), per_row=wide < mask_BT.shape[-1], repeated=repeated)
     if not weigh:
         return part
     weights_BT = token_weights(mask_BT, how.reduction)
@@ -104,9 +107,11 @@ def recorded_part(snapshot: Snapshot, source: str, share: float) -> tuple[Part, 
     """
     program = snapshot.program
     trace = Trace(program, program.execute(snapshot.tensors) if program.calls else Run({}))
-    inputs = batch_of(trace).inputs
+    batch = batch_of(trace)
+    inputs = batch.inputs
     part = part_of(inputs, LossSettings(), source=source, rank=snapshot.rank, share=share, weigh=False)
     part = replace(part, drift=None if inputs.old_log_probs is None else part.drift)  # a loss without a ratio has no first step
+    part = replace(part, repeated=RecordedLoss(trace, batch.pushed_by))
     part = replace(part, loss=None if snapshot.loss is None else snapshot.loss.double().sum().item())
     found = weights_of(trace, part.mask_BT)
     if found is None:
@@ -131,7 +136,7 @@ def _by_rule(snapshot: Snapshot, inputs: LossInputs, part: Part) -> Part | None:
     value = ruled.value()
     if value is None or not abs(value - part.loss) <= 1e-3 * abs(part.loss):
         return None
-    return replace(ruled, loss=part.loss, drift=part.drift)
+    return replace(ruled, loss=part.loss, drift=part.drift, repeated=part.repeated)
 
 
 def _as_mean(how: LossSettings) -> LossSettings:

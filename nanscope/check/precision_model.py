@@ -9,7 +9,7 @@ from typing import Any
 
 from nanscope.check.precision_run import EXACT, Change
 from nanscope.check.precision_sums import Cancelled, Summed
-from nanscope.check.precision_tokens import HeldLogProbs, Coarser
+from nanscope.check.precision_tokens import Coarser, HeldLogProbs
 from nanscope.plain import show
 from nanscope.program.numbers import dtype_name
 from nanscope.text import MOST, number

@@ -34,10 +34,14 @@ ANCHORS = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """The batch, and where each part of it was found: (field of LossInputs, what the training code calls it)."""
+    """The batch, and where each part of it was found: (field of LossInputs, what the training code calls it).
+
+    pushed_by: the values of the program that are the advantages: one, or one a chunk.
+    """
 
     inputs: LossInputs
     sources: tuple[tuple[str, str], ...]
+    pushed_by: tuple[int, ...] = ()
 
 
 def loss_inputs(snapshot: Snapshot, run: Run | None = None) -> LossInputs:
@@ -66,10 +70,11 @@ def batch_of(trace: Trace) -> RecordedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A part of the batch: a tensor, and what it is called."""
+    """A part of the batch: a tensor, what it is called, and which value of the program it is, where that is asked for."""
 
     tensor: Tensor
     name: str
+    value: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +178,9 @@ class _Search:
         source = self.kin.before_sign(value)
         content = self.trace.values[source]
         name = self._called(source, value, factor)
-        for found in (content, self.trace.values[value]):
-            if (fitted := _as_rows(found, wide, mask)) is not None:
-                return _Found(fitted, name)
+        for at in (source, value):
+            if (fitted := _as_rows(self.trace.values[at], wide, mask)) is not None:
+                return _Found(fitted, name, at)
         raise self._missing(Role.ADVANTAGES, f"{name} has the shape {list(content.shape)}, the log-probs have {list(wide)}")
 
     def _rows(self, value: int) -> torch.Size:
@@ -262,7 +267,7 @@ def _joined(parts: list[dict[str, _Found]]) -> RecordedBatch:
         mask=tensors["mask"].to(dtype),
         entropy=tensors.get("entropy"),
     )
-    return RecordedBatch(inputs, sources)
+    return RecordedBatch(inputs, sources, tuple(dict.fromkeys(part["advantages"].value for part in parts)))
 
 
 def _as_rows(content: Tensor, wide: torch.Size, mask: Tensor) -> Tensor | None:
