@@ -87,6 +87,30 @@ class Remedy:
     unless: tuple[tuple[str, Setting], ...] = ()
 
 
+class Tries(StrEnum):
+    """What a setting that people advise does to the loss."""
+
+    LEAVES_OUT = "leaves the KL term out"
+    SCALES = "multiplies its coefficient"
+    CHOOSES = "chooses the estimator of the KL term"
+    NOTHING = "is not read by this loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Folk:
+    """A setting that people advise to each other, whether it helps or not: it is tried on the recorded step.
+
+    setting: as they write it. option: what the loss calls it. value: what it is set to; of one that scales, what its coefficient is
+    multiplied by. text: what to know of it.
+    """
+
+    setting: str
+    option: str
+    does: Tries
+    value: Setting
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A loss that computes its own gradient, or is compiled, so that nothing inside can be recorded: what to take at its door.
@@ -157,6 +181,7 @@ class Framework:
     sites:    where it computes its losses, the outermost function first. losses: what they are.
     options:  files that declare the options which the remedies name. guards: what it does against non-finite numbers by itself.
     host:     the framework whose trainer calls its losses.
+    folk:     what people advise to each other there against a run that died.
     """
 
     name: str
@@ -171,6 +196,7 @@ class Framework:
     guards: tuple[str, ...] = ()
     losses: tuple[Loss, ...] = ()
     host: str | None = None
+    folk: tuple[Folk, ...] = ()
 
 
 def roles(**names: str) -> tuple[tuple[str, Role], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.frameworks.rows import ROW_VALUES, Framework, Loss, LossSite, Remedy, Settings, Term, clip, pick, roles
+from nanscope.frameworks.rows import ROW_VALUES, Folk, Framework, Loss, LossSite, Remedy, Settings, Term, Tries, clip, pick, roles
 from nanscope.objective.bounds import SAFE, Bounds
 from nanscope.objective.reduction import Guard, Masking, Over, Reduction
 from nanscope.objective.settings import (
@@ -371,4 +371,11 @@ FRAMEWORK = Framework(
         LossSite("verl/utils/torch_functional.py", "masked_mean", roles(mask="mask")),
     ),
     losses=_LOSSES,
+    folk=(  # as the threads on a model that prints "!!!!!" have it: token 0, which a NaN distribution decodes to
+        Folk("actor.use_kl_loss=False", "use_kl_loss", Tries.LEAVES_OUT, False),
+        Folk("a tenth of actor.kl_loss_coef", "kl_loss_coef", Tries.SCALES, 0.1),
+        Folk("actor.kl_loss_coef=0", "kl_loss_coef", Tries.SCALES, 0.0, "0 still multiplies: 0 · NaN is NaN"),
+        Folk("actor.kl_loss_type=low_var_kl", "kl_loss_type", Tries.CHOOSES, "low_var_kl"),
+        Folk("algorithm.kl_ctrl.kl_coef=0", "kl_coef", Tries.NOTHING, 0.0, "the loss does not read it: it weighs the KL in the reward"),
+    ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 from nanscope.plain import show
 from nanscope.report.clean import LIMITS, WHOLE, Limits, clean, numeral, real
-from nanscope.snapshot.observation import TEST, Row
+from nanscope.snapshot.observation import FOLK, TEST, Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
 
@@ -47,15 +47,17 @@ class Group:
 
 ASKED, NOT_RUN = "asked for", "not run"
 UNSHOWN = "causes that were tested, and are not it"
+ADVISED = "settings that people advise"
 WRONG, HIDDEN = "tempting, and wrong", "pass here, but mend the result and not its cause"
 _OWN = {  # a control stands under what came of it
     "recorded": "as it was",
     "float64": "as it was",
     "fix": "fixes",
     "control": "",
+    FOLK: ADVISED,
     TEST: UNSHOWN,
 }
-_ORDER = ("as it was", "fixes", ASKED, WRONG, HIDDEN, UNSHOWN, NOT_RUN)
+_ORDER = ("as it was", "fixes", ASKED, ADVISED, WRONG, HIDDEN, UNSHOWN, NOT_RUN)
 _OUTCOMES = {  # by kind of row, and whether it works
     ("float64", True): ("reference", "quiet"),
     ("float64", False): ("fails even in float64", "quiet"),
@@ -136,6 +138,9 @@ def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
         return note, "quiet"
     if (row.kind, row.works) in _OUTCOMES:
         return _OUTCOMES[row.kind, row.works]
+    if row.kind == FOLK:
+        words = "✓ would have helped" if row.works else "✗ does not help"
+        return f"{words}: {note}" if note else words, "proven" if row.works else "harm"
     if not row.works:
         return f"✗ then {clean(row.then, 60)}" if row.then else "✗", "harm"
     return (("✓ best" if best else "✓"), "proven") if row.proven else (f"≈ {price(row.distortion)}", "quiet")

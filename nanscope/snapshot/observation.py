@@ -209,14 +209,15 @@ NO_PAST = Past()
 
 
 TEST = "cause"  # the kind of a row that tests one
+FOLK = "setting"  # of a row: a setting that people advise to each other, tried
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One way of running the step.
 
-    kind: "recorded", "float64", "fix", "control" (a tempting wrong one), "asked" (by --edit) or "cause" (what a cause says to be different,
-    where `works` says that this origin is gone, whatever may go wrong elsewhere).
+    kind: "recorded", "float64", "fix", "control" (a tempting wrong one), "asked" (by --edit), "setting" (what people advise) or "cause"
+    (what a cause says to be different, where `works` says that this origin is gone, whatever may go wrong elsewhere).
     loss: what came out. bad, total: leaf gradients that are non-finite, of how many. distortion: largest change of a healthy element's
     gradient, relative to the largest healthy gradient; 0 where it is within the rounding of the recorded dtype, None where it cannot be
     measured.

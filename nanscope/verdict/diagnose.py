@@ -16,6 +16,7 @@ from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
+from nanscope.replay.folk import folk_rows
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.roles import Role
 from nanscope.snapshot.coverage import Gap
@@ -146,6 +147,7 @@ def diagnose(
     cause, tests = because(seen, replayed)
     framework = recognise({site.file for site in snapshot.program.sites} | {f"/{snapshot.objective.get('site', '')}"})
     fixes, rejected = fixes_of(seen, cause, replayed.rows)
+    advised = folk_rows(snapshot, framework, replayed.trace) if replayed.location is not None and not seen.suspect else ()
     phase = str(seen.phase)
     reached = {
         "loss": snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss),
@@ -172,7 +174,7 @@ def diagnose(
         remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective)),
         notes=tuple(found),
         snapshot=path,
-        rows=(*(row for row in replayed.rows if row.kind != TEST), *tests),
+        rows=(*(row for row in replayed.rows if row.kind != TEST), *advised, *tests),
         reproduction=replayed.reproduction,
         suspect=seen.suspect,
         history=snapshot.history,
