@@ -22,6 +22,7 @@ from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 
 if TYPE_CHECKING:
+    from nanscope.check.precision_model import Precision
     from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
     from nanscope.watching.leading import Leading
@@ -275,11 +276,23 @@ def report(
     from nanscope.snapshot.fetched import fetched
 
     choose(RENDERERS, output)
-    verdict = _read(context.with_resource(fetched(path)), path)
+    here = context.with_resource(fetched(path))
+    verdict = _read(here, path)
     with writing(output), progress(f"drawing {output.name}", file=sys.stderr):
-        render(verdict, output)
+        render(verdict, output, _precision_of(here.path))
     print(clean(str(output)))
     _leave_with(verdict)
+
+
+def _precision_of(path: Path) -> Precision | None:
+    """Measure where the step of a snapshot loses its bits; None for a run, and for a step that has no such measure."""
+    from nanscope.check.precision import precision as measured
+    from nanscope.snapshot.file import load
+
+    try:
+        return measured(load(path)) if path.is_file() else None
+    except NanscopeError:
+        return None
 
 
 def _read(here: Fetched, given: str) -> Verdict:
@@ -464,6 +477,7 @@ def precision(
     from nanscope.check.precision import precision as measured
     from nanscope.report import precision as shown
     from nanscope.report.console import progress
+    from nanscope.report.precision_text import print_precision
     from nanscope.report.render import choose
     from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
@@ -475,7 +489,7 @@ def precision(
         found = measured(load(here.path))
     write_json(json_file, found.to_json())
     if output is None:
-        shown.print_precision(found, file=sys.stdout)
+        print_precision(found, file=sys.stdout)
     else:
         with writing(output):
             shown.render_precision(found, output)

@@ -17,7 +17,8 @@ from nanscope.__main__ import app
 from nanscope.check.precision import precision
 from nanscope.check.precision_model import Precision
 from nanscope.errors import NanscopeError
-from nanscope.report.precision import RENDERERS, render_precision, tables
+from nanscope.report.precision import RENDERERS, render_precision
+from nanscope.report.precision_tables import tables
 from nanscope.snapshot.file import save
 
 
@@ -109,6 +110,25 @@ def test_the_verb(tmp_path: Path) -> None:
     empty = save(replace(fine, program=replace(fine.program, calls=(), leaves=()), tensors={}), tmp_path / "empty")
     failed = runner.invoke(app, ["precision", str(empty)])
     assert isinstance(failed.exception, NanscopeError) and failed.exception.slug == "nothing-to-measure"
+
+
+def test_the_report_of_a_snapshot_has_a_section(tmp_path: Path) -> None:
+    """`nanscope report FILE` shows the same tables on the page, in text and as data; where nothing can be measured it goes without."""
+    bad = batch(torch.bfloat16)
+    bad[1][0, 0] = -300.0
+    file = save(record(grpo, *bad).snapshot(), tmp_path / "bad")
+    runner, told = CliRunner(), precision(record(grpo, *bad).snapshot())
+    for name in ("page.html", "page.txt", "page.json", "page.png"):
+        assert runner.invoke(app, ["report", str(file), "-o", str(tmp_path / name)]).exit_code == 3
+    page = Cells()
+    page.feed((tmp_path / "page.html").read_text())
+    assert [cell for cell in page.cells if cell == "as recorded"] and "what rounds" in page.cells
+    assert told.sentence in " ".join((tmp_path / "page.txt").read_text().split())
+    assert json.loads((tmp_path / "page.json").read_text())["precision"]["sentence"] == told.sentence
+    bad[1][0, 0] = float("nan")
+    file = save(record(grpo, *bad).snapshot(), tmp_path / "nan")
+    assert runner.invoke(app, ["report", str(file), "-o", str(tmp_path / "nan.html")]).exit_code == 3
+    assert "what rounds" not in (tmp_path / "nan.html").read_text()
 
 
 def test_names_from_a_file_are_no_markup(found: Precision) -> None:

@@ -9,22 +9,25 @@ never lands in a style, a script or an id. However large the run, the page stays
 
 from __future__ import annotations
 
-from nanscope.report.clean import LIMITS
+from nanscope.check.precision_model import Precision
+from nanscope.report.clean import LIMITS, clean
 from nanscope.report.page import build
+from nanscope.report.precision_tables import tables
 from nanscope.report.template import fill
 from nanscope.verdict.incident import Verdict
 
 MOST_BYTES = 400_000
 
 
-def render_html(verdict: Verdict, title: str | None = None) -> str:
+def render_html(verdict: Verdict, title: str | None = None, precision: Precision | None = None) -> str:
     """Return the report as a page, complete in itself.
 
-    title: heading of the page and of the browser's tab; by default what happened at which step.
+    title: heading of the page and of the browser's tab; by default what happened at which step. precision: of the step, if it was measured.
     """
+    measured = precision and {"sentence": clean(precision.sentence), "tables": tables(precision)}
     text = ""
     for limits in LIMITS:
-        text = fill("page.html", ("page.css",), page=build(verdict, title, limits))
+        text = fill("page.html", ("page.css", "precision.css"), page=build(verdict, title, limits), precision=measured)
         if len(text.encode()) < MOST_BYTES:
             break
     return text

@@ -12,16 +12,17 @@ from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import write_whole
 
 if TYPE_CHECKING:
+    from nanscope.check.precision_model import Precision
     from nanscope.verdict.incident import Verdict
 
 
-def render(verdict: Verdict, path: str | os.PathLike[str]) -> None:
-    """Write the report of a verdict; a reader never sees half a file.
+def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision | None = None) -> None:
+    """Write the report of a verdict; a reader never sees half a file. precision: of its step, where it was measured; not in a picture.
 
     Raises NanscopeError for a suffix that no renderer has, OSError if the file cannot be written.
     """
     path = Path(path)
-    write_whole(path, choose(RENDERERS, path)(verdict))
+    write_whole(path, choose(RENDERERS, path)(verdict, precision))
 
 
 T = TypeVar("T")
@@ -44,13 +45,13 @@ def suffixes() -> tuple[str, ...]:
     return tuple(RENDERERS)
 
 
-def _html(verdict: Verdict) -> bytes:
+def _html(verdict: Verdict, precision: Precision | None) -> bytes:
     from nanscope.report.html import render_html
 
-    return render_html(verdict).encode()
+    return render_html(verdict, precision=precision).encode()
 
 
-def _png(verdict: Verdict) -> bytes:
+def _png(verdict: Verdict, precision: Precision | None) -> bytes:
     from io import BytesIO
 
     from nanscope.report.figure import render_figure
@@ -60,16 +61,22 @@ def _png(verdict: Verdict) -> bytes:
     return buffer.getvalue()
 
 
-def _txt(verdict: Verdict) -> bytes:
+def _txt(verdict: Verdict, precision: Precision | None) -> bytes:
     from nanscope.report.terminal import render_text
 
-    return render_text(verdict).encode(errors="backslashreplace")
+    told = render_text(verdict)
+    if precision is not None:
+        from nanscope.report.precision_text import render_precision_text
+
+        told += f"\n{render_precision_text(precision)}"
+    return told.encode(errors="backslashreplace")
 
 
-def _json(verdict: Verdict) -> bytes:
+def _json(verdict: Verdict, precision: Precision | None) -> bytes:
     from nanscope.plain import show
 
-    return (json.dumps(show(_plain(verdict.to_json())), indent=1, allow_nan=False) + "\n").encode()
+    told = verdict.to_json() | ({} if precision is None else {"precision": precision.to_json()})
+    return (json.dumps(show(_plain(told)), indent=1, allow_nan=False) + "\n").encode()
 
 
 def _plain(data: Any) -> Any:
@@ -81,4 +88,4 @@ def _plain(data: Any) -> Any:
     return data if isinstance(data, (str, int, float, bool, type(None))) else str(data)
 
 
-RENDERERS: dict[str, Callable[[Verdict], bytes]] = {".html": _html, ".png": _png, ".txt": _txt, ".json": _json}
+RENDERERS: dict[str, Callable[[Verdict, Precision | None], bytes]] = {".html": _html, ".png": _png, ".txt": _txt, ".json": _json}
