@@ -285,12 +285,13 @@ def report(
 
 
 def _precision_of(path: Path) -> Precision | None:
-    """Measure where the step of a snapshot loses its bits; None for a run, and for a step that has no such measure."""
+    """Measure where the step of a snapshot loses its bits; None for a run, for a large step, and for one that has no such measure."""
     from nanscope.check.precision import precision as measured
+    from nanscope.program.by_rows import LARGE
     from nanscope.snapshot.file import load
 
     try:
-        return measured(load(path)) if path.is_file() else None
+        return measured(load(path)) if path.is_file() and path.stat().st_size < LARGE else None
     except NanscopeError:
         return None
 

@@ -11,7 +11,7 @@ to it) only say which calls to run where there are many; they stand beside what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,13 +26,14 @@ from nanscope.errors import NanscopeError, ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes
 from nanscope.program.numbers import dtype_name
+from nanscope.program.ops import EXTREMA, OVERLOADED_EXTREMA
 from nanscope.program.run import Run
 from nanscope.snapshot.step import Snapshot
 
 RUNS = 64  # calls that are run alone
 WORK = 1 << 30  # elements that all these runs together may compute; a few calls are run whatever they take
 FEW = 6
-BACK = 6  # calls at which a wider dtype is tried
+BACK, BACK_OF_LOSS = 6, 2  # calls at which a wider dtype is tried: the costliest of the gradient, and of the loss
 STEP = 1e-6  # by which leaves are moved to see what the gradient's norm depends on; in float64 its square is still seen
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -94,7 +95,7 @@ class _Measured:
             self.norm,
             recorded,
             self._wide(),
-            tuple(self._wider(call) if place < BACK else call for place, call in enumerate(calls)),
+            self._given_back(calls),
             max(0, len(rounds) - runs),
             tokens.held(),
             decided,
@@ -118,21 +119,35 @@ class _Measured:
     def _rounds(self) -> list[Rounds]:
         """The calls that round, those first that cost something to first order."""
         found = []
-        for index, call in enumerate(self.trace.program.calls):
-            if all(out is None or self.trace.values[out].dtype in _NOTHING_LOST for out in call.outs):
+        for places in self._together():
+            calls = [self.trace.program.calls[index] for index in places]
+            if all(out is None or self.trace.values[out].dtype in _NOTHING_LOST for call in calls for out in call.outs):
                 continue
-            errors = own_errors(self.trace, index)
-            if errors.some:
-                found.append(self._first_order(index, errors))
+            errors = [own_errors(self.trace, index) for index in places]
+            if any(own.some for own in errors):
+                found.append(self._first_order(places, errors))
         return sorted(found, key=lambda call: (abs(call.norm) + abs(call.loss), call.local), reverse=True)
 
-    def _first_order(self, index: int, errors: OwnErrors) -> Rounds:
-        forward, backward = errors.forward, errors.backward
-        off = _weighed(forward, self._weights)
-        norm = _weighed(forward, self._sensitivity[0]) + _weighed(backward, self._sensitivity[1])
-        size = _length(self.trace.values[value] for value in forward)
-        local = _length(forward.values()) / (size or 1.0)
-        return replace(self._named(index), local=local, loss=off, norm=norm / self.norm)
+    def _together(self) -> Iterator[tuple[int, ...]]:
+        """Yield the places of all calls, those together whose results a minimum or maximum chooses between."""
+        program = self.trace.program
+        pairs: dict[int, tuple[int, ...]] = {}
+        for call in program.calls:
+            if call.name not in EXTREMA | OVERLOADED_EXTREMA:
+                continue
+            makers = tuple(dict.fromkeys(program.producers[value] for value in call.inputs() if value in program.producers))
+            if len({program.calls[index].name for index in makers}) == 1 and not any(index in pairs for index in makers):
+                pairs |= dict.fromkeys(makers, makers)
+        yield from dict.fromkeys(pairs.get(index, (index,)) for index in range(len(program.calls)))
+
+    def _first_order(self, places: tuple[int, ...], errors: Sequence[OwnErrors]) -> Rounds:
+        off = sum(_weighed(own.forward, self._weights) for own in errors)
+        norm = sum(_weighed(own.forward, self._sensitivity[0]) + _weighed(own.backward, self._sensitivity[1]) for own in errors)
+        size = _length(self.trace.values[value] for own in errors for value in own.forward)
+        local = _length(error for own in errors for error in own.forward.values()) / (size or 1.0)
+        named = [self._named(index) for index in places]
+        name = " and ".join(dict.fromkeys(one.called for one in named)) if len(named) > 1 else named[0].name
+        return replace(named[0], places=places, name=name, local=local, loss=off, norm=norm / self.norm)
 
     def _named(self, index: int) -> Rounds:
         call: Call = self.trace.program.calls[index]
@@ -140,7 +155,7 @@ class _Measured:
         out = next(out for out in call.outs if out is not None)
         name = self.trace.names.name(out)
         place = ("", "", 0) if site is None else (" ".join(site.expression.split()), site.file, site.line)
-        return Rounds(index, call.name, name, *place, dtype_name(self.trace.values[out].dtype), 0.0, 0.0, 0.0)
+        return Rounds((index,), call.name, name, *place, dtype_name(self.trace.values[out].dtype), 0.0, 0.0, 0.0)
 
     @cached_property
     def _weights(self) -> Mapping[int, Tensor]:
@@ -169,19 +184,23 @@ class _Measured:
         return self.trace.program.execute({**tensors, **moved}, dtype=EXACT)
 
     def _alone(self, call: Rounds) -> Rounds:
-        """Run the step in float64 with the rounding of one call."""
-        rounded = Rounded(call.index, own_errors(self.trace, call.index))
+        """Run the step in float64 with nothing but the rounding of one call."""
+        rounded = Rounded({index: own_errors(self.trace, index) for index in call.places})
         run = self.trace.program.execute(self.trace.tensors, dtype=EXACT, ends=True, performer=rounded)
         return replace(call, alone=change(self.trace, run, self.exact))
+
+    def _given_back(self, calls: Sequence[Rounds]) -> tuple[Rounds, ...]:
+        """Try a wider dtype at the calls that cost most, of the gradient and of the loss."""
+        of_loss = sorted(calls, key=lambda call: -abs(call.alone.loss) if call.alone is not None else 0.0)
+        tried = {call.places for call in (*calls[:BACK], *of_loss[:BACK_OF_LOSS])}
+        return tuple(self._wider(call) if call.places in tried and call.alone is not None else call for call in calls)
 
     def _wider(self, call: Rounds) -> Rounds:
         """Run the recorded step with one call in a wider dtype; where it does not fit what follows, it stays unknown."""
         held = getattr(torch, call.dtype)
         to = torch.float32 if held in HALVES else EXACT
-        if call.alone is None or not call.alone.gradient:
-            return call
         try:
-            widened = Widened(self.trace.values, frozenset((call.index,)), to)
+            widened = Widened(self.trace.values, frozenset(call.places), to)
             run = self.trace.program.execute(self.trace.tensors, ends=True, performer=widened)
         except ProgramError:
             return call
@@ -207,5 +226,5 @@ def _length(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
-def _cost(call: Rounds) -> tuple[bool, float]:
-    return call.alone is None, -call.size
+def _cost(call: Rounds) -> tuple[bool, float, float]:
+    return call.alone is None, -call.size, -abs(call.loss)

@@ -17,15 +17,16 @@ from nanscope.text import MOST, number
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """One call, and what its rounding costs.
+    """One call, and what its rounding costs; or two of the same that a minimum or maximum chooses between: where the clip is open they are
+    alike, and so is their rounding, of which one half alone would decide.
 
-    index: its place in the program. name: the variable it is bound to. local: ‖error‖ / ‖result‖ of its own rounding, forward.
+    places: in the program. name: the variable it is bound to. local: ‖error‖ / ‖result‖ of its own rounding, forward.
     loss, norm: to first order, what that does to the loss, and to the gradient's norm, relative. alone: the step in float64 with the
     rounding of this call alone, forward and backward, executed; None where it was not run. wider: the recorded step with this call in
     `to`, executed.
     """
 
-    index: int
+    places: tuple[int, ...]
     op: str
     name: str | None
     expression: str
@@ -111,7 +112,7 @@ class Precision:
             return "Rounding changes nothing: the gradient is that of float64, to the last bit of what was recorded."
         harm = "Rounding changes" if self.harmful else "Rounding does no harm here: it changes"
         said = f"{harm} the gradient by {share(self.recorded.gradient)} of its length, and the loss by {number(self.recorded.loss)}."
-        return f"{said}{self._blamed()}{self._clipped()}"
+        return f"{said}{self._blamed()}{self._of_loss()}{self._clipped()}"
 
     def _blamed(self) -> str:
         if (worst := self.worst) is None or worst.alone is None:
@@ -123,6 +124,12 @@ class Precision:
             rest = f"{share(worst.wider.gradient)} left" if worst.wider.finite else "a step that is not finite either"
             back = f"; {worst.to} there leaves {rest}".replace("leaves a step", "gives a step").replace(" left", "")
         return f" Most is lost in {worst.called} ({worst.op}, {worst.dtype}{where}): {cost}{back}."
+
+    def _of_loss(self) -> str:
+        most = self.worst_of_loss
+        if most is None or most.alone is None or most is self.worst or not self.harmful:
+            return ""
+        return f" The loss moves most in {most.called} ({most.op}): by {number(most.alone.loss)}."
 
     def _clipped(self) -> str:
         if not self.of:

@@ -1,6 +1,6 @@
 """Runs a recorded program in mixed precision: all of it in float64 but for one rounding, or as recorded but for one wide call.
 
-    Rounded(7, own_errors(trace, 7))    float64, and what call 7 has rounded put in, forward and backward: what that call alone costs
+    Rounded({7: own_errors(trace, 7)})  float64, and what call 7 has rounded put in, forward and backward: what that call alone costs
     Widened(values, {7}, float32)       as recorded, and call 7 in float32: what a `.float()` there gives back
     replaced(trace, {3: f})             float64, and value 3 becomes f(value 3): its gradient goes on as if it were the same
 
@@ -169,10 +169,9 @@ def _wanting(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Executes a program in float64, and puts in what one of its calls has rounded, forward and backward."""
+    """Executes a program in float64, and puts in what some of its calls have rounded, forward and backward: place of the call → that."""
 
-    index: int
-    errors: OwnErrors
+    errors: Mapping[int, OwnErrors]
 
     def __call__(
         self,
@@ -185,9 +184,9 @@ class Rounded:
         index: int = 0,
     ) -> list[Any]:
         """Execute one call, as `perform` does."""
-        if index != self.index:
+        if index not in self.errors:
             return perform(call, values, dtype, device, grad, allowance, index)
-        own, back = self.errors.forward, self.errors.backward
+        own, back = self.errors[index].forward, self.errors[index].backward
         read = {value: _tapped(values[value], back[value]) if value in back else values[value] for value in call.inputs()}
         results = perform(call, read, dtype, device, grad, allowance, index)
         with torch.set_grad_enabled(grad):

@@ -72,7 +72,10 @@ def _called(call: Rounds) -> str:
 def _back(call: Rounds) -> str:
     if call.wider is None:
         return ""
-    return f"{call.to}: {share(call.wider.gradient)} left" if call.wider.finite else f"{call.to}: not finite"
+    if not call.wider.finite:
+        return f"{call.to}: not finite"
+    loss_only = call.alone is not None and not call.alone.gradient
+    return f"{call.to}: loss off by {number(call.wider.loss)}" if loss_only else f"{call.to}: {share(call.wider.gradient)} left"
 
 
 def _figures(off: Change) -> tuple[str, str]:
