@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from recorded import Recorded, record
 from torch import Tensor
 
+import nanscope
+from nanscope.audit import audit_snapshots
 from nanscope.check.precision import precision
 from nanscope.check.precision_model import Precision, Rounds
 from nanscope.check.precision_run import EXACT, Widened, change, own_errors, replaced
@@ -210,6 +213,34 @@ def test_tokens_that_the_clip_decides_differently_are_counted() -> None:
     assert row.decided == int((new != was).sum()) == 2
 
 
+def gspo(logps, old_logps, ref_logps, advantages, mask):
+    log_ratio = ((logps - old_logps) * mask).sum(-1) / mask.sum(-1)
+    ratio = torch.exp(log_ratio)
+    return -torch.min(ratio * advantages, torch.clamp(ratio, 0.97, 1.03) * advantages).mean()
+
+
+def cispo(logps, old_logps, ref_logps, advantages, mask):
+    ratio = torch.exp(logps - old_logps)
+    weight = torch.clamp(ratio, max=1.02).detach()
+    return -(weight * advantages[:, None] * logps * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(("loss", "of"), [(gspo, B), (cispo, None), (smooth, None)])
+def test_a_clip_is_found_where_it_stands(loss: Callable[..., Tensor], of: int | None) -> None:
+    """Of sequences, where these have one ratio; in front of a detach, where no gradient tells; and without a clip every token passes."""
+    given = batch(apart=0.05)
+    found = precision(record(loss, *given).snapshot())
+    tokens = int(given[4].sum())
+    assert (found.decided, found.of) == (0, of or tokens)
+    moved = {row.label: row for row in found.moved}["all log-probs in bfloat16"]
+    if loss is cispo:
+        logps, old = (tensor.detach()[given[4] > 0] for tensor in given[:2])
+        was, now = (logps - old).exp() > 1.02, (logps.bfloat16().double() - old.bfloat16().double()).exp() > 1.02
+        assert moved.decided == int((was != now).sum()) > 0
+    if loss is smooth:
+        assert moved.decided == 0
+
+
 def test_log_probs_that_came_on_a_coarse_grid_are_told_as_that() -> None:
     """Computed in bfloat16 and cast to float32: no bit beyond the eighth. What they were is not in the file; half a unit is what it may be."""
     given = batch()
@@ -320,3 +351,23 @@ def test_everything_survives_json_and_a_file(tmp_path: Path, half: Precision) ->
     assert told["sentence"] == half.sentence and told["schema"] == 1
     assert len(told["calls"]) == len(half.calls) and told["calls"][0]["alone"]["gradient"] == half.calls[0].alone.gradient
     assert all(row["name"] for row in (*told["sums"], *told["differences"]))
+
+
+def test_a_step_of_trl(tmp_path: Path) -> None:
+    """GRPOTrainer as installed: rounding in float32 does no harm, the costs stand at its own lines, and the first step, whose loss is 0, has
+    the gradient that it has in float64."""
+    pytest.importorskip("trl")
+    from trl_runs import make_trainer
+
+    trainer = make_trainer(tmp_path, beta=0.04, loss_type="grpo", max_steps=2)
+    with nanscope.watch(trainer, out=tmp_path / "run", save_steps=(1, 2)) as scope:
+        trainer.train()
+    first, second = (nanscope.load(path) for path in sorted(scope.out.glob("batch-*.safetensors")))
+    found = precision(second)
+    assert not found.harmful and 0 < found.recorded.gradient < 1e-5 and found.left_out == 0
+    assert found.worst is not None and found.worst.where.startswith("grpo_trainer.py:")
+    assert {held.role: held.grid for held in found.log_probs} == dict.fromkeys(("log_probs", "old_log_probs", "ref_log_probs"), "float32")
+    assert all(row.change.gradient == 0 for row in precision(first).moved)  # both sides of each log-ratio are rounded alike
+    by_slug = {finding.slug: finding for finding in audit_snapshots([first]).findings}
+    assert by_slug["first_step_exact"].figures["gradient"] < 1e-6
+    assert by_slug["advantage_noise"].figures["cosine"] > 0.9

@@ -16,6 +16,7 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_loss
 from nanscope.frameworks.rows import Setting
 from nanscope.objective.settings import LossInputs
+from nanscope.program.perform import FAILURES
 from nanscope.text import number
 
 ROUNDING = 1e-4  # of a gradient's length: what float32 takes off, and far more than that
@@ -89,7 +90,7 @@ def _repeated(step: AuditedStep, dtype: torch.dtype | None = None, variance: flo
     parts = [part for part in step.parts if part.tokens]
     try:
         runs = [(part.share, *part.repeated.repeat(dtype, variance)) for part in parts if part.repeated is not None]
-    except (NanscopeError, RuntimeError):
+    except (NanscopeError, *FAILURES):
         return None
     if not runs or len(runs) < len(parts):
         return None

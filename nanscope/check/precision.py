@@ -22,11 +22,12 @@ from nanscope.check.precision_model import Precision, Rounds
 from nanscope.check.precision_run import EXACT, Change, OwnErrors, Rounded, Widened, change, loss_of, own_errors
 from nanscope.check.precision_sums import cancelled, sums
 from nanscope.check.precision_tokens import LogProbsOf
-from nanscope.errors import NanscopeError, ProgramError
+from nanscope.errors import NanscopeError, ProgramError, words_of
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes
 from nanscope.program.numbers import dtype_name
 from nanscope.program.ops import EXTREMA, OVERLOADED_EXTREMA
+from nanscope.program.perform import FAILURES
 from nanscope.program.run import Run
 from nanscope.snapshot.step import Snapshot
 
@@ -50,6 +51,14 @@ def precision(snapshot: Snapshot) -> Precision:
             "the file holds no program of a loss: there is nothing whose precision could be measured", slug="nothing-to-measure"
         )
     trace = Trace(program, program.execute(snapshot.tensors))
+    try:
+        return _measured(trace, snapshot)
+    except FAILURES as error:  # what a hostile file asks for in float64 only
+        raise ProgramError(f"the recorded program cannot be measured: {words_of(error)}", slug="program-call-failed") from error
+
+
+def _measured(trace: Trace, snapshot: Snapshot) -> Precision:
+    program = trace.program
     exact = program.execute(snapshot.tensors, dtype=EXACT)
     bench = _Measured(trace, exact)
     if not bench.norm > 0 or not math.isfinite(loss_of(exact, program.output)):

@@ -171,9 +171,15 @@ class LogProbsOf:
 
     @cached_property
     def _ratios(self) -> list[int]:
+        """The ratio of the policy, one value or one a chunk: of several things that e is raised to, that which a clamp reads."""
         program, names = self.trace.program, self.trace.names
-        made = [out for call in program.calls if call.name in EXPONENTIALS for out in call.outs if out is not None]
-        return [out for out in made if names.role(out) is Role.RATIO]
+        by_site: dict[int, list[int]] = {}
+        for call in program.calls:
+            made = [out for out in call.outs if out is not None and call.name in EXPONENTIALS and names.role(out) is Role.RATIO]
+            by_site.setdefault(call.site, []).extend(made)
+        found = [values for values in by_site.values() if values]
+        clamped = [values for values in found if any(reader.name in CLAMPS for value in values for reader in program.readers(value))]
+        return next(iter(clamped or found), [])
 
     def _decisions(self, run: Run) -> list[Tensor]:
         """Which elements pass: a clip is where no gradient goes back to the ratio; where none does at all, where a clamp changes it."""

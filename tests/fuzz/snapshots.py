@@ -1,4 +1,4 @@
-"""Damages snapshots in thousands of ways and opens them: load and inspect, or replay, report and audit.
+"""Damages snapshots in thousands of ways and opens them: load and inspect, or replay, report, audit and measure.
 
     python tests/fuzz/snapshots.py read   [--cases 100000]
     python tests/fuzz/snapshots.py replay [--cases 10000] [--case K]
@@ -335,7 +335,7 @@ def read(case: int, wholes: list[bytes], folder: Path) -> str:
 
 
 def replay(case: int, wholes: list[bytes], folder: Path) -> str:
-    """Replay, report and audit, as the command line does."""
+    """Replay, report, audit and measure, as the command line does."""
     path, page = folder / f"{os.getpid()}.safetensors", folder / f"{os.getpid()}.html"
     make(case, wholes, path)
     said = _called("replay", str(path))
@@ -346,6 +346,7 @@ def replay(case: int, wholes: list[bytes], folder: Path) -> str:
     if page.exists() and TAG in page.read_text(encoding="utf-8"):
         raise Wrong("a tag of the file's stands in the page")
     _called("audit", str(path))
+    _called("precision", str(path))
     return said
 
 
