@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import nanscope
 from nanscope.locate.names import Names
-from nanscope.program.calls import Arg, Call, Leaf, Ref
+from nanscope.program.calls import Arg, Call, Leaf, Ref, Site
 from nanscope.program.program import Program
 from nanscope.roles import Role
 
@@ -411,3 +411,9 @@ def test_labels_are_what_the_model_that_they_are_held_against_is_to_say(tmp_path
         (error.sum() / counted.sum()).backward()
     (incident,) = scope.verdict.incidents
     assert (incident.cause, incident.origin.variable, incident.origin.role) == ("bad_input", "labels", role)
+
+
+def test_a_copy_of_nothing_has_no_name() -> None:
+    """A file may hold a call that copies and reads nothing; who asks for its name is answered."""
+    calls = (Call("aten.clone.default", (), (), (1,), 0), Call("aten.add.Tensor", (Ref(0), Ref(1)), (), (2,), 0))
+    assert Names(Program((Leaf(0, "x", "data", True),), calls, 2, (Site("a.py", 3, "f"),))).name(1) is None

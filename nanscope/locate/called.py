@@ -121,7 +121,7 @@ class Called:
         site, wrote = None if made is None else made.site, False
         while made is not None and made.site == site and made.name in WRITES | COPIES:
             wrote = wrote or made.name in SETS
-            value = next(made.inputs(), value)
+            value = next(made.inputs(), -1)  # a file may hold a copy of nothing
             made = self.program.maker(value)
         return self.name(value) if wrote else None
 
