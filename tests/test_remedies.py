@@ -10,7 +10,7 @@ import pytest
 from nanscope.causes import Cause
 from nanscope.frameworks.rows import Framework, Remedy, Term
 from nanscope.frameworks.table import FRAMEWORKS
-from nanscope.snapshot.observation import Origin
+from nanscope.snapshot.observation import FOLK, Origin, Row
 from nanscope.verdict.remedies import known, parsed, remedies
 
 EXP = (str(Cause.EXP_OVERFLOW),)
@@ -111,3 +111,13 @@ def test_what_the_key_of_a_loss_decides_is_known() -> None:
     found = known({"beta": 0.1, "bf16": True}, {"key": "trl.cispo", "settings": {"beta": 0.0}})
     assert (found["loss_type"], found["beta"], found["bf16"]) == ("cispo", 0.0, True)
     assert known({}, {}) == {}
+
+
+@pytest.mark.parametrize(("works", "line"), [(True, "clamps the log-ratio; tried on this step, it would have helped"), (False, "")])
+def test_a_setting_that_was_tried_is_told_by_what_came_of_it(works: bool, line: str) -> None:
+    """What the row says in general gives way to this step: where it did not help it is not advised."""
+    row = Row("clamp", "actor.clamp=20", FOLK, 0.5 if works else math.nan, 0 if works else 1, 1, None, works)
+    told = remedies(framework(CLAMP, UPGRADE), Cause.EXP_OVERFLOW, origin(), {}, (row,))
+    assert told == ((f"clamp=20: {line}",) if line else ()) + ("upgrade to 1.1",)
+    unrun = Row("clamp", "actor.clamp=20", FOLK, None, 0, 0, None, False, "it is so already")
+    assert len(remedies(framework(CLAMP, UPGRADE), Cause.EXP_OVERFLOW, origin(), {}, (unrun,))) == 2

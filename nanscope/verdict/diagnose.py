@@ -171,7 +171,7 @@ def diagnose(
         fixes=fixes,
         rejected=rejected,
         framework=framework.name if framework else None,
-        remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective)),
+        remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective), advised),
         notes=tuple(found),
         snapshot=path,
         rows=(*(row for row in replayed.rows if row.kind != TEST), *advised, *tests),

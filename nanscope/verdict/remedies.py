@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Framework, Remedy, Term
 from nanscope.roles import Role
-from nanscope.snapshot.observation import Origin
+from nanscope.snapshot.observation import Origin, Row
 
 _UNSEEN = object()
 
@@ -40,15 +40,17 @@ _TERMS: dict[str, Term] = {  # roles that stand in one term only
 }
 
 
-def remedies(framework: Framework | None, cause: Cause, origin: Origin, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def remedies(
+    framework: Framework | None, cause: Cause, origin: Origin, settings: Mapping[str, Any], tried: Sequence[Row] = ()
+) -> tuple[str, ...]:
     """Return what helps, as lines; where something does, also what the framework guards against already.
 
-    settings: as `known` gives them.
+    settings: as `known` gives them. tried: settings that were tried on this step; what has not helped it is not told.
     """
     if framework is None:
         return ()
     answers = {str(cause), str(Cause.EXP_OVERFLOW)} if _is_infinite_log_prob(cause, origin) else {str(cause)}
-    told = [_told(remedy, origin, settings) for remedy in framework.remedies if not answers.isdisjoint(remedy.causes)]
+    told = [_told(remedy, origin, settings, tried) for remedy in framework.remedies if not answers.isdisjoint(remedy.causes)]
     helps = tuple(line for line in told if line)
     return (*helps, *(f"has: {guard}" for guard in framework.guards)) if helps else ()
 
@@ -65,11 +67,14 @@ def known(settings: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str
     return {**settings, **(dict(row.fixed) if row is not None else {}), **(found if isinstance(found, Mapping) else {})}
 
 
-def _told(remedy: Remedy, origin: Origin, settings: Mapping[str, Any]) -> str:
+def _told(remedy: Remedy, origin: Origin, settings: Mapping[str, Any], tried: Sequence[Row]) -> str:
     """The line, "" if the remedy cannot apply here."""
     conditions = []
     if remedy.setting is not None:
         option, advised = parsed(remedy)
+        row = next((row for row in tried if row.total and row.label.endswith(f"{option}={advised}")), None)
+        if row is not None:
+            return f"{remedy.setting}: {remedy.text}; tried on this step, it would have helped" if row.works else ""
         now = settings.get(option, _UNSEEN)
         if now is not _UNSEEN and same(now, advised):
             return ""
