@@ -48,7 +48,7 @@ def suffixes() -> tuple[str, ...]:
 def _html(verdict: Verdict, precision: Precision | None) -> bytes:
     from nanscope.report.html import render_html
 
-    return render_html(verdict, precision=precision).encode()
+    return render_html(verdict, None, precision).encode()
 
 
 def _png(verdict: Verdict, precision: Precision | None) -> bytes:
