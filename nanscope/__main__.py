@@ -22,7 +22,7 @@ from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 
 if TYPE_CHECKING:
-    from nanscope.check.precision_model import Precision
+    from nanscope.foresight.precision_model import Precision
     from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
     from nanscope.watching.leading import Leading
@@ -286,7 +286,7 @@ def report(
 
 def _precision_of(path: Path) -> Precision | None:
     """Measure where the step of a snapshot loses its bits; None for a run, for a large step, and for one that has no such measure."""
-    from nanscope.check.precision import precision as measured
+    from nanscope.foresight.precision import precision as measured
     from nanscope.program.by_rows import LARGE
     from nanscope.snapshot.file import load
 
@@ -475,7 +475,7 @@ def precision(
 
     Example: nanscope precision step-000004.rank0.safetensors -o precision.html
     """
-    from nanscope.check.precision import precision as measured
+    from nanscope.foresight.precision import precision as measured
     from nanscope.report import precision as shown
     from nanscope.report.console import progress
     from nanscope.report.precision_text import print_precision

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("locate", "native"),
     ("capture", "replay", "atlas"),
     ("verdict", "audit"),
-    ("foresight", "check"),
+    ("foresight",),
     ("watching", "report"),
     ("integrations",),
     ("__init__", "__main__"),

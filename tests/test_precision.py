@@ -15,12 +15,12 @@ from torch import Tensor
 
 import nanscope
 from nanscope.audit import audit_snapshots
-from nanscope.check.precision import precision
-from nanscope.check.precision_model import Precision, Rounds
-from nanscope.check.precision_run import EXACT, Widened, change, own_errors, replaced
-from nanscope.check.precision_sums import sums
-from nanscope.check.precision_tokens import grid_of, half_unit
 from nanscope.errors import NanscopeError
+from nanscope.foresight.precision import precision
+from nanscope.foresight.precision_model import Precision, Rounds
+from nanscope.foresight.precision_run import EXACT, Widened, change, own_errors, replaced
+from nanscope.foresight.precision_sums import sums
+from nanscope.foresight.precision_tokens import grid_of, half_unit
 from nanscope.program.calls import Computes
 
 B, T = 6, 24
@@ -338,7 +338,7 @@ def test_what_has_no_measure_is_one_error() -> None:
 
 def test_a_large_program_runs_its_likeliest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where time would run out the first-order figures choose, and how many are left out is said."""
-    monkeypatch.setattr("nanscope.check.precision.WORK", 1)
+    monkeypatch.setattr("nanscope.foresight.precision.WORK", 1)
     found = precision(record(grpo, *batch()).snapshot())
     run = [row for row in found.calls if row.alone is not None]
     assert len(run) == 6 and found.left_out == len(found.calls) - 6 > 0

@@ -14,9 +14,9 @@ from test_precision import batch, grpo
 from typer.testing import CliRunner
 
 from nanscope.__main__ import app
-from nanscope.check.precision import precision
-from nanscope.check.precision_model import Precision
 from nanscope.errors import NanscopeError
+from nanscope.foresight.precision import precision
+from nanscope.foresight.precision_model import Precision
 from nanscope.report.precision import RENDERERS, render_precision
 from nanscope.report.precision_tables import tables
 from nanscope.snapshot.file import save

@@ -9,7 +9,7 @@ never lands in a style, a script or an id. However large the run, the page stays
 
 from __future__ import annotations
 
-from nanscope.check.precision_model import Precision
+from nanscope.foresight.precision_model import Precision
 from nanscope.report.clean import LIMITS, clean
 from nanscope.report.page import build
 from nanscope.report.precision_tables import tables

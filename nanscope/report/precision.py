@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
-from nanscope.check.precision_model import Precision
+from nanscope.foresight.precision_model import Precision
 from nanscope.report import canvas as drawn
 from nanscope.report.clean import clean
 from nanscope.report.precision_tables import PrecisionTable, step_of, tables

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nanscope.check.precision_model import Precision, Rounds, share
-from nanscope.check.precision_run import Change
-from nanscope.check.precision_tokens import Nats
+from nanscope.foresight.precision_model import Precision, Rounds, share
+from nanscope.foresight.precision_run import Change
+from nanscope.foresight.precision_tokens import Nats
 from nanscope.report.clean import clean
 from nanscope.text import number
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from nanscope.check.precision_model import Precision
+from nanscope.foresight.precision_model import Precision
 from nanscope.report.clean import clean
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, plain, show, table
 from nanscope.report.precision_tables import PrecisionTable, step_of, tables

@@ -12,7 +12,7 @@ from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import write_whole
 
 if TYPE_CHECKING:
-    from nanscope.check.precision_model import Precision
+    from nanscope.foresight.precision_model import Precision
     from nanscope.verdict.incident import Verdict
 
 

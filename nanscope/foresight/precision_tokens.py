@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nanscope.check.precision_run import Become, Change, change, replaced
 from nanscope.errors import NanscopeError
+from nanscope.foresight.precision_run import Become, Change, change, replaced
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import dtype_name
 from nanscope.program.ops import CLAMPS, EXPONENTIALS

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nanscope.check.precision_run import EXACT, Change
-from nanscope.check.precision_sums import Cancelled, Summed
-from nanscope.check.precision_tokens import Coarser, HeldLogProbs
+from nanscope.foresight.precision_run import EXACT, Change
+from nanscope.foresight.precision_sums import Cancelled, Summed
+from nanscope.foresight.precision_tokens import Coarser, HeldLogProbs
 from nanscope.plain import show
 from nanscope.program.numbers import dtype_name
 from nanscope.text import MOST, number

@@ -18,11 +18,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nanscope.check.precision_model import Precision, Rounds
-from nanscope.check.precision_run import EXACT, Change, OwnErrors, Rounded, Widened, change, loss_of, own_errors
-from nanscope.check.precision_sums import cancelled, sums
-from nanscope.check.precision_tokens import LogProbsOf
 from nanscope.errors import NanscopeError, ProgramError, words_of
+from nanscope.foresight.precision_model import Precision, Rounds
+from nanscope.foresight.precision_run import EXACT, Change, OwnErrors, Rounded, Widened, change, loss_of, own_errors
+from nanscope.foresight.precision_sums import cancelled, sums
+from nanscope.foresight.precision_tokens import LogProbsOf
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes
 from nanscope.program.numbers import dtype_name

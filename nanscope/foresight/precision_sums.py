@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanscope.check.precision_run import EXACT, error_of
 from nanscope.errors import ProgramError
+from nanscope.foresight.precision_run import EXACT, error_of
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Ref
 from nanscope.program.flow import dims_of
