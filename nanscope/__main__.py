@@ -12,7 +12,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
@@ -20,13 +20,13 @@ from nanscope.report.exit import FOUND, HEALTHY, STATUSES, finish, say, settled,
 from nanscope.report.streams import legible, silence
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
+from nanscope.watching.acting import ACTIONS, MAX_REPAIRS
 
 if TYPE_CHECKING:
     from nanscope.foresight.precision_model import Precision
     from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
     from nanscope.watching.leading import Leading
-    from nanscope.watching.step import OnNonFinite
 
 try:
     import rich  # noqa: F401 - each verb shows its result with it: it is missed now, and not after a night of training
@@ -88,7 +88,8 @@ def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, with -m the module, or after -- a command.")],
     out: Annotated[str, typer.Option("--out", help="Folder of runs, or an address: s3://bucket/runs.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
-    on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip or stop.")] = "record",
+    on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip, stop or repair.")] = "record",
+    max_repairs: Annotated[int, typer.Option("--max-repairs", metavar="COUNT", min=0, help="At one more, repair stops.")] = MAX_REPAIRS,
     save_step: Annotated[
         list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is.")
     ] = None,
@@ -110,8 +111,8 @@ def run(
 
     Example: nanscope run --ray --out s3://bucket/runs -- python ppo.py
     """
-    if on_nonfinite not in ("record", "skip", "stop"):
-        raise typer.BadParameter("must be record, skip or stop", param_hint="--on-nonfinite")
+    if on_nonfinite not in ACTIONS:
+        raise typer.BadParameter("must be record, skip, stop or repair", param_hint="--on-nonfinite")
     from nanscope.integrations.ray import by_environment
     from nanscope.watching import launch
     from nanscope.watching.dying import die
@@ -128,10 +129,11 @@ def run(
                 context.args,
                 module=module,
                 out=out,
-                on_nonfinite=cast("OnNonFinite", on_nonfinite),
+                on_nonfinite=on_nonfinite,
                 save_steps=save_step or (),
                 max_bytes=max_bytes,
                 deep_every=deep_every,
+                max_repairs=max_repairs,
                 run_id=run_id,
                 at_death=lambda leading: _last_words(leading, json_file),
                 options=["--on-nonfinite", on_nonfinite, *(["--json", str(json_file)] if json_file is not None else [])],
@@ -146,7 +148,9 @@ def run(
         die(signal.SIGINT)
     if outcome.leading is None:  # somebody else tells
         raise typer.Exit(outcome.exit_code or (FOUND if outcome.stopped else HEALTHY))
-    if outcome.exit_code and not (on_nonfinite == "stop" and verdict.status is Status.NONFINITE):  # a process that stops fails its launcher
+    if outcome.exit_code and not (
+        on_nonfinite in ("stop", "repair") and verdict.status is Status.NONFINITE
+    ):  # a process that stops fails its launcher
         raise typer.Exit(outcome.exit_code)
     _leave_with(verdict)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.watching.step import OnNonFinite
+from nanscope.watching.acting import OnNonFinite
 
 
 def plain_loop(around: AbstractContextManager[object], steps: int = 10, checkpoint: bool = False) -> tuple[list[Tensor], list[Tensor]]:
@@ -45,7 +45,7 @@ def plain_loop(around: AbstractContextManager[object], steps: int = 10, checkpoi
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("mode", ["record", "skip", "stop"])
+@pytest.mark.parametrize("mode", ["record", "skip", "stop", "repair"])
 def test_a_plain_loop_with_dropout_is_bit_identical(tmp_path: Path, mode: OnNonFinite, checkpoint: bool) -> None:
     """Weights and random numbers after ten steps do not depend on being watched."""
     bare = plain_loop(nullcontext(), checkpoint=checkpoint)

@@ -87,7 +87,7 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
     """
     if sum(map(len, hooks.values())) > MOST:
         raise NotIsolated(f"there are more than {MOST} hooks on gradients")
-    program, hooks = _apart(program, {value: acting for value, own in hooks.items() if (acting := [hook for hook in own if _acts(hook)])})
+    program, hooks = _apart(program, {value: acting for value, own in hooks.items() if (acting := [hook for hook in own if acts(hook)])})
     passed: dict[int, Tensor] = {}  # what came into modules
     found: list[Ruined] = []
 
@@ -115,7 +115,7 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
     return Trace(program, run), next(iter(found), None)
 
 
-def _acts(hook: Hook) -> bool:
+def acts(hook: Hook) -> bool:
     """May a hook change a gradient? One that never returns anything does so only where it is given a weight, or writes in place."""
     function = hook.function.func if isinstance(hook.function, partial) else hook.function
     function = getattr(function, "__func__", function)

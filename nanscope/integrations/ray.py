@@ -21,8 +21,8 @@ from typing import Any
 from nanscope.errors import NanscopeError
 from nanscope.integrations.ray_worker import ALSO, INVITED, begin
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
+from nanscope.watching.acting import MAX_REPAIRS, OnNonFinite
 from nanscope.watching.invitation import Invitation
-from nanscope.watching.step import OnNonFinite
 
 BEGIN = "nanscope.integrations.ray_worker.begin"
 INTO = f"{__name__}.into"
@@ -40,6 +40,7 @@ def ray(
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
+    max_repairs: int = MAX_REPAIRS,
 ) -> dict[str, Any]:
     """Return the `runtime_env` with which Ray's workers take part in a run: `ray.init(runtime_env=nanscope.ray())`.
 
@@ -53,7 +54,9 @@ def ray(
     if invitation is None:
         from nanscope.watching.launch import lead
 
-        invitation = lead(out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, deep_every=deep_every)
+        invitation = lead(
+            out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, deep_every=deep_every, max_repairs=max_repairs
+        )
     return _joined(runtime_env, invitation)
 
 

@@ -394,6 +394,8 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "skip_disabled_term": skip_disabled_term,
 }
 
+FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours takes the place of one that came in
+
 CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {
     "where_after_op": where_after_op,
     "nan_to_num_after_op": nan_to_num_after_op,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class Replay:
     """All rows, and whether the recorded step came out again (`reproduction`).
 
     location: where the replayed step went wrong, None if it did not (the fault was transient, or lies outside the program).
-    trace: of the step as recorded, None if the file holds no program.
+    trace: of the step as recorded, None if the file holds no program. variants: the program of each standard edit that works, by its id.
     """
 
     rows: tuple[Row, ...]
@@ -53,6 +53,7 @@ class Replay:
     location: Location | None
     trace: Trace | None
     bench: Bench | None = None
+    variants: Mapping[str, Variant] = field(default_factory=dict)
 
     def without(self, cause: Cause) -> Row | None:
         """Return what comes out with the counterfactual of a cause, None if it has none here; `works` says that this origin is gone."""
@@ -133,11 +134,18 @@ class Bench:
 
     def replay(self, edits: Sequence[tuple[str, Edit]], *, full: bool) -> Replay:
         """Return what `replay` does."""
-        rows = [self._judged(self.recorded)]
+        rows, variants = [self._judged(self.recorded)], dict[str, Variant]()
         if self.location is not None:
             rows.append(self.in_float64)
-            rows += (self._standard() if full else []) + self.asked(edits) + (self._controls() if full else [])
-        return Replay(tuple(rows), self.reproduction, self.location, self.trace, self)
+            tries = self._standard() if full else []
+            variants |= {tried.row.id: tried.variant for tried in tries if tried.row.works and tried.variant is not None}
+            rows += [tried.row for tried in tries] + self.asked(edits) + (self._controls() if full else [])
+        return Replay(tuple(rows), self.reproduction, self.location, self.trace, self, variants)
+
+    def edit(self, name: str) -> tuple[Row, Variant] | None:
+        """Return what comes out under one standard edit, and its program; None if it does not apply here, or does not work."""
+        tried = self._tried(name, "fix", EDITS[name]) if self.location is not None else None
+        return None if tried is None or tried.variant is None or not tried.row.works else (tried.row, tried.variant)
 
     def without(self, cause: Cause) -> Row | None:
         """Return a row of the recorded step with what a cause says to be different, None if that cannot be made of it."""
@@ -178,22 +186,22 @@ class Bench:
         """What came out of the step as it was."""
         return _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, self.reproduction.words)
 
-    def _standard(self) -> list[Row]:
+    def _standard(self) -> list[_Tried]:
         batch = self.trace.program.computes is not Computes.UPDATE
         fitting = {name: edit for name, edit in EDITS.items() if batch or name not in OF_A_BATCH}
         tries = [tried for name, edit in fitting.items() if (tried := self._tried(name, "fix", edit)) is not None]
-        rows = [tried.row for tried in tries]
-        return rows if any(row.works for row in rows) else [*rows, *self._pairs(tries, fitting)]
+        return tries if any(tried.row.works for tried in tries) else [*tries, *self._pairs(tries, fitting)]
 
-    def _pairs(self, tries: Sequence[_Tried], edits: Mapping[str, Edit]) -> Iterator[Row]:
+    def _pairs(self, tries: Sequence[_Tried], edits: Mapping[str, Edit]) -> Iterator[_Tried]:
         """Yield what comes out where two edits heal a step that none heals alone: for a first one, the second that changes least."""
         helped = [tried for tried in tries if tried.there is not None and not tried.row.works]
         for first in helped[:FIRSTS]:
             assert first.variant is not None and first.there is not None
-            both = [self._judged(_try(variant, "fix", self.healthy)) for variant in beside(first.variant, first.there, edits)]
-            working = [row for row in both if row.works]
+            seconds = beside(first.variant, first.there, edits)
+            both = [_Tried(self._judged(_try(variant, "fix", self.healthy)), variant) for variant in seconds]
+            working = [tried for tried in both if tried.row.works]
             if working:
-                yield min(working, key=lambda row: math.inf if row.distortion is None else row.distortion)
+                yield min(working, key=lambda tried: math.inf if tried.row.distortion is None else tried.row.distortion)
 
     def _controls(self) -> list[Row]:
         origin = self.patch.origin

@@ -25,6 +25,7 @@ _STEPPED = {
     "taken": "stepped",
     "skipped": "step skipped",
     "stopped": "run stopped",
+    "repaired": "stepped, repaired",
     "skipped by the trainer": "trainer skipped",
     "skipped by the scaler": "scaler skipped",
     "none": "no step",

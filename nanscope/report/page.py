@@ -104,6 +104,8 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else verdict.status.tone)]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
+    if verdict.repaired:
+        counts.append(Fact("repaired", clean(verdict.repaired, 24)))
     if not verdict.incidents:
         default = f"nanscope · {verdict.status} run"
     else:

@@ -73,6 +73,7 @@ def _verdict(verdict: Verdict) -> RenderableType:
     counts = f"{count(verdict.steps, 'step')}{f' of {verdict.processes} processes' if verdict.processes > 1 else ''} watched"
     counts += f", {count(more, 'more bad step')} not saved" if more > 0 else ""
     counts += f", {verdict.skipped} skipped" if verdict.skipped else ""
+    counts += f", {verdict.repaired} repaired" if verdict.repaired else ""
     parts += [Text(""), Text(f"  {counts}", QUIET)]
     parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in verdict.notes if note.slug in OF_RUN]
     if verdict.gaps:

@@ -47,7 +47,8 @@ class Entry:
     log_ratio_max, log_ratio_max_masked: largest exponent that the loss raised e to, on counted and on masked tokens, in nats.
     headroom: nats left before exp overflows, the smaller of the two. clip_fraction: part of the counted ratios outside the clip range.
     headroom_bits: doublings that were left to the end of its dtype by the call inside the models that came nearest to it, in a deep step;
-    headroom_at: which call, in words.
+    headroom_at: which call, in words. repaired: what was done to gradients that were not finite, in words; repaired_loss: the loss with
+    that of the edit whose gradients were taken.
     """
 
     step: int
@@ -70,6 +71,8 @@ class Entry:
     worker: str | None = None
     headroom_bits: float | None = None
     headroom_at: str | None = None
+    repaired: str | None = None
+    repaired_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""

@@ -60,8 +60,8 @@ class RunRecord:
 
     run: id of the run, the same in all of its files. script: what was run. started, ended: local time with its distance from UTC.
     process: see `processes`. status: "running", or what the verdict was. raised: class of the exception that ended the block.
-    steps, skipped, bad_steps, backwards: counts. gaps: what was not watched. notes: as in the verdict. aftermath: consequences of bad
-    steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
+    steps, skipped, bad_steps, backwards, repaired: counts, the last of backward passes. gaps: what was not watched. notes: as in the
+    verdict. aftermath: consequences of bad steps. world: how many ranks the run has, 0 where that is not known. first: its first bad step.
     budget: bytes that might be held by reference. held_peak: most that were at a time. on_nonfinite, targets: as it was asked for.
     nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
     reaped: whoever started the process ends it without a word, once nobody needs it any more. dropped: steps, as counted here, that the
@@ -96,6 +96,7 @@ class RunRecord:
     reaped: bool = False
     dropped: tuple[int, ...] = ()
     node: str = ""
+    repaired: int = 0
 
     @property
     def file_name(self) -> str:

@@ -21,6 +21,7 @@ class Stepped(StrEnum):
     TAKEN = "taken"
     SKIPPED = "skipped"  # by nanscope
     STOPPED = "stopped"  # by nanscope
+    REPAIRED = "repaired"  # taken, on gradients of which nanscope has mended some
     BY_TRAINER = "skipped by the trainer"
     BY_SCALER = "skipped by the scaler"
     BY_HAND = "taken by hand"  # the loop writes to the weights itself

@@ -42,6 +42,7 @@ def verdict(
     notes: Sequence[Note] = (),
     steps: int = 0,
     skipped: int = 0,
+    repaired: int = 0,
     bad_steps: int = 0,
     backwards: int = 0,
     gaps: Sequence[Gap] = (),
@@ -52,9 +53,9 @@ def verdict(
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
-    paths: where each was saved. notes: what else the run noticed. steps, skipped, bad_steps, backwards: its counts. gaps: what nobody saw.
-    aftermath: which steps are consequences. ranks: who was first, and who followed. incidents: of snapshots that were explained before.
-    processes: that trained.
+    paths: where each was saved. notes: what else the run noticed. steps, skipped, repaired, bad_steps, backwards: its counts. gaps: what
+    nobody saw. aftermath: which steps are consequences. ranks: who was first, and who followed. incidents: of snapshots that were
+    explained before. processes: that trained.
     """
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
     incidents = [*incidents, *explained(sorted(numbered, key=lambda pair: _order(pair[0])))]
@@ -72,6 +73,7 @@ def verdict(
         tuple(aftermath),
         ranks,
         processes,
+        repaired,
     )
 
 
@@ -206,6 +208,7 @@ _STEPPED = {
     "taken": "{} stepped",
     "skipped": "{} step skipped",
     "stopped": "run stopped before the optimizer step",
+    "repaired": "{} stepped on repaired gradients",
     "skipped by the trainer": "{} step skipped by the trainer",
     "skipped by the scaler": "{} step skipped by the scaler",
     "taken by hand": "step taken by hand",

@@ -152,6 +152,7 @@ class Verdict:
     aftermath: tuple[Aftermath, ...] = ()
     ranks: Ranks | None = None
     processes: int = 1
+    repaired: int = 0  # backward passes
 
     @property
     def healthy(self) -> bool:
@@ -201,6 +202,7 @@ class Verdict:
             "backwards": self.backwards,
             "bad_steps": self.bad_steps,
             "skipped": self.skipped,
+            **({"repaired": self.repaired} if self.repaired else {}),
             **({"processes": self.processes} if self.processes > 1 else {}),
             "incidents": [_incident_json(incident) for incident in self.incidents],
             "consequences": [asdict(found) for found in self.aftermath],

@@ -73,6 +73,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
         notes=list(_few(dict.fromkeys(notes))),
         steps=max([0, *(found.steps for team in teams for found in team.outlines.values()), *(record.steps for record in told)]),
         skipped=max([0, *(record.skipped for record in told)]),
+        repaired=max([0, *(record.repaired for record in told)]),
         bad_steps=max([_least_bad(told, damaged), *(found.bad for team in teams for found in team.outlines.values())]),
         backwards=max([0, *(record.backwards for record in told)]),
         gaps=_all_gaps(told, gaps),

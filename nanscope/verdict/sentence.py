@@ -298,6 +298,8 @@ def _reached(seen: Observation, r: Reached) -> str:
         parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")
     if r.stepped == "skipped":
         parts.append("the optimizer step was skipped and the weights stayed clean")
+    elif r.stepped == "repaired":
+        parts.append("the step was taken on the gradient of a proven fix")
     elif r.stepped == "skipped by the trainer":
         parts.append("the trainer dropped the step")
     return ", ".join(parts)

@@ -163,6 +163,12 @@ class Examiner:
             recording, Reached(recording.value, *_counted(len(self.modules.gradients()), 0)), look=look, seen=Observation(Kind.SWALLOWED)
         )
 
+    def mended(self, recording: Recording) -> Hit:
+        """Return what a backward pass met whose gradients were mended at the edge of its loss."""
+        grads = self.at_hand(recording)
+        reached = Reached(recording.value, *_counted(len(grads), count_bad(grads)), scaled=recording.scaled)
+        return Hit(recording, reached, not bool(is_finite(recording.loss)))
+
     def spike(self, recording: Recording, scale: str) -> Hit | None:
         """Everything is finite, and out of scale: what made it so?"""
         look = look_for_spike(recording, functools.partial(self._deeper, recording))

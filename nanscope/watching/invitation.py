@@ -22,6 +22,7 @@ from pathlib import Path
 from nanscope.plain import checked
 from nanscope.snapshot.processes import machine
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
+from nanscope.watching.acting import ACTIONS, MAX_REPAIRS
 from nanscope.watching.calling import call
 from nanscope.watching.job import OURS
 from nanscope.watching.place import Place, enrol, is_ranked, name_of
@@ -42,7 +43,7 @@ class Invitation:
     """A run that other processes take part in.
 
     path: its directory, given: its folder of runs as a person wrote it. run: its id. machine: of who began it. on_nonfinite, save_steps,
-    max_bytes, deep_every: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
+    max_bytes, deep_every, max_repairs: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Invitation:
     deep_every: int = DEEP_EVERY
     machine: str = field(default_factory=machine)
     node: str = ""
+    max_repairs: int = MAX_REPAIRS
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> Invitation | None:
@@ -62,7 +64,7 @@ class Invitation:
             found = Invitation(**checked(Invitation, json.loads(environ[MEMBER])))
         except (KeyError, ValueError, TypeError):
             return None
-        return found if found.path and found.on_nonfinite in ("record", "skip", "stop") else None
+        return found if found.path and found.on_nonfinite in ACTIONS else None
 
     def to_text(self) -> str:
         """Return what `of` reads."""

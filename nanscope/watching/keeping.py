@@ -34,7 +34,7 @@ class Keeper:
         late: bool,
         stops: bool,
     ) -> None:
-        self.course, self.late, self._told, self._stops = course, late, told, stops
+        self.course, self.late, self._told, self.stops = course, late, told, stops
         self._examiner, self._logbook, self._failsafe = examiner, logbook, failsafe
 
     def keep(self, hit: Hit | None) -> None:
@@ -88,7 +88,7 @@ class Keeper:
 
     def stop_if_asked(self) -> None:
         """End training. Raises NonFiniteError if that was asked for."""
-        if not self._stops:
+        if not self.stops:
             return
         self.mark(stepped=Stepped.STOPPED)
         verdict = self._logbook.verdict()

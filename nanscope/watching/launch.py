@@ -19,6 +19,7 @@ from functools import partial
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 from nanscope.verdict.incident import NonFiniteError
+from nanscope.watching.acting import MAX_REPAIRS, OnNonFinite
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.dying import last_words
 from nanscope.watching.execs import leaves, stays
@@ -28,7 +29,6 @@ from nanscope.watching.leading import Leading
 from nanscope.watching.outlasting import show, wait
 from nanscope.watching.place import name_of
 from nanscope.watching.scope import abandon
-from nanscope.watching.step import OnNonFinite
 from nanscope.watching.target import Target, run_command
 
 log = logging.getLogger("nanscope")
@@ -62,6 +62,7 @@ def run(
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
+    max_repairs: int = MAX_REPAIRS,
     run_id: str = "",
     at_death: Callable[[Leading], None] = lambda leading: None,
     options: Sequence[str] = (),
@@ -77,7 +78,7 @@ def run(
     if AMBIENCE.invitation is not None:  # within another `nanscope run`, which tells
         return _ended(start, None)
     job = Job.of(os.environ, what.argv, run_id)
-    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, job, deep_every=deep_every)
+    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, job, deep_every=deep_every, max_repairs=max_repairs)
 
     def die(why: str) -> None:
         leading.hurried = True
@@ -126,12 +127,13 @@ def lead(
     save_steps: Sequence[int] = (),
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
+    max_repairs: int = MAX_REPAIRS,
 ) -> Invitation:
     """Begin a run in this process that ends with it, and return the invitation to it; at the end the log tells the verdict on all of it.
 
     Raises NanscopeError if nothing can be written to `out`.
     """
-    leading = Leading(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes, deep_every=deep_every)
+    leading = Leading(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes, deep_every=deep_every, max_repairs=max_repairs)
 
     def tell() -> None:
         if leading.tells:

@@ -17,6 +17,7 @@ from nanscope.snapshot.record import RunRecord, others, record_of, records, unwa
 from nanscope.snapshot.runs import DEEP_EVERY, Folder
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import verdict_of
+from nanscope.watching.acting import MAX_REPAIRS, OnNonFinite
 from nanscope.watching.calling import Ear
 from nanscope.watching.invitation import Invitation
 from nanscope.watching.job import Job
@@ -24,7 +25,6 @@ from nanscope.watching.member import enter
 from nanscope.watching.nodes import PATIENCE, Nodes
 from nanscope.watching.place import Place, rank_and_world, settle
 from nanscope.watching.scope import Scope
-from nanscope.watching.step import OnNonFinite
 from nanscope.watching.strays import Strays
 
 NOBODY = (
@@ -51,6 +51,7 @@ class Leading:
         job: Job | None = None,
         place: Place | None = None,
         deep_every: int = DEEP_EVERY,
+        max_repairs: int = MAX_REPAIRS,
     ) -> None:
         job = None if rank_and_world()[1] > 1 else job  # ranks find each other
         self._again = place is not None
@@ -59,7 +60,15 @@ class Leading:
         except OSError as error:
             raise NanscopeError(f"{out} cannot be written ({error.strerror or error}): choose another --out", slug="not-writable") from None
         self.invitation = Invitation(
-            str(place.path), str(out), place.run, on_nonfinite, tuple(save_steps), max_bytes, deep_every, node=place.node
+            str(place.path),
+            str(out),
+            place.run,
+            on_nonfinite,
+            tuple(save_steps),
+            max_bytes,
+            deep_every,
+            node=place.node,
+            max_repairs=max_repairs,
         )
         self._nodes = None if job is None else Nodes(place.path, place.node, job)
         self.scope = Scope(
@@ -68,6 +77,7 @@ class Leading:
             save_steps=save_steps,
             max_bytes=max_bytes,
             deep_every=deep_every,
+            max_repairs=max_repairs,
             name=name,
             place=place,
             invitation=self.invitation,
@@ -85,8 +95,8 @@ class Leading:
         name = (record_of(path, 0) or RunRecord()).script
         out = invitation.given if Path(invitation.given).absolute() == path.parent else path.parent
         place = Place(path, invitation.run, 0, bool(worker), worker, named=False)
-        action, steps = cast("OnNonFinite", invitation.on_nonfinite), invitation.save_steps
-        return Leading(out, name, action, steps, invitation.max_bytes, place=place, deep_every=invitation.deep_every)
+        action, steps, most = cast("OnNonFinite", invitation.on_nonfinite), invitation.save_steps, invitation.max_repairs
+        return Leading(out, name, action, steps, invitation.max_bytes, place=place, deep_every=invitation.deep_every, max_repairs=most)
 
     def enter(self) -> Callable[[str], None]:
         """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""

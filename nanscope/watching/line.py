@@ -26,7 +26,7 @@ SAME = 1e-5  # relative; a clip that did nothing
 class Line:
     """One step. loss: summed over its micro-batches, without a scale against underflow. norm: of the gradients that reached the optimizer.
     before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several. room: the least that
-    a call inside the models left to the end of its dtype, in bits; room_at: which one."""
+    a call inside the models left to the end of its dtype, in bits; room_at: which one. repaired: what was done about bad gradients."""
 
     loss: float | None = None
     norm: float | None = None
@@ -35,11 +35,24 @@ class Line:
     optimizer: str | None = None
     room: float | None = None
     room_at: str = ""
+    repaired: list[str] = field(default_factory=list)
+    _instead: float = 0.0  # the loss with those of mended backward passes as their edits give them
     _began: float = field(default_factory=time.perf_counter)
 
     def add_loss(self, loss: float) -> None:
         """Another micro-batch."""
         self.loss = (self.loss or 0.0) + loss
+        self._instead += loss if math.isfinite(loss) else 0.0
+
+    def repair(self, words: str, loss: float, was: float) -> None:
+        """The gradients of a backward pass were mended. loss: of the edit whose gradients they are; was: its own."""
+        self.repaired.append(words)
+        self._instead += loss - (was if math.isfinite(was) else 0.0)
+
+    @property
+    def taken(self) -> Stepped:
+        """What became of a step that an optimizer took."""
+        return Stepped.REPAIRED if self.repaired else Stepped.TAKEN
 
     def add_reading(self, reading: Reading) -> None:
         """The gauge was read."""
@@ -54,6 +67,8 @@ class Line:
         """Another thread had a part in the step."""
         if other.loss is not None:
             self.add_loss(other.loss)
+            self._instead += other._instead - (other.loss if math.isfinite(other.loss) else 0.0)
+        self.repaired += other.repaired
         if other.reading is not None:
             self.add_reading(other.reading)
 
@@ -99,6 +114,8 @@ class Line:
             optimizer=self.optimizer,
             headroom_bits=None if self.room is None else round(self.room, 1),
             headroom_at=self.room_at or None,
+            repaired=f"{self.repaired[0]}{f'; and {more} more' if (more := len(self.repaired) - 1) else ''}" if self.repaired else None,
+            repaired_loss=self._instead if self.repaired else None,
             thread=None if threading.current_thread() is threading.main_thread() else threading.current_thread().name,
         )
 

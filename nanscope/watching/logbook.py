@@ -94,7 +94,7 @@ class Logbook:
         self.saved: list[Path] = []
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
-        self.steps = self.skipped = self.bad_steps = self.backwards = 0
+        self.steps = self.skipped = self.bad_steps = self.backwards = self.repaired = 0
         self._held_peak: int | None = None
         self._skips: list[int] = []
         self._dropped: list[int] = []
@@ -392,6 +392,7 @@ class Logbook:
                 notes=[*self.notes, *self._not_on_disk(), *([Note("not_heard_of", self._unheard)] if self._unheard else [])],
                 steps=self.steps,
                 skipped=self.skipped,
+                repaired=self.repaired,
                 bad_steps=self.bad_steps,
                 backwards=self.backwards,
                 gaps=self.gaps,
@@ -405,6 +406,12 @@ class Logbook:
         """Count a step that this rank keeps from its weights."""
         self.skipped += 1
         self._skips.append(step)
+
+    @in_turn
+    def repair(self, another: bool) -> None:
+        """Count a backward pass whose gradients were mended. another: its step is counted by nobody else, and was not known to be bad."""
+        self.repaired += 1
+        self.bad_steps += another
 
     @in_turn
     def drop(self, step: int) -> None:
@@ -456,6 +463,7 @@ class Logbook:
             self._record,
             steps=self.steps,
             skipped=self.skipped,
+            repaired=self.repaired,
             bad_steps=self.bad_steps,
             backwards=self.backwards,
             gaps=tuple(self.gaps),

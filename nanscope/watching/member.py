@@ -15,11 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.execs import leaves
 from nanscope.watching.invitation import Invitation
 from nanscope.watching.scope import Scope
-from nanscope.watching.step import OnNonFinite
 
 
 def begin() -> bool:
@@ -41,6 +41,7 @@ def scope_of(invitation: Invitation) -> Scope:
         save_steps=invitation.save_steps,
         max_bytes=invitation.max_bytes,
         deep_every=invitation.deep_every,
+        max_repairs=invitation.max_repairs,
         invitation=invitation,
     )
 

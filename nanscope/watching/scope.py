@@ -40,6 +40,7 @@ from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.watching.acting import ACTING, ACTIONS, MAX_REPAIRS, OnNonFinite
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.counts import Tally
 from nanscope.watching.examine import Examiner
@@ -48,7 +49,7 @@ from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import repeated_tokens
 from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.place import Place, name_of, settle_somewhere
-from nanscope.watching.step import OnNonFinite, Step
+from nanscope.watching.step import Step
 from nanscope.watching.surroundings import find_trainer
 from nanscope.watching.telling import tell_lacks
 
@@ -82,6 +83,7 @@ class Scope:
         *,
         out: str | os.PathLike[str] = "nanscope-runs",
         on_nonfinite: OnNonFinite = "record",
+        max_repairs: int = MAX_REPAIRS,
         budget: int = BUDGET,
         save_tokens: bool = False,
         limit: int = LIMIT,
@@ -93,15 +95,17 @@ class Scope:
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
-        if on_nonfinite not in ("record", "skip", "stop"):
-            raise NanscopeError(f'on_nonfinite must be "record", "skip" or "stop", not {on_nonfinite!r}', slug="bad-argument")
+        if on_nonfinite not in ACTIONS:
+            raise NanscopeError(f"{ACTING}, not {on_nonfinite!r}", slug="bad-argument")
+        if isinstance(max_repairs, bool) or not isinstance(max_repairs, int) or max_repairs < 0:
+            raise NanscopeError(f"max_repairs is a whole number of backward passes, not {max_repairs!r}", slug="bad-argument")
         if budget <= 0:
             raise NanscopeError(f"budget is a number of bytes above 0, not {budget!r}", slug="bad-argument")
         if max_bytes <= 0:
             raise NanscopeError(f"max_bytes is a number of bytes above 0, not {max_bytes!r}", slug="bad-argument")
         if isinstance(deep_every, bool) or not isinstance(deep_every, int) or deep_every < 0:
             raise NanscopeError(f"deep_every is a whole number of steps, 0 for no deep looks, not {deep_every!r}", slug="bad-argument")
-        self.on_nonfinite = on_nonfinite
+        self.on_nonfinite, self._max_repairs = on_nonfinite, max_repairs
         self._targets, self._place, self._invitation = targets, place, invitation
         self._name = name_of([name] if name else sys.argv, targets)
         self._on_incident = on_incident
@@ -178,7 +182,7 @@ class Scope:
         tape.known.gradients = watch.gradients
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
         examiner = Examiner(tape, watch, self._targets, self._save_tokens)
-        shared = self._logbook, self.on_nonfinite, self._asked, self._tally, self._optimizers
+        shared = self._logbook, self.on_nonfinite, self._max_repairs, self._asked, self._tally, self._optimizers
         return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late, awake))
 
     def _mine(self) -> Instruments:
@@ -313,6 +317,11 @@ class Scope:
         return self._logbook.skipped
 
     @property
+    def repaired(self) -> int:
+        """Backward passes whose bad gradients were replaced by those of a proven fix."""
+        return self._logbook.repaired
+
+    @property
     def bad_steps(self) -> int:
         """Steps in which something was wrong, saved or not."""
         return self._logbook.bad_steps
@@ -347,6 +356,7 @@ def watch(
     *targets: Any,
     out: str | os.PathLike[str] = "nanscope-runs",
     on_nonfinite: OnNonFinite = "record",
+    max_repairs: int = MAX_REPAIRS,
     budget: int = BUDGET,
     save_tokens: bool = False,
     limit: int = LIMIT,
@@ -362,7 +372,9 @@ def watch(
     out:          the folder of runs. Each run has a directory of its own in it, `scope.out`, with run.json, history.rank0.jsonl, and a
                   snapshot of each bad step; all ranks of a job share one. What cannot be written there goes to a temporary folder.
     on_nonfinite: "record" changes nothing; "skip" keeps a step with bad gradients from the weights; "stop" raises NonFiniteError, after
-                  the snapshot is on disk.
+                  the snapshot is on disk; "repair" gives a model the gradient of the fix that is proven on the running step in the place of
+                  a bad one, and skips the step where none is.
+    max_repairs:  backward passes of the run, on this rank, that "repair" mends; at one more it ends training, as "stop" does.
     budget:       bytes of tensors that may be held by reference, in all; the oldest backward passes of a step make room.
     save_tokens:  put integer tensors that look like token ids into snapshots.
     limit:        bad steps saved per run; later ones are counted. Steps that are bad because an earlier one spoilt the weights take no
@@ -379,6 +391,7 @@ def watch(
         targets,
         out=out,
         on_nonfinite=on_nonfinite,
+        max_repairs=max_repairs,
         budget=budget,
         save_tokens=save_tokens,
         limit=limit,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Stepped
 from nanscope.watching.absorbed import Absorbed
+from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
@@ -41,19 +41,18 @@ from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
+from nanscope.watching.repair import Repair
 from nanscope.watching.scale import LossScale, scale_of
 from nanscope.watching.skipping import IN_A_CLOSURE, Skipping
 from nanscope.watching.spared import Spared
 from nanscope.watching.weights import Weights
 
-OnNonFinite = Literal["record", "skip", "stop"]
-
 
 class Step(Relay):
     """The optimizer step that is running; the next one begins in the same object.
 
-    asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads, each of which has a step
-    of its own. late: it had computed something before it was watched. awake: listens to its models in deep steps.
+    max_repairs: see `watch`. asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads,
+    each of which has a step of its own. late: it had computed something before it was watched. awake: listens to its models in deep steps.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class Step(Relay):
         examiner: Examiner,
         logbook: Logbook,
         on_nonfinite: OnNonFinite,
+        max_repairs: int,
         asked: frozenset[int],
         tally: Tally,
         optimizers: Optimizers,
@@ -87,7 +87,8 @@ class Step(Relay):
         # what outlives a step
         self._gauge = Gauge()
         self._ending = Ending(tape, modules, self._optimizers)
-        self._skipping = Skipping(tape, logbook) if on_nonfinite == "skip" else None
+        self._skipping = Skipping(tape, logbook) if on_nonfinite in ("skip", "repair") else None
+        self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs) if on_nonfinite == "repair" else None
         self._passed = PassedOver(tape, modules, logbook)
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -155,6 +156,8 @@ class Step(Relay):
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         self._failsafe("glue", recording.look_between, self._tape)
+        if self._repair is not None:
+            self._repair.watch(recording)
         recording.watch(self._failsafe, self._tape.account, self._modules.parts)
         if not (recording.waits or all(map(bool, recording.flags))):
             self._failsafe("remains", self._remains.look_back)
@@ -269,7 +272,7 @@ class Step(Relay):
             self._skipping.after_step()
         self._look_at_waiting(None if self._overflowed else optimizer)  # what a closure has differentiated since
         self._failsafe("deep", self._deep.after_step, optimizer, not (held or self._overflowed))
-        self._look_at_weights([optimizer], Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else Stepped.TAKEN)
+        self._look_at_weights([optimizer], Stepped.SKIPPED if held else Stepped.BY_SCALER if self._overflowed else self._course.line.taken)
 
     def _look_at_weights(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Stepped) -> None:
         """They have stepped: close the step."""
@@ -302,7 +305,7 @@ class Step(Relay):
             self._gradients.were_bad(grads, bad)
             if self._skipping is not None:
                 self._logbook.refuse_to_skip(self.counts.number, REFUSED)
-        self._look_at_weights(optimizers, Stepped.TAKEN)
+        self._look_at_weights(optimizers, self._course.line.taken)
         if self._course.bad and may_stop:
             self._keeper.stop_if_asked()
 
@@ -519,6 +522,9 @@ class Step(Relay):
         fine: they were seen, and were finite.
         """
         recording.examined = True
+        if self._repair is not None and (mending := recording.mending) is not None and mending.proof is not None:
+            self._failsafe("repaired", self._repair.keep, recording, mending, mending.proof)
+            return
         recording.open_forward()
         hit = self._examiner.loss(recording)
         if optimizer is None and self._is_of_scale(recording, hit):
@@ -555,7 +561,7 @@ class Step(Relay):
         """The step is over."""
         if self._course.bad and self.counts.micro_batch > 1:
             self._keeper.mark(micro_batches=self.counts.micro_batch)
-        if stepped is Stepped.TAKEN:
+        if stepped in (Stepped.TAKEN, Stepped.REPAIRED):
             self._course.search.found()
         entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad)
         self._course.line, self._course.closed, self._keeper.late = Line(), True, False
