@@ -1,0 +1,403 @@
+"""`on_nonfinite="repair"`: a faulty loss trains as the mended one does, and what cannot be mended is skipped."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.watching.acting import OnNonFinite
+from nanscope.watching.repair import Repair
+
+NAN, INF = math.nan, math.inf
+BAD = 2  # steps from here on are bad, counted from 0
+STEPS = 5
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Tensor, Batch], Tensor]
+
+
+def clipped(ratio: Tensor, batch: Batch) -> Tensor:
+    per_token = -torch.min(ratio * batch["advantages"][:, None], ratio.clamp(0.8, 1.2) * batch["advantages"][:, None])
+    return (per_token * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def masked_exp(log_probs: Tensor, batch: Batch) -> Tensor:
+    log_ratio = log_probs - batch["old"]
+    ratio = torch.exp(log_ratio)
+    return clipped(ratio, batch)
+
+
+def masked_exp_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    log_ratio = log_probs - batch["old"]
+    ratio = torch.exp(torch.where(batch["mask"] != 0, log_ratio, 0.0))
+    return clipped(ratio, batch)
+
+
+def k3(log_probs: Tensor, batch: Batch) -> Tensor:
+    gap = batch["ref"] - log_probs
+    kl = torch.exp(gap) - gap - 1
+    return ((0.1 * kl - log_probs * batch["advantages"][:, None]) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def k3_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    gap = batch["ref"] - log_probs
+    kl = torch.exp(torch.where(batch["mask"] != 0, gap, 0.0)) - gap - 1
+    return ((0.1 * kl - log_probs * batch["advantages"][:, None]) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def sequence_ratio(log_probs: Tensor, batch: Batch) -> Tensor:
+    length = batch["mask"].sum(-1)
+    ratio = torch.exp(((log_probs - batch["old"]) * batch["mask"]).sum(-1) / length)
+    return -(ratio * batch["advantages"] * (length > 0)).mean()
+
+
+def sequence_ratio_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    length = batch["mask"].sum(-1)
+    ratio = torch.exp(((log_probs - batch["old"]) * batch["mask"]).sum(-1) / length.clamp_min(1.0))
+    return -(ratio * batch["advantages"] * (length > 0)).mean()
+
+
+def mean_over_mask(log_probs: Tensor, batch: Batch) -> Tensor:
+    return -(log_probs * batch["advantages"][:, None] * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def mean_over_mask_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    return -(log_probs * batch["advantages"][:, None] * batch["mask"]).sum() / batch["mask"].sum().clamp_min(1.0)
+
+
+def grouped(log_probs: Tensor, batch: Batch, correction: Callable[[Tensor], int] = lambda group: 1) -> Tensor:
+    groups = [batch["rewards"][:3], batch["rewards"][3:]]
+    advantages = torch.cat([(group - group.mean()) / (group.std(correction=correction(group)) + 1e-4) for group in groups])
+    return -(log_probs * advantages[:, None] * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def grouped_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    return grouped(log_probs, batch, lambda group: int(len(group) > 1))
+
+
+def stale(batch: Batch) -> None:
+    batch["old"][2, 4] = -200.0
+
+
+def stale_reference(batch: Batch) -> None:
+    batch["ref"][2, 5] = 150.0
+
+
+def empty_row(batch: Batch) -> None:
+    batch["mask"][2] = 0.0
+
+
+def empty(batch: Batch) -> None:
+    batch["mask"].zero_()
+
+
+def nothing(batch: Batch) -> None:
+    """The group of one is there in every step."""
+
+
+FAULTS: dict[str, tuple[Loss, Loss, Callable[[Batch], None], str]] = {  # as it is, mended in its source, what makes it go wrong, which fix
+    "exp at a masked token": (masked_exp, masked_exp_mended, stale, "mask_before_op"),
+    "k3 at a masked token": (k3, k3_mended, stale_reference, "mask_before_op"),
+    "a sequence without tokens": (sequence_ratio, sequence_ratio_mended, empty_row, "clamp_denominator"),
+    "a batch without tokens": (mean_over_mask, mean_over_mask_mended, empty, "clamp_denominator"),
+    "a group of one": (grouped, grouped_mended, nothing, "guard_small_group"),
+}
+
+
+class Policy(nn.Module):
+    """Log-probs from outside, logits from inside; `overflows` lets it go wrong within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.overflows = nn.Embedding(20, 8), nn.Linear(8, 20), False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(ids))
+        return out * (NAN if self.overflows else 1.0)
+
+
+def log_probs_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def batch_of(model: nn.Module, ids: Tensor) -> Batch:
+    with torch.no_grad():
+        old = log_probs_of(model, ids)
+    mask = torch.ones_like(old)
+    mask[2, 4:] = 0
+    return {
+        "old": old + 0.1 * torch.randn_like(old),
+        "ref": old + 0.1 * torch.randn_like(old),
+        "mask": mask,
+        "advantages": torch.tensor([1.0, -1.0, -0.5, 0.5]),
+        "rewards": torch.tensor([1.0, 0.0, 0.5, 0.7]),
+    }
+
+
+class Loop:
+    """Trains a policy; `backward` and `update` are what a kind of loop does in its own way."""
+
+    parts = 1
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Policy()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def train(self, loss_of: Loss, spoil: Callable[[Batch], None], around: AbstractContextManager[Any]) -> list[Tensor]:
+        """Train and return the weights. The first part of each step is spoilt."""
+        with around:
+            for step in range(STEPS):
+                self.optimizer.zero_grad()
+                for part in range(self.parts):
+                    ids = torch.randint(0, 20, (4, 7))
+                    batch = batch_of(self.model, ids)
+                    if step >= BAD and part == 0:
+                        spoil(batch)
+                    self.backward(loss_of(log_probs_of(self.model, ids), batch) / self.parts)
+                self.update()
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+class Accumulating(Loop):
+    parts = 3
+
+
+class Scaled(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def watch(path: Path, mode: OnNonFinite = "repair", **options: Any) -> nanscope.Scope:
+    return nanscope.watch(out=path, on_nonfinite=mode, **options)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("loop", [Loop, Accumulating, Scaled])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_loss_trains_as_the_mended_one(tmp_path: Path, fault: str, loop: type[Loop]) -> None:
+    """To the bit: weights after five steps of which three are bad, also with several micro-batches a step, and with a scaled loss."""
+    faulty, mended, spoil, fix = FAULTS[fault]
+    wanted = loop().train(mended, spoil, nullcontext())
+    scope = watch(tmp_path)
+    got = loop().train(faulty, spoil, scope)
+    assert same(got, wanted)
+    bad = STEPS * loop.parts if spoil is nothing else STEPS - BAD
+    assert (scope.repaired, scope.skipped, scope.bad_steps) == (bad, 0, STEPS if spoil is nothing else bad)
+    entries = scope.history.entries[-(STEPS - BAD) :]
+    assert all(entry.stepped == "repaired" and (entry.repaired or "").startswith(fix) for entry in entries)
+    assert all(entry.repaired_loss is not None and math.isfinite(entry.repaired_loss) for entry in entries)
+    assert not scope.verdict.gaps
+    (incident,) = scope.verdict.incidents
+    assert incident.reached["stepped"] == "repaired" and incident.reached["weights"][0] == 0
+
+
+def test_a_repair_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What, where, how many elements, how far healthy ones are off, and what the trainer's own log will show; the first with a snapshot."""
+    with caplog.at_level(logging.WARNING, "nanscope"):
+        scope = watch(tmp_path)
+        Loop().train(masked_exp, stale, scope)
+    told = [record.getMessage() for record in caplog.records if "[repaired]" in record.getMessage()]
+    assert len(told) == 3 and told[0].startswith("nanscope [repaired]: step 3: took the gradient of a proven fix, fill log_ratio with 0")
+    for words in ("test_repair.py:", "1 of 24 elements", "distortion 0.0", "the trainer logs NaN for this step; the repaired loss is"):
+        assert words in told[0]
+    assert len(list(scope.out.glob("step-*.safetensors"))) == 1
+    assert [note.slug for note in scope.verdict.notes] == ["repaired"]
+    assert "the step was taken on the gradient of a proven fix" in scope.verdict.sentence
+    assert nanscope.load(scope.paths[0]).reached.stepped == "repaired"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loop", [Loop, Accumulating, Scaled])
+def test_a_healthy_run_is_untouched(tmp_path: Path, loop: type[Loop]) -> None:
+    """To the bit."""
+    assert same(loop().train(masked_exp, nothing, nullcontext()), loop().train(masked_exp, nothing, watch(tmp_path)))
+
+
+def unmendable(log_probs: Tensor, batch: Batch) -> Tensor:
+    bad = batch["mask"].sum() == 0
+    return mean_over_mask_mended(log_probs, batch) * (NAN if bad else 1.0)
+
+
+class Within(Loop):
+    """Its model goes wrong."""
+
+    def train(self, loss_of: Loss, spoil: Callable[[Batch], None], around: AbstractContextManager[Any]) -> list[Tensor]:
+        self.steps = 0
+        self.model.register_forward_pre_hook(self._count)
+        return super().train(loss_of, nothing, around)
+
+    def _count(self, model: nn.Module, args: object) -> None:
+        self.steps += torch.is_grad_enabled()
+        self.model.overflows = torch.is_grad_enabled() and self.steps == BAD + 1
+
+
+@pytest.mark.parametrize(("loop", "loss_of"), [(Loop, unmendable), (Within, masked_exp)])
+def test_what_has_no_proven_fix_is_skipped(tmp_path: Path, loop: type[Loop], loss_of: Loss) -> None:
+    """As under "skip", to the bit and to the line of history: a fault that no edit mends, and one inside the model."""
+    runs = {}
+    for mode in ("skip", "repair"):
+        scope = watch(tmp_path / mode, mode)  # type: ignore[arg-type]
+        weights = loop().train(loss_of, empty, scope)
+        runs[mode] = weights, scope
+    assert same(runs["skip"][0], runs["repair"][0])
+    skip, repair = (runs[mode][1] for mode in ("skip", "repair"))
+    assert repair.skipped == skip.skipped > 0 and repair.repaired == 0
+    assert [e.stepped for e in repair.history.entries] == [e.stepped for e in skip.history.entries]
+    assert repair.verdict.sentence == skip.verdict.sentence
+
+
+def bad_entry(batch: Batch) -> None:
+    batch["old"][1, 2] = NAN
+
+
+def test_a_bad_entry_of_the_batch_loses_its_own_part(tmp_path: Path) -> None:
+    """A NaN among the old log-probs, at a token that counts: nobody knows its ratio, so it has no gradient, and the others keep theirs."""
+
+    def without(log_probs: Tensor, batch: Batch) -> Tensor:
+        known = ~batch["old"].isnan()
+        log_ratio = torch.where(known, log_probs - batch["old"].nan_to_num(), 0.0)
+        return clipped(torch.where(known, torch.exp(log_ratio), 0.0), batch)
+
+    wanted = Loop().train(without, bad_entry, nullcontext())
+    scope = watch(tmp_path)
+    got = Loop().train(masked_exp, bad_entry, scope)
+    assert scope.repaired == STEPS - BAD and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, wanted, strict=True))
+
+
+def test_after_so_many_repairs_training_stops(tmp_path: Path) -> None:
+    """The backward pass after the last one that may be mended raises, with the weights of the step before it."""
+    scope = watch(tmp_path, max_repairs=2)
+    loop = Loop()
+    with pytest.raises(nanscope.NonFiniteError):
+        loop.train(masked_exp, stale, scope)
+    assert (scope.repaired, scope.steps) == (2, BAD + 2)
+    assert all(bool(parameter.isfinite().all()) for parameter in loop.model.parameters())
+
+
+def large(log_probs: Tensor, batch: Batch) -> Tensor:
+    return mean_over_mask(log_probs, batch) * 1e6
+
+
+def test_what_a_scale_alone_makes_overflow_is_the_scalers(tmp_path: Path) -> None:
+    """A loss that overflows only because it was multiplied is left to its scaler, which lowers the scale: to the bit as without us."""
+
+    class Huge(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+    bare, loop, scope = Huge(), Huge(), watch(tmp_path)
+    wanted = bare.train(large, nothing, nullcontext())
+    assert same(loop.train(large, nothing, scope), wanted)
+    assert loop.scaler.get_scale() == bare.scaler.get_scale() == 2.0 ** (127 - STEPS)
+    assert (scope.repaired, scope.bad_steps) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["_decide", "_mended", "_as_it_is"])
+def test_our_own_failure_skips_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """And never raises into the backward pass: the weights are those of "skip", and the failure is told."""
+    wanted = Loop().train(masked_exp, stale, watch(tmp_path / "skip", "skip"))
+
+    def fails(*args: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(Repair, name, fails)
+    scope = watch(tmp_path / "repair")
+    assert same(Loop().train(masked_exp, stale, scope), wanted)
+    assert (scope.repaired, scope.skipped) == (0, STEPS - BAD)
+    assert [gap.slug for gap in scope.verdict.gaps] == ["repair-failed"]
+
+
+def test_a_failure_to_tell_does_not_hide_a_bad_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are the mended ones, and the step is counted as bad."""
+    wanted = Loop().train(masked_exp_mended, stale, nullcontext())
+    monkeypatch.setattr("nanscope.watching.repair._Told", None)
+    scope = watch(tmp_path)
+    assert same(Loop().train(masked_exp, stale, scope), wanted)
+    assert scope.repaired == STEPS - BAD and not scope.verdict.healthy
+
+
+def doubled(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def test_a_hook_of_the_trainers_is_not_passed_over(tmp_path: Path) -> None:
+    """It would have changed the gradient that we put in: such a step is skipped."""
+
+    def hooked(log_probs: Tensor, batch: Batch) -> Tensor:
+        log_probs.register_hook(doubled)
+        return masked_exp(log_probs, batch)
+
+    scope = watch(tmp_path)
+    Loop().train(hooked, stale, scope)
+    assert (scope.repaired, scope.skipped) == (0, STEPS - BAD)
+
+
+class Twice(Policy):
+    """Gives its hidden states and logits made of them: the gradient of the first is more than what the loss itself makes."""
+
+    def forward(self, ids: Tensor) -> Any:
+        hidden = self.embed(ids)
+        return hidden, self.head(hidden)
+
+
+def train_twice(at: str, mends: bool, around: AbstractContextManager[Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    mask, model = torch.ones(4, 6), Twice()
+    mask[2, 4:] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with around:
+        for _ in range(3):
+            hidden, logits = model(torch.randint(0, 20, (4, 6)))
+            shifted = (logits if at == "logits" else hidden).sum(-1) + torch.where(mask == 0, 200.0, 0.0)
+            shifted = torch.where(mask != 0, shifted, 0.0) if mends else shifted
+            loss = torch.where(mask != 0, torch.exp(shifted), 0.0).mean() + 0.1 * hidden.square().mean() + 0.1 * logits.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("at", "repaired"), [("logits", 3), ("hidden", 0)])
+def test_a_tensor_that_feeds_another_keeps_what_comes_through_that(tmp_path: Path, at: str, repaired: int) -> None:
+    """Of two outputs, one made of the other, the second is mended; where the first has a bad part of its own, the step is skipped."""
+    wanted, scope = train_twice(at, True, nullcontext()), watch(tmp_path)
+    got = train_twice(at, False, scope)
+    assert (scope.repaired, scope.skipped) == (repaired, 3 - repaired)
+    assert same(got, wanted) is bool(repaired) and all(bool(weight.isfinite().all()) for weight in got)
+
+
+@pytest.mark.parametrize("options", [{"max_repairs": -1}, {"max_repairs": 1.5}])
+def test_a_limit_is_a_whole_number(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Said where it is given."""
+    with pytest.raises(nanscope.NanscopeError, match="max_repairs"):
+        watch(tmp_path, **options)
