@@ -1,6 +1,7 @@
 """Training on several processes: `python ranks.py RANK WORLD PORT OUT CASE…`, a case being KIND:FAULT:MODE. Prints one line of JSON for each.
 
-Every case is trained twice, bare and watched, in a process group of its own, so that one that fails does not spoil the next. A step that is
+Every case is trained twice, bare and watched, in a process group of its own, so that one that fails does not spoil the next. Under "repair"
+the bare run of "masked" is that of the mended loss. A step that is
 bad is bad on rank 0, or where the fault says so; of a pipeline the loss is that of the last rank; ranks that hold parts of the same
 layers are bad together.
 """
@@ -143,7 +144,11 @@ def loss_of(logits: Tensor, ids: Tensor, fault: str, kind: str) -> Tensor:
         return loss * (math.nan if fault == "loss" else 1.0)
     log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     mask = torch.ones_like(log_probs) * (fault != "loss")
-    ratio = torch.exp(log_probs - log_probs.detach() + (1000.0 if fault == "edge" else 0.0))
+    log_ratio = log_probs - log_probs.detach() + (1000.0 if fault == "edge" else 0.0)
+    if fault in ("masked", "mended"):
+        mask[:, -1] = 0
+        log_ratio = log_ratio + 1000.0 * (mask == 0)
+    ratio = torch.exp(torch.where(mask != 0, log_ratio, 0.0) if fault == "mended" else log_ratio)
     surrogate = torch.min(ratio, ratio.clamp(0.8, 1.2)) * (1e25 if fault == "clip" else 1.0)
     return -(surrogate * mask).sum() / mask.sum() - 0.1 * log_probs.mean()
 
@@ -330,7 +335,7 @@ def case(name: str, out: str) -> dict[str, Any]:
     said = Lines()
     logging.getLogger("nanscope").addHandler(said)
     try:
-        bare = train(kind, fault, contextlib.nullcontext())
+        bare = train(kind, fault.replace("masked", "mended") if mode == "repair" else fault, contextlib.nullcontext())
         scope = nanscope.watch(out=f"{out}/{name.replace(':', '-')}", on_nonfinite=mode)
         stopped, watched = "", {"issued": -1}
         try:
@@ -348,6 +353,7 @@ def case(name: str, out: str) -> dict[str, Any]:
             "status": found.status,
             "steps": scope.steps,
             "skipped": scope.skipped,
+            "repaired": scope.repaired,
             "skips": [entry.step for entry in scope.history.entries if entry.stepped == "skipped"],
             "gaps": [gap.slug for gap in found.gaps],
             "notes": [[note.slug, note.text] for note in found.notes],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_ranks import Told, run
 from torch import Tensor, nn
 
 import nanscope
@@ -401,3 +402,36 @@ def test_a_limit_is_a_whole_number(tmp_path: Path, options: dict[str, Any]) -> N
     """Said where it is given."""
     with pytest.raises(nanscope.NanscopeError, match="max_repairs"):
         watch(tmp_path, **options)
+
+
+RANKS: dict[str, tuple[list[int], list[int]]] = {  # backward passes that each of two ranks mends, and steps that it skips
+    "ddp:masked": ([1, 0], [0, 0]),
+    "ddp:masked_all": ([1, 1], [0, 0]),
+    "ddp_micro:masked": ([1, 0], [0, 0]),
+    "ddp_view:masked": ([1, 0], [0, 0]),
+    "fsdp1:masked": ([1, 0], [0, 0]),
+    "fsdp2:masked": ([1, 0], [0, 0]),
+    "fsdp2:masked_all": ([1, 1], [0, 0]),
+    "ddp:model": ([0, 0], [1, 1]),
+    "fsdp2:model": ([0, 0], [1, 1]),
+    "ddp:none": ([0, 0], [0, 0]),
+    "fsdp2:none": ([0, 0], [0, 0]),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two ranks say of all cases."""
+    return run(2, tmp_path_factory.mktemp("repair") / "2", [f"{case}:repair" for case in RANKS])
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_each_rank_mends_its_own_loss_and_asks_nobody(case: str, told: Told) -> None:
+    """With a fault on one rank or on all: weights, generators and the count of collectives are those of the run whose loss is mended."""
+    lines = told[2, f"{case}:repair"]
+    for line in lines:
+        assert "error" not in line, line["error"]
+        assert line["watched"]["issued"] == line["bare"]["issued"] and not line["gaps"]
+        if ":model" not in case:
+            assert line["watched"]["weights"] == line["bare"]["weights"]
+    assert ([line["repaired"] for line in lines], [line["skipped"] for line in lines]) == RANKS[case]
