@@ -323,7 +323,7 @@ def test_what_a_scale_alone_makes_overflow_is_the_scalers(tmp_path: Path) -> Non
     assert (scope.repaired, scope.bad_steps) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["_decide", "_mended", "_as_it_is"])
+@pytest.mark.parametrize("name", ["may", "prove", "is_of_scale"])
 def test_our_own_failure_skips_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """And never raises into the backward pass: the weights are those of "skip", and the failure is told."""
     wanted = Loop().train(masked_exp, stale, watch(tmp_path / "skip", "skip"))
@@ -395,6 +395,48 @@ def test_a_tensor_that_feeds_another_keeps_what_comes_through_that(tmp_path: Pat
     got = train_twice(at, False, scope)
     assert (scope.repaired, scope.skipped) == (repaired, 3 - repaired)
     assert same(got, wanted) is bool(repaired) and all(bool(weight.isfinite().all()) for weight in got)
+
+
+def train_liger(tied: bool, settings: dict[str, Any], fault: bool, around: AbstractContextManager[Any], scale: float = 1.0) -> list[Tensor]:
+    """Two micro-batches a step, the first with a stale log-prob at a masked token; what is mended has none."""
+    chunked = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
+    torch.manual_seed(0)
+    words, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=not tied)
+    if tied:
+        head.weight = words.weight
+    body = nn.Sequential(words, nn.Linear(8, 8), nn.Tanh())
+    model = nn.ModuleList([body, head])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss = chunked.LigerFusedLinearGRPOLoss(compiled=False, use_ref_model=False, beta=0.0, **settings)
+    with around:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                ids, mask = torch.randint(0, 11, (2, 5)), torch.ones(2, 5, dtype=torch.long)
+                mask[0, 4] = 0
+                with torch.no_grad():
+                    old = torch.log_softmax(head(body(ids)), -1).gather(-1, ids[..., None])[..., 0] + 0.1 * torch.randn(2, 5)
+                if fault and part == 0:
+                    old[0, 4] -= 200.0
+                given = (body(ids), head.weight, ids, mask, torch.tensor([1.0, -0.5]), head.bias)
+                (loss(*given, old_per_token_logps=old)[0] / 2 * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad /= scale  # type: ignore[operator]
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("settings", "scale"), [({}, 1.0), ({"loss_type": "grpo", "temperature": 0.7}, 1.0), ({}, 512.0)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fused_loss_is_mended_from_its_arguments(tmp_path: Path, tied: bool, settings: dict[str, Any], scale: float) -> None:
+    """Liger's, which computes its gradients in its forward: hidden states, head and bias get those of the formula, also where the head is
+    the embedding; within rounding, since the kernel adds up in another order."""
+    wanted = train_liger(tied, settings, False, nullcontext(), scale)
+    scope = watch(tmp_path)
+    got = train_liger(tied, settings, True, scope, scale)
+    assert (scope.repaired, scope.skipped, scope.verdict.gaps) == (3, 0, ())
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, wanted, strict=True))
+    assert all(math.isfinite(entry.repaired_loss or NAN) for entry in scope.history.entries)
 
 
 @pytest.mark.parametrize("options", [{"max_repairs": -1}, {"max_repairs": 1.5}])

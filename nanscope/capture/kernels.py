@@ -24,6 +24,7 @@ from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import LossInputs
 from nanscope.program.program import Program
 from nanscope.roles import Role
+from nanscope.torch_inside import running_backward
 
 
 def kernel_of(glimpses: Sequence[Glimpse]) -> tuple[Kernel, Glimpse] | None:
@@ -45,7 +46,7 @@ def reopen(glimpses: Sequence[Glimpse], taken: Mapping[str, Tensor], budget: int
         log_probs = selected_log_probs(kernel, taken, plain(seen.held.get(kernel.temperature)))
     log_probs.requires_grad_()
     tape.module_outputs = lambda tensor: "model" if tensor is log_probs else None
-    with torch.enable_grad(), sealed(Seal([log_probs]), [seen.held.get(kernel.formula)]), TapeMode(tape):
+    with torch.enable_grad(), sealed(Seal([log_probs]), [seen.held.get(kernel.formula)]), TapeMode(tape, within=running_backward()):
         loss = (_by_formula if kernel.formula in seen.held else _by_objective)(kernel, seen, log_probs, taken, tape)
     value = tape.find(loss)
     if value is None:
@@ -77,6 +78,16 @@ def selected_log_probs(kernel: Kernel, taken: Mapping[str, Tensor], temperature:
         logits = (logits.float() if bias is None else logits.float() + bias.float()) / (float(str(temperature)) if temperature else 1.0)
         rows.append(torch.log_softmax(logits, -1).gather(-1, row_ids[:, None])[:, 0])
     return torch.stack(rows)
+
+
+def gradients(kernel: Kernel, taken: Mapping[str, Tensor], temperature: object, log_probs: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a kernel's arguments, by name, for one of the log-probs. log_probs: that, [B, T]."""
+    names = [name for name in (kernel.hidden, kernel.weight, kernel.bias) if name in taken and taken[name].requires_grad]
+    own = {name: taken[name].detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        made = selected_log_probs(kernel, {**taken, **own}, temperature)
+        found = torch.autograd.grad(made, list(own.values()), log_probs.to(made.dtype))
+    return dict(zip(names, found, strict=True))
 
 
 def _by_formula(kernel: Kernel, seen: Glimpse, log_probs: Tensor, taken: Mapping[str, Tensor], tape: Tape) -> Tensor:

@@ -36,7 +36,7 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves.
 
     sleeping: who asked for silence. failsafe: is told of a failure; without one the failure is raised. depth: listens in place of the tape
-    while a model is called, None where nothing does.
+    while a model is called, None where nothing does. within: a backward pass of autograd whose calls it listens to, -1 for none.
     """
 
     supports_higher_order_operators = True
@@ -45,9 +45,9 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, tape: Tape, failsafe: Failsafe | None = None) -> None:
+    def __init__(self, tape: Tape, failsafe: Failsafe | None = None, within: int = -1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.tape, self._within = tape, within
         self.depth: Depth | None = None
         self.sleeping: set[str] = set()
         self._thread = threading.get_ident()
@@ -121,7 +121,7 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noting, task = None, -1
         if not (self.sleeping or ear.broken or (crowded and is_faked())):  # tensors without content
             task = running_backward()  # one that we did not see begin
-            if task == -1:
+            if task in (-1, self._within):
                 noting = self._door(crowded, ear.before, operator, args, kwargs)
         keys = self._door(False, to_let_in, operator.inside) if operator.inside or operator.casts_inside else None
         if keys:

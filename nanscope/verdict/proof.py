@@ -38,12 +38,14 @@ class Proof:
     """An edit that was executed on a step, and heals it.
 
     row: what came out. grads: leaf id → gradient of the edited program, for every leaf that carries one, and recorded: as the program was.
-    bad, size: elements of the origin that did the harm, of how many. what: the code calls the origin. site: where it is.
+    was: the loss of that. bad, size: elements of the origin that did the harm, of how many. what: the code calls the origin. site: where it
+    is.
     """
 
     row: Row
     grads: Mapping[int, Tensor]
     recorded: Mapping[int, Tensor]
+    was: float
     bad: int
     size: int
     what: str
@@ -106,7 +108,9 @@ def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | Non
 def _proof(bench: Bench, row: Row, grads: Mapping[int, Tensor]) -> Proof:
     patch = bench.patch
     bad = offending(patch, patch.origin.value_id)
-    return Proof(row, grads, bench.trace.run.grads, int(bad.sum()), bad.numel(), patch.result, _site(bench))
+    run, program = bench.trace.run, bench.trace.program
+    was = float(run.values[program.output].detach().double().sum())
+    return Proof(row, grads, run.grads, was, int(bad.sum()), bad.numel(), patch.result, _site(bench))
 
 
 def _site(bench: Bench) -> Site:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program, join
 from nanscope.torch_inside import compiles_backward
-from nanscope.watching.mending import Mending
+from nanscope.watching.mending import Gradients, Mends
 from nanscope.watching.scale import LossScale
 from nanscope.watching.within import Seen, is_known, seen_within
 
@@ -69,7 +69,7 @@ class Recording:
     that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards
     of custom functions did, by where their results lie and what they saved. numbers: what made those that went to the host before it and
     were not finite. opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended.
-    mends: called with a leaf and its gradient, returns what goes on in its place, None for itself. mending: what came of that.
+    mends: who says what goes on in the place of a bad gradient, None where nobody is to.
     """
 
     program: Program | None
@@ -101,8 +101,7 @@ class Recording:
     numbers: tuple[tuple[Program, dict[int, Tensor]], ...] = ()
     opaque: dict[int, Behind] = field(default_factory=dict)
     tape: Tape | None = None
-    mends: Callable[[int, Tensor], Tensor | None] | None = None
-    mending: Mending | None = None
+    mends: Mends | None = None
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
@@ -240,21 +239,25 @@ class Recording:
 
         def answer(grad: Tensor) -> Tensor | None:
             told(grad)
-            return None if self.mends is None or not self.hooks else self.mends(leaf, grad)
+            return None if self.mends is None or not self.hooks else self.mends.edge(leaf, grad)
 
         self.hooks.append(tensor.register_hook(told if self.mends is None else answer))  # type: ignore[no-untyped-call]
 
     def _watch_custom(self, node: Any, leaf: int, failsafe: Failsafe, limit: int) -> None:
-        def look(returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
+        def look(returned: Gradients, received: Gradients) -> None:
             if self.hooks:
                 with unseen():
                     self._look_at_custom(node, leaf, limit, returned, received)
 
-        self.hooks.append(node.register_hook(failsafe.door("function-hook", look)))
+        told = failsafe.door("function-hook", look)
 
-    def _look_at_custom(
-        self, node: Any, leaf: int, limit: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]
-    ) -> None:
+        def answer(returned: Gradients, received: Gradients) -> Gradients | None:
+            told(returned, received)
+            return None if self.mends is None or not self.hooks else self.mends.function(node, returned, received)
+
+        self.hooks.append(node.register_hook(told if self.mends is None else answer))
+
+    def _look_at_custom(self, node: Any, leaf: int, limit: int, returned: Gradients, received: Gradients) -> None:
         flags = [is_finite(grad) for grad in returned if grad is not None]
         self.flags += flags
         on_cpu = all(flag.is_cpu for flag in flags)

@@ -88,7 +88,7 @@ class Step(Relay):
         self._gauge = Gauge()
         self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite in ("skip", "repair") else None
-        self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs) if on_nonfinite == "repair" else None
+        self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs, tape.budget * 4) if on_nonfinite == "repair" else None
         self._passed = PassedOver(tape, modules, logbook)
         # that are in no model, as far as is seen
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -522,8 +522,8 @@ class Step(Relay):
         fine: they were seen, and were finite.
         """
         recording.examined = True
-        if self._repair is not None and (mending := recording.mending) is not None and mending.proof is not None:
-            self._failsafe("repaired", self._repair.keep, recording, mending, mending.proof)
+        if self._repair is not None and recording.mends is not None and (proof := recording.mends.mending.proof) is not None:
+            self._failsafe("repaired", self._repair.keep, recording, recording.mends.mending, proof)
             return
         recording.open_forward()
         hit = self._examiner.loss(recording)
