@@ -93,7 +93,7 @@ def run(
     save_step: Annotated[
         list[int] | None, typer.Option("--save-step", metavar="STEP", help="Also save this step, healthy as it is.")
     ] = None,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots together.")] = MAX_BYTES,
+    max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots.")] = MAX_BYTES,
     deep_every: Annotated[int, typer.Option("--deep-every", metavar="STEPS", min=0, help="Of deep looks; 0: none.")] = DEEP_EVERY,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="Of the job, the same on all its nodes.")] = "",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.watching.step import OnNonFinite
+from nanscope.watching.acting import OnNonFinite
 from tests.conftest import NIGHTLY, left_installed
 from tests.failpoints import Planted, Point, called, is_plain, planted
 from tests.loops import clipped_loss, grpo_steps, log_probs, policy, stale_at
@@ -139,7 +139,7 @@ TRAININGS = (
     raises_in_a_call,
     goes_on_after_an_error,
 )
-MODES: tuple[OnNonFinite, ...] = ("record", "skip", "stop")
+MODES: tuple[OnNonFinite, ...] = ("record", "skip", "stop", "repair")
 SAVED = (1, 2)  # healthy steps that are saved: they are described as bad ones are
 
 # The doors themselves: what is called by torch or by the trainer, and does no more than call another function of ours and catch.

@@ -232,7 +232,7 @@ def test_a_repair_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     for words in ("test_repair.py:", "1 of 24 elements", "distortion 0.0", "the trainer logs NaN for this step; the repaired loss is"):
         assert words in told[0]
     assert len(list(scope.out.glob("step-*.safetensors"))) == 1
-    assert [note.slug for note in scope.verdict.notes] == ["repaired"]
+    assert [note.slug for note in scope.verdict.notes] == ["gradient_repaired"]
     assert "the step was taken on the gradient of a proven fix" in scope.verdict.sentence
     assert nanscope.load(scope.paths[0]).reached.stepped == "repaired"  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.watching import line, narrow, recording
+from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.counts import Counts
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
@@ -28,7 +29,7 @@ from nanscope.watching.left import Leavings
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
-from nanscope.watching.step import OnNonFinite, Step
+from nanscope.watching.step import Step
 
 
 def test_a_finite_loss_with_nan_gradients_is_found(tmp_path: Path) -> None:

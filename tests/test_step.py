@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import nanscope
 from nanscope.replay.tries import replay
-from nanscope.watching.step import OnNonFinite
+from nanscope.watching.acting import OnNonFinite
 
 
 def test_skip_leaves_the_optimizer_state_and_the_gradients_as_they_were(tmp_path: Path) -> None:

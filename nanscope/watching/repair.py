@@ -100,7 +100,7 @@ class Repair:
 
     def _described(self, hit: Hit, text: str, blank: Snapshot) -> Snapshot:
         found = self._examiner.snapshot(hit, blank)
-        return replace(found, notes=(*found.notes, ("repaired", text)))
+        return replace(found, notes=(*found.notes, ("gradient_repaired", text)))
 
 
 class _Pass:
