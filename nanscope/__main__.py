@@ -85,7 +85,7 @@ def _options(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, with -m the module, or after -- a command.")],
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script; with -m a module, after -- a command.")],
     out: Annotated[str, typer.Option("--out", help="Folder of runs, or an address: s3://bucket/runs.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.")] = None,
     on_nonfinite: Annotated[str, typer.Option("--on-nonfinite", metavar="ACTION", help="record, skip, stop or repair.")] = "record",

@@ -133,6 +133,22 @@ STOPS: dict[tuple[int, str], tuple[str, ...]] = {
     (2, "fsdp2:loss"): ("NonFiniteError", "RuntimeError"),  # left alone in a collective: what its backend makes of that passes through
 }
 
+# With "repair": how many backward passes each rank mends. Nobody skips, unless the harm lies in the model.
+REPAIRS: dict[tuple[int, str], list[int]] = {
+    (2, "ddp:masked"): [1, 0],
+    (2, "ddp:masked_all"): [1, 1],
+    (2, "ddp_micro:masked"): [1, 0],
+    (2, "ddp_view:masked"): [1, 0],
+    (2, "fsdp1:masked"): [1, 0],
+    (2, "fsdp2:masked"): [1, 0],
+    (2, "fsdp2:masked_all"): [1, 1],
+    (2, "ddp:model"): [0, 0],
+    (2, "fsdp2:model"): [0, 0],
+    (2, "ddp:none"): [0, 0],
+    (2, "fsdp2:none"): [0, 0],
+    (4, "hsdp:masked"): [1, 0, 0, 0],
+}
+
 Told = dict[tuple[int, str], list[dict[str, Any]]]  # by number of ranks and case, what each rank says
 
 
@@ -178,7 +194,9 @@ def told(folder: Path) -> Told:
     for world, cases in WORLDS.items():
         skips = [case for ranks, case in SKIPS if ranks == world]
         stops = [case for ranks, case in STOPS if ranks == world]
-        named = (*(f"{case}:record" for case in cases), *(f"{case}:skip" for case in skips), *(f"{case}:stop" for case in stops))
+        mends = [case for ranks, case in REPAIRS if ranks == world]
+        modes = {"record": cases, "skip": skips, "stop": stops, "repair": mends}
+        named = (f"{case}:{mode}" for mode, asked in modes.items() for case in asked)
         ordered = sorted(named, key=lambda case: "deepspeed" in case)
         found |= run(world, folder / str(world), ordered)
     return found
@@ -252,6 +270,19 @@ def test_all_ranks_skip_or_none(world: int, case: str, told: Told) -> None:
             assert "nan" not in line["watched"]["losses"].split(", ")[3]
         if not any(steps):
             assert line["watched"] == line["bare"]
+
+
+@pytest.mark.parametrize(("world", "case"), REPAIRS)
+def test_each_rank_mends_its_own_loss_and_asks_nobody(world: int, case: str, told: Told) -> None:
+    """With a fault on one rank or on all: weights, generators and the count of collectives are those of the run whose loss is mended."""
+    lines = told[world, f"{case}:repair"]
+    for line in lines:
+        assert "error" not in line, line["error"]
+        assert line["watched"]["issued"] == line["bare"]["issued"] and not line["gaps"]
+        if ":model" not in case:
+            assert line["watched"]["weights"] == line["bare"]["weights"]
+    assert [line["repaired"] for line in lines] == REPAIRS[world, case]
+    assert [line["skipped"] for line in lines] == [int(":model" in case)] * world
 
 
 @pytest.mark.parametrize(("world", "case"), STOPS)

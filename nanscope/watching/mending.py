@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,6 +25,11 @@ class Mending:
     passed: set[int] = field(default_factory=set)
     own: set[int] = field(default_factory=set)
     decided: bool = False
+
+    def close(self) -> None:
+        """The backward pass is over: what is left of it are words and numbers."""
+        if self.proof is not None:
+            self.proof = replace(self.proof, grads={}, recorded={})
 
 
 class Mends(Protocol):

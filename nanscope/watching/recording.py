@@ -204,6 +204,8 @@ class Recording:
             hook.remove()
         self.hooks.clear()
         self.tape = None
+        if self.mends is not None:
+            self.mends.mending.close()
 
     def let_go(self) -> None:
         """Take everything off the account: nobody will ask any more."""

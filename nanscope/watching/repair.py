@@ -145,7 +145,7 @@ class _Pass:
         """Find the edit whose gradients are taken, if there is one."""
         recording, began = self._recording, time.perf_counter()
         program = recording.program
-        if program is None or not _is_within_reach(recording) or self._repair.is_of_scale(recording) or not self._repair.may():
+        if program is None or not _is_within_reach(recording, gradient) or self._repair.is_of_scale(recording) or not self._repair.may():
             return
         edge = _edge(recording)
         fed = feeding(edge)
@@ -223,12 +223,14 @@ def _edge(recording: Recording) -> dict[int, Tensor]:
     return {} if program is None else {leaf.id: recording.tensors[leaf.id] for leaf in program.leaves if leaf.diff}
 
 
-def _is_within_reach(recording: Recording) -> bool:
-    """Is the gradient at the edge of a loss what its program makes, and nothing bad what it was handed?"""
+def _is_within_reach(recording: Recording, gradient: Tensor) -> bool:
+    """Is the gradient at the edge of a loss what its program makes, and nothing more, and nothing bad what it was handed?"""
+    if recording.seeds or gradient.requires_grad or not is_plain(gradient):  # requires_grad: it is differentiated once more
+        return False
     edge = _edge(recording)
     hooks = [hook.function for own in recording.others.values() for hook in own if acts(hook)]
     plain = all(tensor.requires_grad and is_plain(tensor) and not bool(tensor.isnan().any()) for tensor in edge.values())
-    return bool(edge) and plain and not recording.seeds and all(map(_is_of_ranks, hooks))
+    return bool(edge) and plain and all(map(_is_of_ranks, hooks))
 
 
 def _is_of_ranks(hook: object) -> bool:

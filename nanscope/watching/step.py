@@ -161,7 +161,7 @@ class Step(Relay):
         recording.watch(self._failsafe, self._tape.account, self._modules.parts)
         if not (recording.waits or all(map(bool, recording.flags))):
             self._failsafe("remains", self._remains.look_back)
-            if self._consumed.known and not recording.flags[0]:
+            if self._consumed.known and not recording.flags[0] and self._repair is None:
                 self._failsafe("loss-hit", self._examine, recording)  # its weights are others when it is over
 
     def after_backward(self, raised: BaseException | None = None) -> None:
