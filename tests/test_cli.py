@@ -145,6 +145,15 @@ def test_stop_ends_the_script_with_3(tmp_path: Path) -> None:
     assert "went on" not in done.stdout and "Traceback" not in done.stderr
 
 
+def test_repair_goes_on_until_its_limit_also_in_a_child(tmp_path: Path) -> None:
+    """--on-nonfinite repair mends the first bad step of a process that a command starts, and with --max-repairs 1 ends it at the second."""
+    (tmp_path / "fails.py").write_text(FAILING + "\nprint('went on')\n" + FAILING + "\nprint('and on')\n")
+    options = ["--on-nonfinite", "repair", "--max-repairs", "1", "--json", str(tmp_path / "v.json")]
+    done = spawn("run", *options, "--", sys.executable, "fails.py", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "went on\n" and json.loads((tmp_path / "v.json").read_text())["repaired"] == 1
+
+
 def test_a_rerun_leaves_the_earlier_run_alone(tmp_path: Path) -> None:
     """After the bug is mended the latest run is healthy, `report` takes that and says so, and the broken one is still there whole."""
     (tmp_path / "train.py").write_text(FAILING)

@@ -147,10 +147,11 @@ class Loop:
     """Trains a policy; `backward` and `update` are what a kind of loop does in its own way."""
 
     parts = 1
+    model_class: type[Any] = Policy
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = Policy()
+        self.model = self.model_class()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -178,6 +179,23 @@ class Loop:
                     self.backward(loss)
                 self.update()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+class Bare:
+    """A policy that is no module: the loss reads its weights themselves."""
+
+    def __init__(self) -> None:
+        self.embed, self.head = torch.randn(20, 8, requires_grad=True), torch.randn(8, 20, requires_grad=True)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.embed[ids] @ self.head
+
+    def parameters(self) -> list[Tensor]:
+        return [self.embed, self.head]
+
+
+class Direct(Loop):
+    model_class = Bare
 
 
 class Accumulating(Loop):
@@ -231,11 +249,11 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("loop", [Loop, Accumulating, Scaled, Mixed, Inside])
+@pytest.mark.parametrize("loop", [Loop, Direct, Accumulating, Scaled, Mixed, Inside])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_loss_trains_as_the_mended_one(tmp_path: Path, fault: str, loop: type[Loop]) -> None:
     """To the bit: weights after five steps of which three are bad, also with several micro-batches a step, with a scaled loss, in mixed
-    precision, and where optimizers step inside the backward pass."""
+    precision, where optimizers step inside the backward pass, and where the loss reads the weights themselves."""
     faulty, mended, spoil, fix = FAULTS[fault]
     wanted = loop().train(mended, spoil, nullcontext())
     scope = watch(tmp_path)
