@@ -17,7 +17,9 @@ import nanscope
 from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.repair import Repair
 
-NAN, INF = math.nan, math.inf
+pytestmark = pytest.mark.filterwarnings("ignore:std")  # of a group of one, which is what the test is about
+
+NAN = math.nan
 BAD = 2  # steps from here on are bad, counted from 0
 STEPS = 5
 

@@ -28,6 +28,8 @@ from trl_runs import EditedTrainer, Inputs, make_trainer  # noqa: E402
 
 import nanscope  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:std")  # of a group of one, which is what the test is about
+
 TRL_ITSELF = ("", "")
 
 

@@ -395,6 +395,7 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
 }
 
 FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours takes the place of one that came in
+MOVE_OFF = frozenset(("avoid_singular_op", "clamp_denominator"))  # near where it was, the derivative may be as steep as they make it
 
 CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {
     "where_after_op": where_after_op,

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.locate.origin import Element
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Arg, Call, Ref, refs
+from nanscope.program.calls import Arg, Call, Leaf, Ref, refs
 from nanscope.program.program import Program
 
 
@@ -147,6 +147,33 @@ def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
         output = last if output == value else output
         calls = [*calls[: index + 1], *added, *rest]
     return replace(patch.program, calls=tuple(calls), output=output)
+
+
+def held_still(
+    patch: Patch, program: Program, tensors: dict[int, Tensor], bad: Callable[[int], Tensor]
+) -> tuple[Program, dict[int, Tensor]]:
+    """Return an edited program in which no gradient goes back through the elements of the origin that did the harm, and its tensors.
+
+    bad: of a value that the origin's call has made, or a sibling's, which elements these are.
+    """
+    for value in [out for index in patch.siblings() if (out := patch.program.calls[index].outs[0]) is not None]:
+        at, mark = program.producers.get(value), program.new_id()
+        if at is None:
+            continue
+        still, last = mark + 1, mark + 2
+        added = (
+            Call("aten.detach.default", (Ref(value),), (), (still,)),
+            Call("aten.where.self", (Ref(mark), Ref(still), Ref(value)), (), (last,), program.calls[at].site, program.calls[at].grad),
+        )
+        rest = (_reading(call, value, last) for call in program.calls[at + 1 :])
+        program = replace(
+            program,
+            leaves=(*program.leaves, Leaf(mark, "offending", "data", False)),
+            calls=(*program.calls[: at + 1], *added, *rest),
+            output=last if program.output == value else program.output,
+        )
+        tensors = {**tensors, mark: bad(value)}
+    return program, tensors
 
 
 def _emit(fresh: int, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite
-from nanscope.replay.edits import FILL_IN
-from nanscope.replay.patch import Variant
+from nanscope.replay.edits import FILL_IN, MOVE_OFF
+from nanscope.replay.patch import Variant, held_still
 from nanscope.replay.refill import offending
 from nanscope.replay.tries import Bench
 from nanscope.snapshot.observation import Row
@@ -91,9 +91,12 @@ def _edits(bench: Bench, known: str | None) -> Iterator[tuple[Row, Variant]]:
 
 def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | None:
     """Return the gradients of an edited program, None if they are not to be trained with."""
-    run = variant.program.execute(variant.tensors, ends=True)  # all rows at once, as the trainer's code has it: the same to the bit
+    patch, program, tensors = bench.patch, variant.program, variant.tensors
+    if variant.id in MOVE_OFF and patch.origin.call is not None:
+        program, tensors = held_still(patch, program, tensors, lambda value: offending(patch, value))
+    run = program.execute(tensors, ends=True)  # all rows at once, as the trainer's code has it: the same to the bit
     grads = {leaf.id: run.grads[leaf.id] for leaf in bench.trace.program.leaves if leaf.diff and leaf.id in run.grads}
-    if not all(bool(is_finite(grad)) for grad in (*grads.values(), run.values[variant.program.output])):
+    if not all(bool(is_finite(grad)) for grad in (*grads.values(), run.values[program.output])):
         return None
     if row.distortion is None:  # no element is healthy: then all of them lose their part, or the edit makes one up
         return grads if not any(bool(grad.any()) for grad in grads.values()) else None
