@@ -86,12 +86,42 @@ def grouped_mended(log_probs: Tensor, batch: Batch) -> Tensor:
     return grouped(log_probs, batch, lambda group: int(len(group) > 1))
 
 
+def both(log_probs: Tensor, batch: Batch) -> Tensor:
+    return masked_exp(log_probs, batch) + k3(log_probs, batch)
+
+
+def both_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    return masked_exp_mended(log_probs, batch) + k3_mended(log_probs, batch)
+
+
+def root_of_counts(log_probs: Tensor, batch: Batch) -> Tensor:
+    spread = torch.sqrt((log_probs.detach() * batch["mask"]).var(-1, correction=0))
+    return masked_exp(log_probs, batch) + ((log_probs * batch["mask"]).sum(-1) / batch["mask"].sum(-1) * spread).mean()
+
+
+def root_of_counts_mended(log_probs: Tensor, batch: Batch) -> Tensor:
+    spread = torch.sqrt((log_probs.detach() * batch["mask"]).var(-1, correction=0))
+    return (
+        masked_exp_mended(log_probs, batch) + ((log_probs * batch["mask"]).sum(-1) / batch["mask"].sum(-1).clamp_min(1.0) * spread).mean()
+    )
+
+
 def stale(batch: Batch) -> None:
     batch["old"][2, 4] = -200.0
 
 
 def stale_reference(batch: Batch) -> None:
     batch["ref"][2, 5] = 150.0
+
+
+def stale_both(batch: Batch) -> None:
+    stale(batch)
+    stale_reference(batch)
+
+
+def stale_and_empty(batch: Batch) -> None:
+    stale(batch)
+    batch["mask"][0] = 0.0
 
 
 def empty_row(batch: Batch) -> None:
@@ -111,6 +141,8 @@ FAULTS: dict[str, tuple[Loss, Loss, Callable[[Batch], None], str]] = {  # as it 
     "k3 at a masked token": (k3, k3_mended, stale_reference, "mask_before_op"),
     "a sequence without tokens": (sequence_ratio, sequence_ratio_mended, empty_row, "clamp_denominator"),
     "a batch without tokens": (mean_over_mask, mean_over_mask_mended, empty, "clamp_denominator"),
+    "two of one kind": (both, both_mended, stale_both, "mask_before_op"),
+    "two of two kinds": (root_of_counts, root_of_counts_mended, stale_and_empty, ""),
     "a group of one": (grouped, grouped_mended, nothing, "guard_small_group"),
 }
 

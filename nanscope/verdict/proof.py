@@ -11,7 +11,7 @@ rounding, and what a bad entry of the batch has a part in loses its own part and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite
 from nanscope.replay.edits import FILL_IN, MOVE_OFF
 from nanscope.replay.patch import Variant, held_still
+from nanscope.replay.reference import Healthy, results
 from nanscope.replay.refill import offending
 from nanscope.replay.tries import Bench
 from nanscope.snapshot.observation import Row
@@ -100,12 +101,18 @@ def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | Non
         return None
     if row.distortion is None:  # no element is healthy: then all of them lose their part, or the edit makes one up
         return grads if not any(bool(grad.any()) for grad in grads.values()) else None
-    if not is_exact(row.distortion):
-        return None
     healthy = bench.healthy
-    if variant.id not in FILL_IN or healthy is None:
+    if healthy is None or not (is_exact(row.distortion) or is_exact(_distortion(healthy, variant))):
+        return None
+    if variant.id not in FILL_IN:
         return grads
     return {leaf: torch.where(healthy.masks[leaf], grad, 0.0) if leaf in healthy.masks else grad for leaf, grad in grads.items()}
+
+
+def _distortion(healthy: Healthy, variant: Variant) -> float | None:
+    """Return what an edit makes of healthy elements but for rounding, which half precision has much of."""
+    run = variant.program.execute(variant.tensors, dtype=torch.float64, ends=True)
+    return healthy.distortion(results(variant.program, run))
 
 
 def _proof(bench: Bench, row: Row, grads: Mapping[int, Tensor]) -> Proof:
@@ -113,6 +120,7 @@ def _proof(bench: Bench, row: Row, grads: Mapping[int, Tensor]) -> Proof:
     bad = offending(patch, patch.origin.value_id)
     run, program = bench.trace.run, bench.trace.program
     was = float(run.values[program.output].detach().double().sum())
+    row = row if row.distortion is None else replace(row, distortion=0.0)  # what is left of it is rounding
     return Proof(row, grads, run.grads, was, int(bad.sum()), bad.numel(), patch.result, _site(bench))
 
 

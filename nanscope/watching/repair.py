@@ -121,9 +121,14 @@ class _Pass:
     def _safely(self, answer: Callable[[], Answer | None]) -> Answer | None:
         """Return an answer; None, and no further one, if it fails."""
         given: list[Answer | None] = []
-        if not (torch.compiler.is_compiling() or is_traced()):
-            with unseen():
-                self._repair.failsafe("repair", lambda: given.append(answer()))
+
+        def ask() -> None:
+            if not is_traced():
+                with unseen():
+                    given.append(answer())
+
+        if not torch.compiler.is_compiling():
+            self._repair.failsafe("repair", ask)
         if not given:
             self.mending.decided = True
         return given[0] if given else None
