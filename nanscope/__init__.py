@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from nanscope.replay.under import replay_under
     from nanscope.snapshot.anywhere import history, load
     from nanscope.snapshot.step import Snapshot
+    from nanscope.verdict.forecast import Forecast
     from nanscope.verdict.incident import NonFiniteError, Verdict
     from nanscope.watching.checking import check
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
-    "Check", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope", "Snapshot",
-    "SnapshotError", "Verdict", "__version__", "advantages", "check", "framework_loss", "history", "load", "loss_inputs", "ray",
-    "replay_under", "summarise", "watch",
+    "Check", "Forecast", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
+    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "framework_loss", "history", "load", "loss_inputs",
+    "ray", "replay_under", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -42,6 +43,7 @@ _WHERE = {
     "Scope": "nanscope.watching.scope",
     "watch": "nanscope.watching.scope",
     "Verdict": "nanscope.verdict.incident",
+    "Forecast": "nanscope.verdict.forecast",
     "NonFiniteError": "nanscope.verdict.incident",
     "Snapshot": "nanscope.snapshot.step",
     "load": "nanscope.snapshot.anywhere",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
@@ -182,7 +184,9 @@ def replay(
         list[str] | None, typer.Option("--as", metavar="LOSS", help="Also under this loss: verl.vanilla, trl:beta=0.04, ...")
     ] = None,
     loss: Annotated[list[str] | None, typer.Option("--loss", metavar="MODULE:FUNCTION", help="Also under your own loss.")] = None,
-    sweep: Annotated[str | None, typer.Option("--sweep", metavar="clamp", help="Try one clamp after another instead.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", metavar="clamp|tis", help="Try one clamp, or correction against the sampler, after another.")
+    ] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
@@ -204,7 +208,7 @@ def replay(
     from nanscope.verdict.incident import Verdict
 
     if (sweep is not None or png is not None) and (edit or loss):
-        raise typer.BadParameter("tries clamps only: leave --edit and --loss out", param_hint="--sweep")
+        raise typer.BadParameter("tries its own changes only: leave --edit and --loss out", param_hint="--sweep")
     here = context.with_resource(fetched(file))
     if sweep is not None or png is not None:
         _sweep(here.path, sweep or "clamp", under or [], png, json_file)
@@ -227,25 +231,40 @@ def replay(
 
 
 def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file: Path | None) -> None:
-    """Sweep a clamp, show it, and leave with the status of a step that failed."""
-    from nanscope.replay.sweep import sweep_clamp
+    """Sweep a clamp or a correction, show it, and leave with the status of a step that failed, or that only was looked at."""
     from nanscope.report import replay as objectives
     from nanscope.report.console import progress
-    from nanscope.snapshot.file import load
 
-    if what != "clamp" or len(under) > 1:
-        raise typer.BadParameter("takes clamp, with at most one --as", param_hint="--sweep")
+    if what not in ("clamp", "tis") or len(under) > 1:
+        raise typer.BadParameter("takes clamp or tis, with at most one --as", param_hint="--sweep")
     if png is not None and png.suffix.lower() not in objectives.SUFFIXES:
         raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
     with progress(f"sweeping {file.name}", file=sys.stderr):
-        found = sweep_clamp(load(file), *under)
-    write_json(json_file, found.to_json())
-    objectives.print_sweep(found, file=sys.stdout)
+        told, print_it, draw_it = _swept(file, what, under)
+    write_json(json_file, told)
+    print_it()
     if png is not None:
         with writing(png):
-            objectives.draw_sweep(found, png)
+            draw_it(png)
         print(clean(str(png)))
-    _leave(True)
+    _leave(what == "clamp")
+
+
+def _swept(file: Path, what: str, under: list[str]) -> tuple[dict[str, Any], Callable[[], None], Callable[[Path], None]]:
+    """Return a sweep as JSON, what prints it, and what draws it."""
+    from nanscope.replay.correction import sweep_correction
+    from nanscope.replay.sweep import sweep_clamp
+    from nanscope.replay.under import named_loss
+    from nanscope.report import correction
+    from nanscope.report import replay as clamps
+    from nanscope.snapshot.file import load
+
+    if what == "clamp":
+        bounds = sweep_clamp(load(file), *under)
+        return bounds.to_json(), partial(clamps.print_sweep, bounds, file=sys.stdout), partial(clamps.draw_sweep, bounds)
+    key, settings = named_loss(under[0]) if under else (None, {})
+    found = sweep_correction(load(file), key, **settings)
+    return found.to_json(), partial(correction.print_correction, found, file=sys.stdout), partial(correction.draw_correction, found)
 
 
 @app.command()

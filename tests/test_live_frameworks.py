@@ -132,6 +132,8 @@ def verl_site(batch: Batch, settings: dict[str, Any]) -> Tensor:
         "old_log_probs": batch.old,
         "advantages": batch.advantages,
         "ref_log_prob": batch.ref,
+        "rollout_log_probs": batch.rollout,
+        **({"rollout_is_weights": settings.pop("weights")} if "weights" in settings else {}),
     }
     data = get_tensordict(tensors, {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None})
     loss: Tensor = ppo_loss(verl_config(settings), {"log_probs": flat}, data)[0]
@@ -289,6 +291,38 @@ CASES = [
          ("old_per_token_logps", "old_log_probs", False), {"epsilon_high": 0.28}),
     Case("liger", "ref_overflow", {"compiled": False, "beta": 0.1}, "liger.dapo", "inf_times_zero_mask", ("k3_loss_fn", "kl", True), {"beta": 0.1}),
 ]  # fmt: skip
+
+
+SAMPLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "verl.ppo_loss": ("verl site", {}),
+    "skyrl.regular": ("skyrl", {}),
+    "skyrl.regular, tis": ("skyrl", {"tis_ratio_type": "token"}),
+    "openrlhf.ppo": ("openrlhf", {}),
+    "openrlhf.ppo, corrected": ("openrlhf", {"is_correction_level": "token"}),
+    "nemo_rl.clipped_pg": ("nemo_rl", {}),
+    "nemo_rl.clipped_pg, corrected": ("nemo_rl", {"use_importance_sampling_correction": True}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_distance_of_the_sampler_is_read_where_the_batch_has_its_log_probs(tmp_path: Path, name: str) -> None:
+    """Whether or not the loss reads them: over the tokens that count, between the old policy and the sampler; a saved step has them, too."""
+    framework, settings = SAMPLED[name]
+    scope, _, batch, _ = run(tmp_path, framework, "healthy", settings)
+    delta = (batch.old - batch.rollout)[batch.mask]
+    for entry in scope.history.entries:
+        assert entry.mismatch_mean == pytest.approx(float(delta.abs().mean()), rel=1e-4)
+        assert entry.mismatch_k1 == pytest.approx(float(-delta.mean()), rel=1e-3, abs=1e-6)
+        corrected = "corrected" in name or "tis" in name
+        assert (entry.mismatch_dropped is not None) is corrected, entry
+
+
+def test_what_the_weight_takes_out_is_told(tmp_path: Path) -> None:
+    """verl's weights are made in another process, under options that the actor need not have: a token of weight 0 is left out."""
+    weights = torch.ones(ROWS, TOKENS)
+    weights[1, 2] = 0.0
+    scope = run(tmp_path, "verl site", "healthy", {"weights": weights})[0]
+    assert scope.history.entries[0].mismatch_dropped == pytest.approx(1 / float(make_batch(Policy()).mask.sum()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -146,7 +146,7 @@ def test_programs_of_any_length_leave_a_bounded_number_of_plans(tmp_path: Path) 
             for _ in range(length):
                 loss = loss + 1
             loss.sum().backward()
-        assert len(scope._step._gauge._dials) <= 64
+        assert len(scope._step._outlook._gauge._dials) <= 64
 
 
 Losses = Callable[[], tuple[Tensor, Tensor]]

@@ -17,10 +17,11 @@ from nanscope.capture.entries import Taken
 from nanscope.capture.modules import place_of, version_of
 from nanscope.capture.source import is_open, variables
 from nanscope.errors import words_of
-from nanscope.frameworks.live import Glimpse, glimpse
+from nanscope.frameworks.live import Glimpse, follow, glimpse
 from nanscope.frameworks.rows import LossSite
 from nanscope.frameworks.table import site_in
-from nanscope.program.local import is_plain
+from nanscope.program.local import is_plain, local
+from nanscope.roles import Role
 
 log = logging.getLogger("nanscope")
 
@@ -49,14 +50,15 @@ class Author(IntEnum):
 class Callers:
     """Walks up the stack to the trainer's own code.
 
-    glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. scaler: a
-    GradScaler that multiplied something. end: a function of ours that makes a call of the trainer's again, and where that was made: what is
-    above it on the stack has nothing to do with it.
+    glimpses: what was seen of loss functions since the last `forget`. taken: what their kernels are given, by argument. beside: what stands
+    beside a loss that it need not read, by role. scaler: a GradScaler that multiplied something. end: a function of ours that makes a call
+    of the trainer's again, and where that was made: what is above it on the stack has nothing to do with it.
     """
 
     def __init__(self, account: Balance) -> None:
         self.glimpses: dict[CodeType, Glimpse] = {}
         self.taken: dict[str, Taken] = {}
+        self.beside: dict[Role, Taken] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.end: tuple[CodeType | None, Place] = (None, NOWHERE)
         self._holding = Holding(account)
@@ -111,26 +113,34 @@ class Callers:
                 tensor = variables.get(name)
                 if isinstance(tensor, Tensor):
                     self.taken[name] = self._take(tensor)
+            for role, path in site.beside:
+                self._take_beside(Role(role), follow(path, variables))
         except Exception as error:  # noqa: BLE001 - a config object may do anything when it is asked
             log.warning("nanscope [settings-unread]: %s of %s (%s)", site.function, site.file, words_of(error))
         if type(variables) is dict:
             variables.clear()  # a copy, which would keep alive what the function lets go of
 
+    def _take_beside(self, role: Role, found: object) -> None:
+        parts = [local(part) for part in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(part, Tensor)]
+        whole = [part for part in parts if part is not None]
+        if whole and len(whole) == len(parts):
+            self.beside[role] = self._take(whole[0] if isinstance(found, Tensor) else torch.cat([part.flatten() for part in whole]))
+
     def _take(self, tensor: Tensor) -> Taken:
-        """Hold an argument of a kernel until `forget`, if there is room for it."""
+        """Hold a tensor that a loss is given until `forget`, if there is room for it."""
         held = is_plain(tensor) and self._holding.add(tensor)
         return Taken(tensor if held else None, version_of(tensor), place_of(tensor))
 
     def forget(self) -> None:
         """What was seen belongs to one backward pass."""
-        self.glimpses, self.taken, self.scaler = {}, {}, None
+        self.glimpses, self.taken, self.beside, self.scaler = {}, {}, {}, None
         self._holding.close()
 
 
 def _loss_site(code: CodeType) -> LossSite | None:
-    """Return the row of a function in which a framework computes its loss, None if it is not one or its variables are not ours to read."""
+    """Return the row of a function that has something to be looked at, None if there is none or its variables are not ours to read."""
     site = site_in(code.co_filename, code.co_qualname)
-    return site if site is not None and site.key is not None and is_open(code) else None
+    return site if site is not None and (site.key is not None or site.beside) and is_open(code) else None
 
 
 def author_of(code: CodeType) -> Author:

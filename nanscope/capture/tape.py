@@ -55,6 +55,7 @@ from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
+from nanscope.roles import Role
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     base_of,
@@ -467,6 +468,11 @@ class Tape:
     def taken(self) -> dict[str, Taken]:
         """What their kernels were given, by argument."""
         return self.callers.taken
+
+    @property
+    def beside(self) -> dict[Role, Tensor]:
+        """What stood beside these functions that they need not read, by role, where nobody is known to have written to it."""
+        return {role: tensor for role, taken in self.callers.beside.items() if (tensor := taken.content()) is not None}
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -211,6 +211,11 @@ FRAMEWORK = Framework(
                 ("global_valid_toks", "global_valid_toks"),
                 ("global_valid_seqs", "global_valid_seqs"),
             ),
+            beside=(  # one more each than the loss has tokens, alike
+                ("rollout_log_probs", "data.generation_logprobs"),
+                ("old_log_probs", "data.prev_logprobs"),
+                ("mask", "data.token_mask"),
+            ),
         ),
         LossSite(
             "nemo_rl/algorithms/utils.py",

@@ -212,6 +212,7 @@ FRAMEWORK = Framework(
             "openrlhf.{policy_loss_type}",
             ("self",),
             _COUNTS,
+            beside=(("rollout_log_probs", "rollout_log_probs"), ("old_log_probs", "old_log_probs"), ("mask", "action_mask")),
         ),
         LossSite(_LOSS, "aggregate_loss", roles(loss="loss seq_loss", mask="loss_mask seq_mask")),
         LossSite(

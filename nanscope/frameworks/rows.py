@@ -150,6 +150,7 @@ class LossSite:
     configs:  where the options are held, as paths from the function's locals: `self.args`, `config`.
     settings: options that stand elsewhere, or under another name: setting of the key → path; `path==text` is whether it says so.
     fixed:    settings that this site decides.
+    beside:   tensors of the batch that the loss need not read: role → path. One that is a list of tensors has one a sequence.
     """
 
     file: str
@@ -160,6 +161,7 @@ class LossSite:
     settings: Pairs = ()
     fixed: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     kernel: Kernel | None = None
+    beside: Pairs = ()
 
     def role(self, name: str) -> Role | None:
         """Return what a variable of this function means, None if the row does not say."""

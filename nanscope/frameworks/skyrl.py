@@ -57,6 +57,8 @@ _FUNCTIONS = {
     "importance_sampling_loss": "importance_sampling",
 }
 
+_BESIDE = (("rollout_log_probs", "rollout_logprobs"), ("old_log_probs", "old_log_probs"), ("mask", "loss_mask"))
+
 # ppo_utils.py:1095; the last two are token means of one micro-batch and of one prompt, which is what a batch is here
 _REDUCTION = {
     "token_mean": TOKEN_MEAN,
@@ -301,7 +303,7 @@ FRAMEWORK = Framework(
             ("loss_config", "self.cfg.algorithm"),
         ),
         *(
-            LossSite(_UTILS, function, _ARGUMENTS, f"skyrl.{kind}", ("config",), fixed=(("use_kl_loss", False),))
+            LossSite(_UTILS, function, _ARGUMENTS, f"skyrl.{kind}", ("config",), fixed=(("use_kl_loss", False),), beside=_BESIDE)
             for function, kind in _FUNCTIONS.items()
         ),
         LossSite(_UTILS, "sapo_policy_loss.<locals>.gate_function", roles(ratio="x")),

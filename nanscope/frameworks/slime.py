@@ -106,6 +106,7 @@ FRAMEWORK = Framework(
             ),
             "slime.policy",
             ("args",),
+            beside=(("rollout_log_probs", "batch.rollout_log_probs"), ("old_log_probs", "batch.log_probs"), ("mask", "batch.loss_masks")),
         ),
         LossSite(
             _UTILS,

@@ -80,6 +80,13 @@ _LIVE = (
     ("gradient_accumulation_steps", "self.current_gradient_accumulation_steps"),
 )
 
+# What the trainer takes its weight against the sampler from; the loss itself reads the weight alone.
+_BESIDE = (
+    ("rollout_log_probs", "inputs.sampling_per_token_logps"),
+    ("old_log_probs", "inputs.old_per_token_logps"),
+    ("mask", "inputs.completion_mask"),
+)
+
 _LEVEL = {"token": Ratio(), "sequence": PER_SEQUENCE}
 
 # The level of exp((ℓ_old − ℓ_rollout)·m), and whether what leaves the bounds is dropped or truncated; grpo_trainer.py:2660-2704.
@@ -272,7 +279,7 @@ FRAMEWORK = Framework(
     ),
     guards=("logging_nan_inf_filter (on by default) replaces a non-finite loss in the log; it skips no step",),
     sites=(
-        LossSite(_GRPO, "GRPOTrainer._compute_loss", _TOKENS, "trl.{loss_type}", ("self.args",), _LIVE),
+        LossSite(_GRPO, "GRPOTrainer._compute_loss", _TOKENS, "trl.{loss_type}", ("self.args",), _LIVE, beside=_BESIDE),
         LossSite(
             _GRPO,
             "GRPOTrainer.get_gamma_weights",
@@ -329,6 +336,7 @@ FRAMEWORK = Framework(
             "trl.gmpo",
             ("self.args",),
             (("gradient_accumulation_steps", "self.current_gradient_accumulation_steps"),),
+            beside=_BESIDE,
         ),
         LossSite(
             "trl/experimental/async_grpo/async_grpo_trainer.py",

@@ -361,6 +361,16 @@ FRAMEWORK = Framework(
                 loss="pg_losses pg_loss",
             ),
         ),
+        LossSite(
+            "verl/workers/utils/padding.py",
+            "no_padding_2_padding",  # `ppo_loss` calls it before it selects what it reads of the batch
+            (),
+            beside=(
+                ("rollout_log_probs", "data.rollout_log_probs"),
+                ("old_log_probs", "data.old_log_probs"),
+                ("mask", "data.response_mask"),
+            ),
+        ),
         LossSite(_SITE, "value_loss", roles(mask="response_mask", loss="vf_loss")),
         LossSite(_ALGOS, "compute_value_loss", roles(mask="response_mask", loss="vf_losses1 vf_losses2 clipped_vf_losses vf_loss")),
         LossSite(_ALGOS, "compute_policy_loss_sapo.<locals>.gate_function", roles(ratio="x")),

@@ -129,6 +129,14 @@ def objective(inputs: LossInputs, settings: LossSettings) -> LossTrace:
     )
 
 
+def corrected(inputs: LossInputs, how: Correction) -> tuple[Tensor | None, Tensor]:
+    """Return what a correction multiplies the policy term by, [B, T] or [B, 1], None where it does not; and the mask behind its gates.
+
+    Raises NanscopeError if the batch has no rollout log-probs, or if shapes do not fit.
+    """
+    return _correct(_Batch.of(inputs, LossSettings(correction=how)), how)
+
+
 def _total(settings: LossSettings, policy: Tensor | None, kl: Tensor | None, entropy: Tensor | None) -> Tensor:
     """policy + β·kl − c·entropy, of those that are there: a coefficient of 0 does not take a NaN away."""
     terms = [] if policy is None else [policy]

@@ -104,6 +104,7 @@ RANKINGS = _family("cummax cummin max median min nanmedian sort topk")
 # What says of each element whether it is a number; so does a comparison with itself.
 CHECKS = _family("isfinite isinf isnan")
 EQUALITIES = _family("eq ne")
+NEGATIONS = _family("bitwise_not logical_not")
 COMPARISONS = EQUALITIES | _family("ge gt le lt")
 
 # The same elements, at most in another dtype.

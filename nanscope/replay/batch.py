@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, N tokens of a packed batch in one line.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,7 @@ class _Search:
                 break
         wide = self._rows(compared if self.kin.width(compared) == self.kin.width(bases["log_probs"]) else bases["log_probs"])
         parts = {field: _Found(self._shaped(value, wide, field), self._called(last[field], value)) for field, value in bases.items()}
+        parts |= self._beside(parts, wide)
         parts["mask"] = self._mask(policy, wide)
         parts["advantages"] = self._advantages(policy, wide, parts["mask"].tensor)
         entropy = next(
@@ -122,6 +124,16 @@ class _Search:
         if entropy is not None:
             parts["entropy"] = _Found(self._shaped(entropy, wide, "entropy"), self._called(entropy))
         return parts
+
+    def _beside(self, known: Mapping[str, _Found], wide: torch.Size) -> dict[str, _Found]:
+        """Log-probs that stood beside the loss, and that it did not read."""
+        program, found = self.trace.program, dict[str, _Found]()
+        for leaf in program.leaves:
+            if leaf.role in ANCHORS and leaf.role not in known and leaf.id not in program.consumers and leaf.id in self.trace.values:
+                content = self.trace.values[leaf.id]
+                if content.numel() == wide.numel():
+                    found[str(leaf.role)] = _Found(content.detach().reshape(wide), leaf.name or str(leaf.role))
+        return found
 
     def _anchors(self, policy: int) -> tuple[dict[str, int], int]:
         """What the policy log-probs are compared with, by role, and by what the difference is used for where no name tells; and the form

@@ -124,13 +124,28 @@ def parse_objective(text: str) -> list[Objective]:
     Raises NanscopeError for an unknown key, and for a setting that a loss named in full does not have.
     """
     key, _, given = text.partition(":")
-    settings = dict(_setting(part, text) for part in given.split(",") if part.strip())
+    settings = _settings(text, given)
     keys = [key] if key in LOSSES else [known for known in LOSSES if known.startswith(f"{key}.")]
     if not keys:
         framework_settings(key)  # raises, and says which keys there are
     if key in LOSSES:
         framework_settings(key, **settings)  # a wrong setting is wrong usage, not an outcome
     return [_framework(name, settings, text if name == key else text.replace(key, name, 1)) for name in keys]
+
+
+def named_loss(text: str) -> tuple[str, dict[str, Setting]]:
+    """Return key and settings of one loss that a command line names in full: `verl.vanilla:clip_ratio=0.3`.
+
+    Raises NanscopeError as `parse_objective` does, and for what stands for several losses.
+    """
+    key, _, given = text.partition(":")
+    settings = _settings(text, given)
+    framework_settings(key, **settings)
+    return key, settings
+
+
+def _settings(text: str, given: str) -> dict[str, Setting]:
+    return dict(_setting(part, text) for part in given.split(",") if part.strip())
 
 
 def _framework(key: str, settings: Mapping[str, Setting], text: str) -> Objective:

@@ -69,7 +69,8 @@ class Curve:
 class Chart:
     """A panel as drawn, in units of CHART.
 
-    limit_y, limit_at: where the limit lies, in units and in percent. cross_x: where the incident lies.
+    limit_y, limit_at: where the limit lies, in units and in percent. cross_x: where the incident lies. said: where something was said to be
+    about to happen, in units and in percent, and at which step.
     """
 
     title: str
@@ -83,6 +84,7 @@ class Chart:
     limit_words: str
     cross_x: str
     label: str
+    said: tuple[tuple[str, str, str], ...] = ()
 
 
 CHART = (480, 120)  # width and height of a chart in its own units
@@ -189,6 +191,11 @@ def chart_of(panel: Panel) -> Chart:
         limit_words=panel.limit_name if panel.limit is not None else "",
         cross_x=f"{x(panel.incident):.1f}" if crossed and panel.incident is not None else "",
         label=f"{panel.title} from step {numeral_step(scale.first)} to {numeral_step(scale.last)}",
+        said=tuple(
+            (f"{x(step):.1f}", f"{100 * x(step) / width:.1f}", numeral_step(step))
+            for step in panel.said
+            if scale.first <= step <= scale.last
+        ),
     )
 
 

@@ -32,7 +32,7 @@ from nanscope.report.canvas import (
 )  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
-from nanscope.report.history import Panel, Scale, panels_of
+from nanscope.report.history import Panel, Scale, panels_of, panels_of_run
 from nanscope.report.map import LEVELS, Grid, grid_of
 from nanscope.report.origin import element, source_of, subject, where_in
 from nanscope.report.tried import HEADS, NOT_RUN, best_of, fix_words, groups_of, reproduction
@@ -45,6 +45,7 @@ COLOURS = (  # of Grid.level, −LEVELS to LEVELS
 )  # fmt: skip
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN}
 ROWS = 9  # of the replay table
+SHOWN = ("largest exponent", "|Δ| between sampler and trainer", "gradient norm", "loss")  # of a run without incidents, the first two
 
 
 def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
@@ -68,6 +69,9 @@ def _calm(canvas: Canvas, verdict: Verdict) -> None:
     canvas.paragraph(calm(verdict), 26, INK, "bold")
     for note in verdict.notes[:4]:
         canvas.paragraph(f"{clean(note.text, 400)}  ({clean(note.slug, 60)})", 15, SOFT, lines=2)
+    panels = panels_of_run(verdict.history)
+    wanted = [panel for title in SHOWN for panel in panels if panel.title == title][:2]
+    _beside(canvas, [partial(_history, canvas, panel) for panel in wanted], (0.47, 0.53))
 
 
 def _incident(canvas: Canvas, verdict: Verdict, incident: Incident) -> None:
@@ -149,17 +153,22 @@ def _pictures(canvas: Canvas, incident: Incident) -> None:
     grid = grid_of(incident, LIMITS[0].map_rows, LIMITS[0].map_columns)
     panels = panels_of(incident)
     panel = next((p for p in panels if p.title == "largest exponent"), panels[0] if panels else None)
-    whole = canvas.width - 2 * MARGIN
     draws: list[Callable[[float, float], float]] = []
     if grid is not None:
         draws.append(partial(_map, canvas, grid, incident))
     if panel is not None:
         draws.append(partial(_history, canvas, panel))
+    _beside(canvas, draws, (0.56, 0.62))
+
+
+def _beside(canvas: Canvas, draws: Sequence[Callable[[float, float], float]], split: tuple[float, float]) -> None:
+    """Draw two things side by side, or one alone. split: where the first ends, and where the second begins, of the width."""
     if not draws:
         return
+    whole = canvas.width - 2 * MARGIN
     canvas.y += 22
-    widths = [whole] if len(draws) == 1 else [0.56 * whole, 0.38 * whole]
-    starts = [MARGIN, MARGIN + 0.62 * whole]
+    widths = [whole] if len(draws) == 1 else [split[0] * whole, (1 - split[1]) * whole]
+    starts = [MARGIN, MARGIN + split[1] * whole]
     canvas.y = max(draw(x, width) for draw, x, width in zip(draws, starts, widths, strict=False))
 
 
@@ -283,6 +292,11 @@ def _history(canvas: Canvas, panel: Panel, x: float, width: float) -> float:
     if panel.incident is not None and scale.first <= panel.incident <= scale.last:
         at = scale.x(panel.incident)
         axes.plot([at, at], [-0.06, 1.1], color=HARM, linewidth=0.9, alpha=0.5, linestyle="-", marker="")
+    for step in panel.said:
+        if scale.first <= step <= scale.last:
+            at = scale.x(step)
+            axes.plot([at, at], [-0.06, 1.1], color=DOUBT, linewidth=1.2, linestyle=(0, (2, 3)), marker="")
+            canvas.text(x + left + (width - left) * (at + 0.015) / 1.03 + 5, top + height - 8, f"said at {numeral_step(step)}", 12, DOUBT)
     if panel.limit is not None:
         at = scale.y(panel.limit)
         axes.plot([-0.015, 1.015], [at, at], color=HARM, linewidth=1.2, linestyle=(0, (4, 3)), marker="")

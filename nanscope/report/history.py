@@ -22,7 +22,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart of the history. limit: a line to stay below (above, if it is 0). incident: the step that went wrong. log: scale of y."""
+    """One chart of the history. limit: a line to stay below (above, if it is 0). incident: the step that went wrong. log: scale of y.
+
+    said: steps at which something was said to be about to happen.
+    """
 
     title: str
     unit: str
@@ -31,6 +34,7 @@ class Panel:
     limit_name: str
     incident: float | None
     log: bool = False
+    said: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +67,69 @@ class Scale:
 
 def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
     """Return the charts of the steps up to an incident, the bad step itself last; a chart of fewer than two steps is left out."""
-    entries = sorted((entry for entry in incident.history if is_finite_number(entry.step)), key=lambda entry: entry.step)
     step = real(incident.step)
-    entries = [entry for entry in entries if step is None or (entry.step <= step and entry.rank == incident.rank)]
-    if len(entries) < 2:
-        return ()
+    entries = [entry for entry in _in_order(incident.history) if step is None or (entry.step <= step and entry.rank == incident.rank)]
     last = _last_point(incident)  # what the line of the bad step does not say
-    split = any(real(entry.log_ratio_max_masked) is not None for entry in entries)
-    if not split and "log_ratio_max_masked" in last:  # the run saw no mask, so the one series is of all tokens
-        last["log_ratio_max"] = last["log_ratio_max_masked"]
-    limit = next((found for entry in reversed(entries) if (found := _limit(entry)) is not None), real(incident.origin.limit))
+    return _Charts(tuple(entries), step, last, real(incident.origin.limit), points).panels() if len(entries) >= 2 else ()
 
-    def series(name: str, field: str, kind: str = "main") -> Series:
-        found = [(float(entry.step), value) for entry in entries if (value := real(getattr(entry, field))) is not None]
-        if field in last and step is not None and found and found[-1][0] < step:
-            found.append((step, last[field]))
-        return Series(name, kind, thin(found, points))
 
-    norm = series("gradient norm", "grad_norm")
-    panels = (
-        Panel("loss", "", (series("loss", "loss"),), None, "", step),
-        Panel("gradient norm", "", (norm,), None, "", step, _wide(norm)),
-        Panel(
-            "largest exponent",
-            "nat",
-            (series("counted" if split else "all tokens", "log_ratio_max"), series("masked", "log_ratio_max_masked", "masked")),
-            limit,
-            "exp overflows",
-            step,
-        ),
-        Panel("headroom", "nat", (series("headroom", "headroom"),), 0.0, "overflow", step),
-    )
-    return tuple(panel for panel in panels if max(len(line.points) for line in panel.series) >= 2)
+def panels_of_run(entries: Sequence[Entry], points: int = 200) -> tuple[Panel, ...]:
+    """Return the charts of a run without incidents that has something to show: where it was heading, or how far its sampler is off."""
+    known = tuple(_in_order(entries))
+    if len(known) < 2 or not any(entry.forecast or entry.mismatch_mean is not None for entry in known):
+        return ()
+    return _Charts(known, None, {}, None, points).panels()
+
+
+def _in_order(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted((entry for entry in entries if is_finite_number(entry.step)), key=lambda entry: entry.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Charts:
+    """Steps to be drawn. step: the one that went bad, None if none did. last: what is known of it beside its line. limit: of its exponent.
+    points: the most of one line."""
+
+    entries: tuple[Entry, ...]
+    step: float | None
+    last: dict[str, float]
+    limit: float | None
+    points: int
+
+    def panels(self) -> tuple[Panel, ...]:
+        """Return the charts that have two points at least."""
+        split = any(real(entry.log_ratio_max_masked) is not None for entry in self.entries)
+        if not split and "log_ratio_max_masked" in self.last:  # the run saw no mask, so the one series is of all tokens
+            self.last["log_ratio_max"] = self.last["log_ratio_max_masked"]
+        limit = next((found for entry in reversed(self.entries) if (found := _limit(entry)) is not None), self.limit)
+        norm, apart = self._series("gradient norm", "grad_norm"), self._series("mean", "mismatch_mean")
+        exponents = (
+            self._series("counted" if split else "all tokens", "log_ratio_max"),
+            self._series("masked", "log_ratio_max_masked", "masked"),
+        )
+        gaps = (apart, self._series("largest", "mismatch_max", "masked"))
+        shares = (self._series("effective sample size", "mismatch_ess"), self._series("left out", "mismatch_dropped", "masked"))
+        panels = (
+            self._panel("loss", "", (self._series("loss", "loss"),)),
+            self._panel("gradient norm", "", (norm,), log=_wide(norm)),
+            self._panel("largest exponent", "nat", exponents, limit, "exp overflows"),
+            self._panel("headroom", "nat", (self._series("headroom", "headroom"),), 0.0, "overflow"),
+            self._panel("|Δ| between sampler and trainer", "nat", gaps),
+            self._panel("weights against the sampler", "share of tokens", shares),
+        )
+        return tuple(panel for panel in panels if max(len(line.points) for line in panel.series) >= 2)
+
+    def _panel(
+        self, title: str, unit: str, series: tuple[Series, ...], limit: float | None = None, name: str = "", log: bool = False
+    ) -> Panel:
+        said = tuple(float(entry.step) for entry in self.entries if entry.forecast)
+        return Panel(title, unit, series, limit, name, self.step, log, said)
+
+    def _series(self, name: str, field: str, kind: str = "main") -> Series:
+        found = [(float(entry.step), value) for entry in self.entries if (value := real(getattr(entry, field))) is not None]
+        if field in self.last and self.step is not None and found and found[-1][0] < self.step:
+            found.append((self.step, self.last[field]))
+        return Series(name, kind, thin(found, self.points))
 
 
 def _last_point(incident: Incident) -> dict[str, float]:

@@ -12,7 +12,7 @@ from nanscope.report.chain import ChainItem, chain_of
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
-from nanscope.report.history import panels_of
+from nanscope.report.history import panels_of, panels_of_run
 from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction, tested
 from nanscope.roles import role_words
@@ -91,6 +91,7 @@ class Page:
     unseen: str
     ranks: tuple[RankRow, ...]
     rank_heads: tuple[str, ...]
+    charts: tuple[Chart, ...] = ()
 
 
 def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]) -> Page:
@@ -127,6 +128,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         unseen=clean(gap_words(verdict.gaps), limits.long) if verdict.incidents else "",
         ranks=rank_rows(verdict.ranks) if verdict.ranks is not None and verdict.incidents else (),
         rank_heads=RANK_HEADS if verdict.ranks is not None else (),
+        charts=() if verdict.incidents else tuple(chart_of(panel) for panel in panels_of_run(verdict.history, limits.points)),
     )
 
 

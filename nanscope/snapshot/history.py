@@ -49,6 +49,14 @@ class Entry:
     headroom_bits: doublings that were left to the end of its dtype by the call inside the models that came nearest to it, in a deep step;
     headroom_at: which call, in words. repaired: what was done to gradients that were not finite, in words; repaired_loss: the loss with
     that of the edit whose gradients were taken.
+    log_ratio_min, log_ratio_min_masked: smallest exponent, likewise. kl: mean over counted tokens of the KL that the loss forms; kl_old: of
+    k3 of its ratio, the distance from the policy before the batch's updates; entropy: mean, all three in nat.
+    mismatch_…: between the sampler and the trainer, Δ = ℓ_trainer − ℓ_rollout of the counted tokens, see `nanscope.objective.mismatch`.
+    mismatch_mean, mismatch_max: of |Δ|, nat. mismatch_k1, mismatch_k3: estimates of KL(rollout ‖ trainer), nat. mismatch_beyond,
+    mismatch_far: share of tokens whose weight exp Δ leaves [1/2, 2], and [1/10, 10]. mismatch_ess: effective sample size of the weights, as
+    a share of the tokens. mismatch_dropped, mismatch_cut: share of the tokens that the correction in force takes out, and whose weight it
+    truncates. mismatch_unscored: tokens that the sampler has not scored.
+    forecast: what was said at this step to be about to happen.
     """
 
     step: int
@@ -73,6 +81,22 @@ class Entry:
     headroom_at: str | None = None
     repaired: str | None = None
     repaired_loss: float | None = None
+    log_ratio_min: float | None = None
+    log_ratio_min_masked: float | None = None
+    kl: float | None = None
+    kl_old: float | None = None
+    entropy: float | None = None
+    mismatch_mean: float | None = None
+    mismatch_max: float | None = None
+    mismatch_k1: float | None = None
+    mismatch_k3: float | None = None
+    mismatch_beyond: float | None = None
+    mismatch_far: float | None = None
+    mismatch_ess: float | None = None
+    mismatch_dropped: float | None = None
+    mismatch_cut: float | None = None
+    mismatch_unscored: int | None = None
+    forecast: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""

@@ -20,6 +20,7 @@ from nanscope.replay.folk import folk_rows
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.roles import Role
 from nanscope.snapshot.coverage import Gap
+from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import TEST, UNMADE, Kind, Observation, Phase, Row
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
@@ -50,12 +51,13 @@ def verdict(
     ranks: Ranks | None = None,
     incidents: Sequence[Incident] = (),
     processes: int = 1,
+    history: Sequence[Entry] = (),
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
     paths: where each was saved. notes: what else the run noticed. steps, skipped, repaired, bad_steps, backwards: its counts. gaps: what
     nobody saw. aftermath: which steps are consequences. ranks: who was first, and who followed. incidents: of snapshots that were
-    explained before. processes: that trained.
+    explained before. processes: that trained. history: the last steps.
     """
     numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
     incidents = [*incidents, *explained(sorted(numbered, key=lambda pair: _order(pair[0])))]
@@ -74,6 +76,7 @@ def verdict(
         ranks,
         processes,
         repaired,
+        tuple(history),
     )
 
 

@@ -139,6 +139,7 @@ class Picture:
 class Verdict:
     """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
     aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed. processes: that trained.
+    history: the last steps of the first of them.
     """
 
     incidents: tuple[Incident, ...]
@@ -153,6 +154,7 @@ class Verdict:
     ranks: Ranks | None = None
     processes: int = 1
     repaired: int = 0  # backward passes
+    history: tuple[Entry, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def healthy(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from nanscope.snapshot.alignment import called_by, dropped_alone
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.file import load
-from nanscope.snapshot.history import Outline, outline
+from nanscope.snapshot.history import TAIL, Entry, Outline, last_entries, outline
 from nanscope.snapshot.observation import Came
 from nanscope.snapshot.processes import Who
 from nanscope.snapshot.record import DROPPED, RUNNING, Aftermath, RunRecord, records, unwatched
@@ -27,6 +28,8 @@ from nanscope.text import count, listed
 from nanscope.verdict.diagnose import explained, verdict
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.verdict.standing import Ranks, Standing, groups_of, say_ranks, told_of
+
+LAST_BYTES = 1 << 18  # of a history, in which its last steps stand
 
 MOST = 32  # bad steps of a run of several ranks that are explained
 LIKE = 8  # notes of one kind that are told
@@ -80,7 +83,14 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
         aftermath=_joined(found for record in told for found in record.aftermath),
         ranks=next((ranks[team.worker] for team in sorted(teams, key=_Team.began_at) if team.worker in ranks), None),
         processes=max(1, sum(team.written for team in teams)),
+        history=_last_steps(run_dir),
     )
+
+
+def _last_steps(run_dir: Path) -> list[Entry]:
+    """The last steps of the first process that has a history."""
+    written = histories(run_dir)
+    return [] if not written else [*reversed(list(islice(last_entries(written[min(written)], LAST_BYTES), TAIL)))]
 
 
 T = TypeVar("T")

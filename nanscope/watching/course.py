@@ -19,6 +19,7 @@ from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.scale import Search
+from nanscope.watching.trends import Trends
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Course:
 
     closed: no step runs. bad: the running one is known to be. foreign: weights were already spoilt by gradients that were not made here.
     raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
-    took: those that have since the last backward pass, and whose gradients are left over from that. held: see `Spared`.
+    took: those that have since the last backward pass, and whose gradients are left over from that. held: see `Spared`. trends: of what the
+    gauge has read.
     """
 
     counts: Counts
@@ -53,6 +55,7 @@ class Course:
     search: Search = field(default_factory=Search)
     sizes: Sizes = field(default_factory=Sizes)
     held: list[Held] = field(default_factory=list)
+    trends: Trends = field(default_factory=Trends)
 
     @property
     def runs(self) -> bool:

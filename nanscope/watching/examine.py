@@ -59,7 +59,7 @@ from nanscope.watching.look import (
     swallowed_look,
     weight_look,
 )
-from nanscope.watching.narrow import to_save
+from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.optimizers import unusable
 from nanscope.watching.recording import Recording
@@ -475,7 +475,7 @@ class Examiner:
             found=_found(look, snapshot.observation),
             observation=snapshot.observation if look.seen is None else look.seen.joined(snapshot.observation),
         )
-        return to_save(described, look, self.save_tokens)
+        return with_beside(to_save(described, look, self.save_tokens), recording.beside)
 
     def _deeper(self, recording: Recording, backward: bool = False) -> Look | None:
         return deeper_look(recording, self.tape.budget * 4, self.modules, backward)

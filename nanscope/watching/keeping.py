@@ -65,9 +65,13 @@ class Keeper:
 
     def asked(self, recording: Recording) -> None:
         """Keep a step that nothing is wrong with."""
-        snapshot = self._examiner.asked(recording, self.blank(recording, Reached(recording.value)))
+        snapshot = self.healthy(recording)
         if snapshot is not None:
             self._logbook.keep_asked(snapshot)
+
+    def healthy(self, recording: Recording) -> Snapshot | None:
+        """Return a step that nothing is wrong with, None if its loss was not recorded."""
+        return self._examiner.asked(recording, self.blank(recording, Reached(recording.value)))
 
     def mark(self, **changes: Any) -> None:
         """Add to what this step's incidents reached."""

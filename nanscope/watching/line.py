@@ -6,12 +6,14 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanscope.capture.gauge import Reading
+from nanscope.capture.reading import Mean, Reading
 from nanscope.capture.tape import Tape
+from nanscope.objective.mismatch import Mismatch
 from nanscope.program.numbers import norms
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.step import Stepped
@@ -26,7 +28,8 @@ SAME = 1e-5  # relative; a clip that did nothing
 class Line:
     """One step. loss: summed over its micro-batches, without a scale against underflow. norm: of the gradients that reached the optimizer.
     before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several. room: the least that
-    a call inside the models left to the end of its dtype, in bits; room_at: which one. repaired: what was done about bad gradients."""
+    a call inside the models left to the end of its dtype, in bits; room_at: which one. repaired: what was done about bad gradients.
+    forecast: what was said to be about to happen."""
 
     loss: float | None = None
     norm: float | None = None
@@ -36,6 +39,7 @@ class Line:
     room: float | None = None
     room_at: str = ""
     repaired: list[str] = field(default_factory=list)
+    forecast: str | None = None
     _instead: float = 0.0  # the loss with those of mended backward passes as their edits give them
     _began: float = field(default_factory=time.perf_counter)
 
@@ -94,7 +98,7 @@ class Line:
         """Return the line; the step is over."""
         norm = self.norm if self.before is None else self.before
         clipped = self.before is not None and self.norm is not None and not _same(self.before, self.norm)
-        reading = self.reading
+        reading = self.reading or Reading()
         return Entry(
             step=counts.number,
             rank=rank,
@@ -102,10 +106,10 @@ class Line:
             seconds=round(time.perf_counter() - self._began, 6),
             loss=self.loss,
             grad_norm=norm,
-            log_ratio_max=reading.highest if reading else None,
-            log_ratio_max_masked=reading.highest_masked if reading else None,
-            headroom=reading.headroom if reading else None,
-            clip_fraction=reading.clipped if reading else None,
+            log_ratio_max=reading.highest,
+            log_ratio_max_masked=reading.highest_masked,
+            headroom=reading.headroom,
+            clip_fraction=reading.clipped,
             nonfinite=bad,
             grad_norm_clipped=self.norm if clipped else None,
             stepped=None if stepped is Stepped.TAKEN else str(stepped),
@@ -117,7 +121,36 @@ class Line:
             repaired=f"{self.repaired[0]}{f'; and {more} more' if (more := len(self.repaired) - 1) else ''}" if self.repaired else None,
             repaired_loss=self._instead if self.repaired else None,
             thread=None if threading.current_thread() is threading.main_thread() else threading.current_thread().name,
+            log_ratio_min=reading.lowest,
+            log_ratio_min_masked=reading.lowest_masked,
+            kl=_value(reading.kl),
+            kl_old=_value(reading.kl_old),
+            entropy=_value(reading.entropy),
+            forecast=self.forecast,
+            **_mismatch(reading.mismatch),
         )
+
+
+def _value(mean: Mean | None) -> float | None:
+    return None if mean is None else mean.value
+
+
+def _mismatch(found: Mismatch | None) -> dict[str, Any]:
+    """What a line says of the mismatch between the sampler and the trainer."""
+    if found is None:
+        return {}
+    return {
+        "mismatch_mean": found.mean,
+        "mismatch_max": found.largest,
+        "mismatch_k1": found.k1,
+        "mismatch_k3": found.k3,
+        "mismatch_beyond": found.share_beyond,
+        "mismatch_far": found.share_far,
+        "mismatch_ess": found.sample_size,
+        "mismatch_dropped": found.share_dropped,
+        "mismatch_cut": found.share_cut,
+        "mismatch_unscored": int(found.unscored) or None,
+    }
 
 
 def _same(a: float, b: float) -> bool:

@@ -34,6 +34,7 @@ from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
+from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Note, Verdict
 from nanscope.version import __version__
 from nanscope.watching.disk import Disk
@@ -59,7 +60,7 @@ class Logbook:
 
     runs: the folder of them. folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run,
     and bad backward passes per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept,
-    after it was written.
+    after it was written; on_warning: with what was said to be about to happen. warnings: all of that.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Logbook:
         max_bytes: int = MAX_BYTES,
         on_incident: Callable[[Snapshot, str | None], None] | None = None,
         leave: Callable[[str], None] | None = None,
+        on_warning: Callable[[Forecast], None] | None = None,
     ) -> None:
         self.runs, self.folder, self.limit, self.rank, self.worker = runs, runs.path, limit, 0, ""
-        self._max_bytes, self._on_incident = max_bytes, on_incident
+        self._max_bytes, self._on_incident, self._on_warning = max_bytes, on_incident, on_warning
         self._record = RunRecord()
         self._pid = os.getpid()
         self.turns = Turns()
@@ -92,6 +94,7 @@ class Logbook:
         self.snapshots: list[Snapshot] = []
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
+        self.warnings: list[Forecast] = []
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = self.repaired = 0
@@ -315,12 +318,30 @@ class Logbook:
         return (kept, shown) if of is None else None
 
     @in_turn
-    def keep_asked(self, snapshot: Snapshot) -> None:
-        """Write a step that nothing is wrong with."""
+    def keep_asked(self, snapshot: Snapshot) -> Path | None:
+        """Write a step that nothing is wrong with, and return where; None if it could not be."""
         self._in_this_process()
         path = self._disk.save(replace(snapshot, rank=self.rank, worker=self.worker, run=self._record.run))
         if path is not None:
             self.saved.append(path)
+        return path
+
+    def foretell(self, forecast: Forecast, snapshot: Snapshot | None) -> None:
+        """Say what is about to happen, keep the step that shows it, and call whoever wants to know. snapshot: None if there is none."""
+        forecast = self._foretell(forecast, snapshot)
+        if self._on_warning is not None:  # out of turn: what it calls may wait for another thread
+            self._on_warning(forecast)
+
+    @in_turn
+    def _foretell(self, forecast: Forecast, snapshot: Snapshot | None) -> Forecast:
+        path = None
+        if snapshot is not None and sum(one.snapshot is not None for one in self.warnings) < self.limit:
+            path = self.keep_asked(replace(snapshot, notes=(*snapshot.notes, ("said_before", forecast.sentence))))
+        forecast = replace(forecast, snapshot=None if path is None else self.shown(path))
+        self.warnings.append(forecast)
+        self._teller.forecast(forecast)
+        self.note("said_before", f"step {forecast.step}: {forecast.sentence}", forecast.step)
+        return forecast
 
     @in_turn
     def mark(self, step: int, update: int = 1, /, **changes: Any) -> None:
@@ -397,6 +418,7 @@ class Logbook:
                 backwards=self.backwards,
                 gaps=self.gaps,
                 aftermath=self._aftermath,
+                history=self.history.entries,
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]

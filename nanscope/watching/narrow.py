@@ -17,7 +17,7 @@ from nanscope.locate.observe import observe
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Leaf, refs
-from nanscope.program.numbers import tensor_bytes
+from nanscope.program.numbers import same_bits, tensor_bytes
 from nanscope.program.ops import flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
@@ -53,6 +53,24 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
         grads={value: grad.detach().clone() for value, grad in grads.items()},
         observation=seen,
     )
+
+
+_BESIDE = (Role.ROLLOUT_LOG_PROBS, Role.OLD_LOG_PROBS)
+
+
+def with_beside(snapshot: Snapshot, beside: Mapping[Role, Tensor]) -> Snapshot:
+    """Return a snapshot that also holds the log-probs which stood beside the loss and are not in its program: leaves that no call reads."""
+    program, tensors = snapshot.program, dict(snapshot.tensors)
+    if not program.calls or program.computes is not Computes.LOSS:
+        return snapshot
+    for role in _BESIDE:
+        tensor = beside.get(role)
+        known = any(same_bits(held, tensor) for held in tensors.values()) if tensor is not None else True
+        if tensor is not None and not known and tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES:
+            leaf = Leaf(program.new_id(), str(role), "data", False, role=str(role))
+            program = replace(program, leaves=(*program.leaves, leaf))
+            tensors[leaf.id] = tensor.detach().clone()
+    return replace(snapshot, program=program, tensors=tensors)
 
 
 def _holds(location: Location, whole: Trace, program: Program, tensors: Mapping[int, Tensor]) -> bool:

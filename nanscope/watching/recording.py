@@ -17,16 +17,19 @@ from nanscope.capture.differentiated import Part
 from nanscope.capture.entries import Opaque, Taken
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import feeding
+from nanscope.capture.gauge import Gauged
 from nanscope.capture.glue import Glue, glue_before, glue_behind, glue_within
 from nanscope.capture.hooks import Hook, hooks_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.parts import Parts
+from nanscope.capture.reading import Reading
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program, join
+from nanscope.roles import Role
 from nanscope.torch_inside import compiles_backward
 from nanscope.watching.mending import Gradients, Mends
 from nanscope.watching.scale import LossScale
@@ -68,7 +71,8 @@ class Recording:
     value that it began at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient
     that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards
     of custom functions did, by where their results lie and what they saved. numbers: what made those that went to the host before it and
-    were not finite. opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended.
+    were not finite. opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended. beside: tensors of
+    the batch that stood beside the loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host.
     mends: who says what goes on in the place of a bad gradient, None where nobody is to.
     """
 
@@ -102,6 +106,9 @@ class Recording:
     opaque: dict[int, Behind] = field(default_factory=dict)
     tape: Tape | None = None
     mends: Mends | None = None
+    beside: dict[Role, Tensor] = field(default_factory=dict)
+    gauged: Gauged | None = None
+    reading: Reading | None = None
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
@@ -145,6 +152,7 @@ class Recording:
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
         self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
+        self.beside = {role: tensor for role, tensor in self.beside.items() if self.holding.add(tensor)}
         self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
         self.behind = {leaf: part for leaf, part in self.behind.items() if self.holding.add(*part[1].values())}
         held = self.opaque.items()

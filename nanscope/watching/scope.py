@@ -39,6 +39,7 @@ from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.diagnose import diagnose
+from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.watching.acting import ACTING, ACTIONS, MAX_REPAIRS, OnNonFinite
 from nanscope.watching.ambience import AMBIENCE
@@ -91,6 +92,7 @@ class Scope:
         max_bytes: int = MAX_BYTES,
         name: str | None = None,
         on_incident: Callable[[Incident], None] | None = None,
+        on_warning: Callable[[Forecast], None] | None = None,
         deep_every: int = DEEP_EVERY,
         place: Place | None = None,
         invitation: Invitation | None = None,
@@ -108,8 +110,9 @@ class Scope:
         self.on_nonfinite, self._max_repairs = on_nonfinite, max_repairs
         self._targets, self._place, self._invitation = targets, place, invitation
         self._name = name_of([name] if name else sys.argv, targets)
-        self._on_incident = on_incident
-        self._logbook = Logbook(Folder.of(out), limit, max_bytes, self._announce if on_incident is not None else None, self.leave)
+        self._on_incident, self._on_warning = on_incident, on_warning
+        told = self._announce if on_incident is not None else None, self.leave, self._warn if on_warning is not None else None
+        self._logbook = Logbook(Folder.of(out), limit, max_bytes, *told)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
         self._deep_every = deep_every
@@ -219,6 +222,10 @@ class Scope:
     def _announce(self, snapshot: Snapshot, path: str | None) -> None:
         if self._on_incident is not None:
             self._failsafe("on-incident", lambda call: call(diagnose(snapshot, path)), self._on_incident)
+
+    def _warn(self, forecast: Forecast) -> None:
+        if self._on_warning is not None:
+            self._failsafe("on-warning", self._on_warning, forecast)
 
     def _close(self, raised: str) -> None:
         logged = getattr(getattr(find_trainer(self._targets), "state", None), "log_history", None)
@@ -338,8 +345,13 @@ class Scope:
 
     @property
     def saved(self) -> list[Path]:
-        """The files of healthy steps that were asked for."""
+        """The files of healthy steps that were asked for, or show what was said to be about to happen."""
         return self._logbook.saved
+
+    @property
+    def warnings(self) -> list[Forecast]:
+        """What was said to be about to happen, in the order in which it was."""
+        return self._logbook.warnings
 
     @property
     def notes(self) -> list[Note]:
@@ -364,6 +376,7 @@ def watch(
     max_bytes: int = MAX_BYTES,
     name: str | None = None,
     on_incident: Callable[[Incident], None] | None = None,
+    on_warning: Callable[[Forecast], None] | None = None,
     deep_every: int = DEEP_EVERY,
 ) -> Scope:
     """Return a scope that watches a training run.
@@ -383,6 +396,7 @@ def watch(
     max_bytes:    of all snapshots of the run. Consequences make room for causes, and the first cause is written however large it is.
     name:         what the run is called; without it, as the script, or the trainer.
     on_incident:  called with the `Incident` of each bad step that has a cause of its own, after its file was written.
+    on_warning:   called with a `Forecast` once for each number that runs to where it will do harm, some steps before it gets there.
     deep_every:   the inside of models is listened to in the first steps and in one of so many, for damage that stays finite: an overflow
                   that a later call makes a finite and wrong number of. 0: never.
     Raises NanscopeError for an argument that is not one of these.
@@ -399,6 +413,7 @@ def watch(
         max_bytes=max_bytes,
         name=name,
         on_incident=on_incident,
+        on_warning=on_warning,
         deep_every=deep_every,
     )
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
-from nanscope.capture.gauge import Gauge
 from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
@@ -23,6 +22,7 @@ from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Stepped
 from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.acting import OnNonFinite
+from nanscope.watching.answers import fetched
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
@@ -35,6 +35,7 @@ from nanscope.watching.keeping import Keeper
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.outlook import Outlook
 from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
@@ -85,7 +86,7 @@ class Step(Relay):
         self._overflowed = False  # a fused optimizer was told by its scaler to do nothing
         self._inside = Inside()
         # what outlives a step
-        self._gauge = Gauge()
+        self._outlook = Outlook(tape, keeper, examiner, logbook)
         self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite in ("skip", "repair") else None
         self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs, tape.budget * 4) if on_nonfinite == "repair" else None
@@ -148,10 +149,9 @@ class Step(Relay):
         self._current = recording
         self._failsafe("deep", self._deep.begin, recording)
         self._recordings.reach(recording)
-        if program is not None:
-            self._read_gauge(program)
-            if not self._optimizers.any:  # one would look at the gradients of what it updates
-                self._bare.update(parameters_behind(program, tensors))
+        self._failsafe("gauge", self._outlook.read, recording)
+        if program is not None and not self._optimizers.any:  # one would look at the gradients of what it updates
+            self._bare.update(parameters_behind(program, tensors))
         self._failsafe("consumed", self._consumed.before, () if self._optimizers.any else models)
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
@@ -216,6 +216,7 @@ class Step(Relay):
 
     def _look_at_fine(self, recording: Recording) -> None:
         self._failsafe("deep", self._deep.judge, recording)
+        self._failsafe("forecast", self._outlook.judge, recording)
         if self._course.line.overflowed and not self._course.bad:
             self._absorbed.note(recording, self.counts.number)
         elif recording.scale is not None and (self._course.search.stuck or recording.scale.is_low()):
@@ -503,8 +504,9 @@ class Step(Relay):
         flags = [torch.stack(r.flags).all() for r in waiting]
         given = [torch.stack(r.given).all() if r.given else flag for r, flag in zip(waiting, flags, strict=True)]
         losses = torch.stack([r.unscaled.float() for r in waiting])
-        answers = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses]).tolist()  # the one transfer of a step
-        for recording, fine, clean, loss in zip(waiting, *answers, strict=True):
+        asked = torch.stack([torch.stack(flags).float(), torch.stack(given).float(), losses])
+        for recording, fine, clean, loss, numbers in fetched(waiting, asked):
+            self._failsafe("gauge", self._outlook.take, recording, numbers)
             self._course.line.add_loss(loss)
             recording.looked = True
             if not fine:
@@ -513,6 +515,7 @@ class Step(Relay):
                 self._keeper.keep(self._examiner.swallowed(recording))
             else:
                 self._failsafe("deep", self._deep.judge, recording)
+                self._failsafe("forecast", self._outlook.judge, recording)
 
     def _examine(
         self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False, fine: bool = False
@@ -546,9 +549,6 @@ class Step(Relay):
             return False
         return not recording.scale.is_low() and not self._examiner.at_any_scale(recording)
 
-    def _read_gauge(self, program: Program) -> None:
-        self._course.line.add_reading(self._gauge.read(program, self._tape.tensor))
-
     def _open(self, beside: Counts | None = None) -> None:
         """Another step begins. beside: the numbers of one that another thread is in."""
         self._recordings.clear()
@@ -563,6 +563,7 @@ class Step(Relay):
             self._keeper.mark(micro_batches=self.counts.micro_batch)
         if stepped in (Stepped.TAKEN, Stepped.REPAIRED):
             self._course.search.found()
+        self._failsafe("forecast", self._outlook.close)
         entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad)
         self._course.line, self._course.closed, self._keeper.late = Line(), True, False
         self._course.left.forget()

@@ -3,6 +3,8 @@
 nanscope [bad-step]: step 412: ratio = torch.exp(log_ratio) overflowed to +inf at [2, 27] of [4, 64], loss.py:206: exp(89.05) = +inf,
 float32 ends at exp(88.72); next: nanscope replay nanscope-runs/2026-11-21T20-15-03-train/step-000412.rank0.safetensors
 
+nanscope [forecast]: step 38: ref_log_ratio at masked tokens gains 1.6 nats a step: at this pace exp overflows in about 12 steps …
+
 Later steps with the same origin are counted: at the 1st, 10th, 100th, … more, and when the run ends.
 """
 
@@ -16,6 +18,7 @@ import torch
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_round
 from nanscope.torch_inside import LACKS
+from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.sentence import what
 
 log = logging.getLogger("nanscope")
@@ -58,6 +61,12 @@ class Teller:
         next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
         next_ = f"other ranks write it: nanscope report {self.directory}" if left else next_
         log.warning(LINE, f"{step}: {what(seen) if seen.phase is not None else NOT_SEEN}; {next_}")
+
+    def forecast(self, forecast: Forecast) -> None:
+        """Something is about to happen."""
+        step = f"step {forecast.step} on {self.process}" if self.process else f"step {forecast.step}"
+        saved = f"; saved {forecast.snapshot}" if forecast.snapshot is not None else ""
+        log.warning("nanscope [forecast]: %s", f"{step}: {forecast.sentence}{saved}")
 
     def unsaved(self) -> None:
         """A bad step was counted, and neither looked at nor written."""
