@@ -101,7 +101,7 @@ class Result:
 def result_of(path: Path, folder: Path) -> Result:
     """Run a script. folder: where its snapshots go."""
     verdict = new.watched(new.load(path), folder)
-    snapshots = [load(file) for file in sorted(folder.glob("2*/*.safetensors"))]
+    snapshots = [load(file) for file in sorted(folder.glob("2*/step-*.safetensors"))]
     cases = [(new.load(path).EXPECTED.cause[0], examine(snapshot)[0]) for snapshot in snapshots[:1]]
     if len(snapshots) > 1 and "after" in path.stem:  # a step that poisoned the weights, and what the next one looks like
         cases.append(("poisoned_weights", examine(snapshots[1], poisoned_at=snapshots[0].step)[0]))
