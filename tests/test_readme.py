@@ -23,10 +23,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from recorded import record
 from typer.testing import CliRunner
 
 import nanscope
 from nanscope.__main__ import app
+from nanscope.snapshot.file import save
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -48,6 +50,24 @@ def mine(log_probs, old_log_probs, advantages, mask):
     ratio = ((log_probs - old_log_probs) * mask).exp()
     return -(ratio * advantages * mask).sum() / mask.sum()
 """
+
+
+GRPO = """
+import torch
+
+
+def my_loss(log_probs, old_log_probs, advantages, mask):
+    ratio = torch.exp(log_probs - old_log_probs)
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    per_token_loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+    return (per_token_loss * mask).sum() / mask.sum()
+"""
+SAMPLED = 7  # the step whose batch holds what the sampler reported
+
+
+def corrected(log_probs, rollout_log_probs, advantages, mask):  # type: ignore[no-untyped-def]
+    weight = torch.exp(log_probs.detach() - rollout_log_probs).clamp(max=2.0)
+    return -(weight * log_probs * advantages * mask).sum() / mask.sum()
 
 
 @dataclass(frozen=True)
@@ -104,6 +124,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(demo, folder / SNAPSHOT)
     (folder / "train.py").write_text(TRAIN)
     (folder / "mymodule.py").write_text(MY_MODULE)
+    (folder / "grpo.py").write_text(GRPO)
+    log_probs = -torch.rand(3, 5)
+    batch = (log_probs + 0.1 * torch.randn(3, 5), torch.tensor([[1.0], [-0.5], [0.3]]), torch.ones(3, 5))
+    save(record(corrected, log_probs.requires_grad_(), *batch).snapshot(step=SAMPLED), folder)
     return folder
 
 

@@ -20,6 +20,7 @@ from nanscope.text import number
 
 FAR = 200.0  # log-ratios, in nats, that runs which go wrong show; so far networks get with what they give, too
 WIDE = 10.0  # times the largest number of a tensor of data: another batch gets there
+NEAR = 4.0  # a part of that, where one line dies and the next one does not yet
 HUGE = 1e30
 
 
@@ -130,7 +131,7 @@ def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
     largest = max(high, -low)
     unbounded = is_of_tokens(aim) or aim.role is Role.LOGITS or aim.leaf.diff  # what a network gives, or learns
     reach = max(FAR, largest) if unbounded else max(WIDE * largest, 1.0)
-    for far, severity in ((reach, ordinary), (max(1e4, WIDE * reach), Severity.THEORY), (HUGE, Severity.THEORY)):
+    for far, severity in ((reach / NEAR, ordinary), (reach, ordinary), (max(1e4, WIDE * reach), Severity.THEORY), (HUGE, Severity.THEORY)):
         for sign in (1.0, -1.0):
             yield Push(aim, "shift", sign * far, severity)
     if not aim.leaf.is_of_model:

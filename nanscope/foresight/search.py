@@ -95,14 +95,14 @@ class _Probe:
         return [self._pushed(push, spoils, tuple(others.get(key, ()))) for key, (push, spoils) in found.items()]
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
-        """Yield what does harm: of shifts of one aim in one direction the nearest."""
+        """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
         for aim in aims(self.trace):
             if len(self.counted) >= MOST_RUNS:
                 return
             shifted: set[float] = set()
             for push in pushes(aim, self.trace):
                 sign = 1.0 if push.strength > 0 else -1.0
-                if push.kind == "shift" and sign in shifted:
+                if push.kind == "shift" and push.severity is Severity.THEORY and sign in shifted:
                     continue
                 spoils = self._spoils(push)
                 if spoils is not None:
