@@ -320,3 +320,46 @@ def test_a_kernel_that_makes_it_of_good_arguments_is_named(tmp_path: Path) -> No
     (incident,) = scope.verdict.incidents
     assert (incident.origin.op, incident.origin.index) == ("nanscope_tests::reciprocal", (1,))
     assert incident.origin.expression == "reciprocal(x * 1.0)"
+
+
+class Scaled(nn.Linear):
+    """Gives −inf for one row: divided by 0, the logarithm of 0, a mask of its own, or one that it is given."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(3, 2)
+        self.how = how
+
+    def forward(self, x: Tensor, spread: Tensor) -> Tensor:
+        made = -super().forward(x).abs() - 0.1
+        if self.how == "quotient":
+            return made / spread[:, None]
+        if self.how == "logarithm":
+            return torch.log(torch.sigmoid(made) * spread[:, None])
+        return made.masked_fill(spread[:, None] == 0, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("how", "op", "cause"),
+    [("quotient", "div", "zero_denominator"), ("logarithm", "log", "log_zero"), ("mask", "mul", "inf_times_zero_coef")],
+)
+def test_an_infinity_that_a_model_gave_is_looked_for_in_there(tmp_path: Path, how: str, op: str, cause: str) -> None:
+    """Where the loss multiplies it by 0 the fault is that of the call that made it; a mask that the model has put on is none."""
+    torch.manual_seed(0)
+    model, x, spread = Scaled(how), torch.randn(4, 3), torch.tensor([0.5, 1.0, 0.0, 2.0])
+    with nanscope.watch(out=tmp_path) as scope:
+        score = model(x, spread)
+        (score * spread[:, None] + 1.0).square().mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.cause) == (op, cause)
+
+
+def test_what_a_mask_makes_of_logits_is_a_product_of_probabilities(tmp_path: Path) -> None:
+    """0 · −inf is p · log p where the −inf are logits, and the 0 what a softmax makes of them."""
+    torch.manual_seed(0)
+    model, x, spread = Scaled("mask"), torch.randn(4, 3), torch.ones(4)
+    spread[2] = 0.0
+    with nanscope.watch(out=tmp_path) as scope:
+        scores = torch.cat([model(x, spread), torch.zeros(4, 1)], dim=-1)
+        (torch.softmax(scores, dim=-1) * scores).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.cause) == ("mul", "plogp_zero")

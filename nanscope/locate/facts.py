@@ -18,12 +18,16 @@ from nanscope.program.numbers import at, smallest
 from nanscope.program.ops import (
     BOUNDING,
     CHOICES,
+    CLAMPS,
     CONSTANT_PAYLOADS,
     COPIES,
     DIFFERENCES,
     DIVISIONS,
+    LOG_SOFTMAXES,
     LOGARITHMS,
+    NATURAL_EXPONENTIALS,
     POWERS,
+    PROBABILITIES,
     PRODUCTS,
     SEQUENCE_SUMS,
     SHIFTS,
@@ -36,6 +40,7 @@ from nanscope.program.ops import (
     flow_of,
 )
 from nanscope.program.program import Program
+from nanscope.roles import LOG_PROBS, Role
 from nanscope.snapshot.observation import Facts
 from nanscope.text import ravel
 
@@ -48,7 +53,10 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     exponential = call is not None and _is_exponential(origin, call)
     return Facts(
-        coefficient=origin.coefficient is not None or _is_given_infinity(call, location, program) or _by_one_zero(call, trace),
+        coefficient=origin.coefficient is not None
+        or _is_given_infinity(call, location, program)
+        or _by_one_zero(call, trace)
+        or _of_no_logarithm(call, location, trace),
         ancestors=tuple(sorted(_summed(trace, origin.operands[int(exponential)].id))) if origin.operands else (),
         exponential=exponential,
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
@@ -127,6 +135,33 @@ def _by_one_zero(call: Call | None, trace: Trace) -> bool:
     """Does a product multiply all elements by one number, and that is 0? It is a setting, and no probability of each."""
     factors = [trace.values[value] for value in call.inputs()] if call is not None and call.name == "mul" else []
     return len(factors) == 2 and any(one.numel() == 1 < other.numel() and not bool(one.any()) for one, other in (factors, factors[::-1]))
+
+
+_LOGARITHMIC = LOGARITHMS | LOG_SOFTMAXES | {"logsumexp"}
+_MAY_BE_LOGARITHM = LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS, Role.ENTROPY, Role.KL, Role.LOSS, Role.ATTENTION, Role.ROUTER, None}
+
+
+def _of_no_logarithm(call: Call | None, location: Location, trace: Trace) -> bool:
+    """Is it −inf · 0, and the −inf neither a logarithm nor what a softmax is taken of? Then the 0 is no probability of it."""
+    operands = location.origin.operands
+    if call is None or call.name != "mul" or len(operands) != 2 or {operand.value for operand in operands} != {0.0, -math.inf}:
+        return False
+    zero, infinite = sorted(operands, key=lambda operand: -operand.value)
+    made = trace.program.maker_behind(zero.id, CLAMPS)
+    if made is not None and made.name in PROBABILITIES | NATURAL_EXPONENTIALS:
+        return False
+    if not _ancestors(trace.program, infinite.id).isdisjoint(_LOGARITHMIC):
+        return False
+    return infinite.role in (
+        Role.HIDDEN,
+        Role.REWARDS,
+        Role.ADVANTAGES,
+        Role.WEIGHTS,
+        Role.GRAD,
+        Role.OPTIMIZER,
+        Role.RATIO,
+        Role.IS_WEIGHT,
+    )
 
 
 def _is_given_infinity(call: Call | None, location: Location, program: Program) -> bool:

@@ -148,7 +148,9 @@ def _infinities_meet(seen: Observation) -> bool:
 
 
 def _plogp(seen: Observation) -> bool:
-    return (seen.facts.plogp and outside_domain(seen)) or (zero_times_infinity(seen) and -math.inf in factors(seen))
+    if seen.facts.plogp and outside_domain(seen):
+        return True
+    return zero_times_infinity(seen) and -math.inf in factors(seen) and not seen.facts.coefficient
 
 
 def _means_nothing(seen: Observation) -> bool:

@@ -23,6 +23,7 @@ from nanscope.capture.source import site_of
 from nanscope.errors import ProgramError, words_of
 from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
+from nanscope.locate.forward import bad_sources, walk_back
 from nanscope.locate.location import came_in, is_masked, left_behind, locate, located
 from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Location
@@ -499,7 +500,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
         trace = Trace.of(recording.program, recording.tensors)
         first = Look(trace, locate(trace), second=True)
     if first.location is not None and is_settled(first.location):
-        return _of_number(recording, first.location) or first
+        return _of_number(recording, first.location) or _made_inside(trace, first.location, again) or first
     behind = _behind(recording, first)
     if behind is not None:
         return behind
@@ -507,6 +508,20 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     if deeper is None or deeper.location is not None or deeper.seen is not None:
         return first if deeper is None else _as_counted(deeper, trace, first.location)
     return replace(first, notes=deeper.notes, again=not deeper.kernel and deeper.knows_the_backward)
+
+
+def _made_inside(trace: Trace, location: Location, again: Callable[[], Look | None]) -> Look | None:
+    """Where an infinity that a model gave did its harm in the loss: was it a mask of the model's, or made in there? Then the call that made
+    it. None if it is a mask, or if nobody knows."""
+    call = location.origin.call
+    if location.phase is not Phase.FORWARD or call is None or not location.origin.born:
+        return None
+    met = bad_sources(trace, trace.program.calls[call], location.origin.value_id, location.origin.flat)
+    leaves = [trace.program.leaf(walk_back(trace, *spot).value) for spot in met]
+    deeper = again() if any(leaf is not None and leaf.origin in HIDING for leaf in leaves) else None
+    if deeper is None or deeper.location is None or not deeper.location.origin.born or deeper.location.phase is not location.phase:
+        return None
+    return None if deeper.location.origin.site == location.origin.site else deeper
 
 
 def _behind(recording: Recording, first: Look) -> Look | None:
