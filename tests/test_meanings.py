@@ -18,7 +18,6 @@ SAME = {"is_weight": "ratio", "rewards": "advantages"}  # either is fair
 KNOWN = {  # what is not yet told rightly: formula -> text -> what is said
     "vq_vae": {"(flat.unsqueeze(1) - codebook).pow(2)": "logits"},  # they go into a softmax
     "affine_flow": {"(x - shift) / scale": "loss", "0.5 * z**2": "loss"},  # the density has no name but what the loss is the mean of
-    "moco": {"query.norm(dim=1, keepdim=True)": "logits"},  # a product of matrices written as a sum of products
 }
 
 ALONE = (119, 184)  # of so many values what is done with them says what they are
@@ -42,9 +41,9 @@ def recorded(formula: Formula) -> Program:
 
 
 def said(program: Program, text: str) -> str:
-    """The role of what an expression of the formula makes."""
+    """The role of what an expression of the formula makes, or of an argument."""
     wanted = ast.unparse(ast.parse(text))
-    values = [
+    values = [leaf.id for leaf in program.leaves if leaf.name == text] or [
         call.outs[0]
         for call in program.calls
         if call.outs[0] is not None and (site := program.site_of(call)) is not None and ast.unparse(ast.parse(site.expression)) == wanted

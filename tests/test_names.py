@@ -399,7 +399,7 @@ class RewardModel(nn.Linear):
     """Says what a completion is worth."""
 
 
-@pytest.mark.parametrize(("kind", "role"), [(RewardModel, Role.REWARDS), (nn.Linear, Role.LOSS)], ids=["of rewards", "of anything"])
+@pytest.mark.parametrize(("kind", "role"), [(RewardModel, Role.REWARDS), (nn.Linear, Role.HIDDEN)], ids=["of rewards", "of anything"])
 def test_labels_are_what_the_model_that_they_are_held_against_is_to_say(tmp_path: Path, kind: type[nn.Linear], role: Role) -> None:
     """A comparison that makes a mask of them says nothing of what they are."""
     torch.manual_seed(0)

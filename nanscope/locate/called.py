@@ -20,6 +20,10 @@ _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 
 _NUMBER = re.compile(r"[-+]?[\d.][\w.+-]*|([A-Za-z_]\w*\.)*_?[A-Z][A-Z0-9_]+")  # 0.1 or a constant: VAE_SCALE, config.BETA
 
+_COEFFICIENT = re.compile(
+    r"(^|_)(alpha|beta|coeff?s?|coefficients?|decay|eps(ilon)?|factor|gamma|lambda|lr|scale|tau|temp(erature)?)$", re.IGNORECASE
+)
+
 _OF_CLASSES = frozenset({Role.KL, Role.ENTROPY, Role.ATTENTION, Role.ROUTER})
 
 
@@ -153,6 +157,7 @@ class Called:
             words = list(site.args)
             tensors = [arg for arg in call.args if isinstance(arg, Ref)]
             if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
+                words = [word for word in words if not _COEFFICIENT.search(last_word(word))] or words
                 words = [word for word in words if role_of(word) is not None] or [word for word in words if not _NUMBER.fullmatch(word)]
                 words = words if len(words) == 1 else []  # `0.1 * x` arrives as x, 0.1
             for position, arg in enumerate(call.args):

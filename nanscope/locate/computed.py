@@ -17,12 +17,14 @@ from nanscope.program.ops import (
     LOG_SOFTMAXES,
     NATURAL_EXPONENTIALS,
     NATURAL_LOGARITHMS,
+    POWERS,
     PRODUCTS,
     QUOTIENTS,
     RESCALINGS,
     SCORE_KEEPERS,
     SELECTORS,
     SHIFTS,
+    SQUARES,
     SUMS,
     TOPS,
     Flow,
@@ -65,7 +67,7 @@ class Computed:
         first = self._own(inputs[0]) if inputs and not call.module else None
         if name in RESCALINGS | SHIFTS and self.uses.is_logged(value) and self._holds_ratio(call):
             return Role.RATIO  # mixed with data, and still one policy over another
-        if first in SCORES and name in SCORE_KEEPERS:
+        if first in SCORES and (name in SCORE_KEEPERS or (name in SQUARES | POWERS and not self.uses.carried(value))):
             return first
         if (name in SUMS or name in RESCALINGS) and (first in LOG_PROBS or first is Role.LOG_RATIO) and self._is_of_tokens(call):
             return first  # of a sequence, or what a mask leaves of it, or its mean over tokens

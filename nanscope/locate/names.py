@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from nanscope.locate.called import Called, around
 from nanscope.locate.computed import Computed
+from nanscope.locate.norms import Norms
 from nanscope.locate.onward import Onward
 from nanscope.locate.uses import Uses
 from nanscope.program.calls import Site
@@ -22,6 +23,7 @@ class Names:
         self._called = Called(program, self._uses)
         self._computed = Computed(self._called, self._uses)
         self._onward = Onward(self._called, self._uses)
+        self._norms = Norms(self._called)
 
     def name(self, value: int) -> str | None:
         """Return the variable a value is bound to, None for an intermediate result."""
@@ -60,6 +62,8 @@ class Names:
             return Role.KL if site is not None and role_of(site.within) is Role.KL else computed  # their mean estimates it
         if computed is not None:
             return computed
+        if made is not None and not made.module and (normed := self._norms.of(value)) is not None:
+            return self._rescaled(*normed)
         if made is None:
             return self._called.read_role(value) or self._uses.role(value) or self._onward.role(value)
         site = self.program.site_of(made)
@@ -78,6 +82,14 @@ class Names:
         if told in (Role.HIDDEN, *SCORES) and self._uses.carried(value) and self._uses.is_error(value):
             return Role.LOSS  # how far a model is off, whatever the function is about
         return told or self._onward.role(value if via is None else via)
+
+    def _rescaled(self, source: int, result: int) -> Role | None:
+        """What a value means that is divided by its own norm, and that norm with it: an activation where it carries a gradient and has no
+        other name; what data are is told by what becomes of them."""
+        told = self.named(source) or self._computed.role(source) or self.named(result)
+        if told is not None or self._uses.carried(source):
+            return told or Role.HIDDEN
+        return self._called.read_role(source) or self._uses.role(source) or self._uses.role(result) or self._onward.role(result)
 
     @staticmethod
     def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:

@@ -38,10 +38,10 @@ class Onward:
                 return taken
             if self.uses.is_compared(readers[0]) and (side := self._side(readers[0], value)) is not None:
                 return side
-            if self._weighs_loss(readers[0], value):
-                return Role.IS_WEIGHT
             site = self.program.site_of(readers[0])
             called = self.called.called_by(readers[0], value)
+            if called in (None, Role.MASK) and self._weighs_loss(readers[0], value):
+                return Role.IS_WEIGHT
             value = next((out for out in readers[0].outs if out is not None), value)
             role = called or self.called.named(value)
             if role is not None and role is not Role.MASK:
@@ -74,13 +74,15 @@ class Onward:
         return False
 
     def _side(self, reader: Call, value: int) -> Role | None:
-        """What a value that another one is compared with is: an activation, but for what comes of rewards or of probabilities, and for what
-        a model of rewards is to say."""
+        """What a value that another one is compared with is: an activation, or what one is to become, but for what comes of rewards or of
+        probabilities, and for what a model of rewards is to say."""
         roots = self.called.ancestors(value)
         if self.uses.carried(value):
             return None if self.uses.comes_of_probability(value) or roots & (LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}) else Role.HIDDEN
         told = {self._of_model(other) for other in reader.inputs() if other != value}
-        return min(SCORES & (roots | told), default=Role.HIDDEN if Role.HIDDEN in roots else None)
+        beside = [other for other in reader.inputs() if other != value]
+        is_target = self.program.maker_behind(value) is None and any(map(self.uses.carried, beside))
+        return min(SCORES & (roots | told), default=Role.HIDDEN if Role.HIDDEN in roots or is_target else None)
 
     def _of_model(self, value: int) -> Role | None:
         """What a model gives, by its name or by that of the model's class."""
