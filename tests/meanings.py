@@ -883,3 +883,232 @@ def of_visits(policy_logits, visits):
 def squashed(log_prob, action):
     correction = torch.log(1 - action.pow(2) + 1e-6)
     return (log_prob - correction).mean()
+
+
+# What is normalised by a statistic of its own, what a model is held against, and what critics, routers and heads are about.
+
+
+@formula(
+    "miles",
+    "pdm",
+    {
+        "torch.rsqrt(var + 1e-8)": "advantages rewards",
+        "total_sq / count - centre**2": "advantages rewards",
+        "x**2 * mask": "advantages rewards",
+        "(x - centre) * torch.rsqrt(var + 1e-8)": "advantages rewards",
+    },
+)
+def whitened_in_one_pass(log_prob, x, mask):
+    total, total_sq, count = (x * mask).sum(), (x**2 * mask).sum(), mask.sum()
+    centre = total / count
+    var = total_sq / count - centre**2
+    white = (x - centre) * torch.rsqrt(var + 1e-8)
+    ratio = torch.exp(log_prob - log_prob.detach())
+    return -(ratio * white * mask).sum() / mask.sum()
+
+
+@formula("OpenRLHF", "pd", {"torch.sqrt(v)": "advantages rewards", "(x - m) / (torch.sqrt(v) + 1e-8)": "advantages rewards"})
+def whitened_by_var_mean(logp, x):
+    v, m = torch.var_mean(x)
+    y = (x - m) / (torch.sqrt(v) + 1e-8)
+    return -(y * logp).mean()
+
+
+@formula("PopArt", "pdv", {"torch.sqrt(second - first**2)": "rewards advantages", "(returns - first) / sigma": "rewards advantages"})
+def popart(values, returns, unused):
+    first, second = returns.mean(), (returns * returns).mean()
+    sigma = torch.sqrt(second - first**2)
+    return F.mse_loss(values, (returns - first) / sigma)
+
+
+@formula("gym", "pd", {"returns.var()": "rewards advantages", "rewards / torch.sqrt(returns.var() + 1e-8)": "rewards advantages"})
+def scaled_by_returns(logp, rewards):
+    returns = rewards.cumsum(-1)
+    scaled = rewards / torch.sqrt(returns.var() + 1e-8)
+    return -(scaled * logp).mean()
+
+
+@formula(
+    "keras",
+    "hw",
+    {"torch.rsqrt(square_sum)": "hidden", "torch.sum(torch.square(x), dim=-1, keepdim=True)": "hidden", "normed @ images.T": "logits"},
+)
+def l2_normalised_by_rsqrt(x, images):
+    square_sum = torch.sum(torch.square(x), dim=-1, keepdim=True)
+    inverse = torch.rsqrt(square_sum)
+    normed = x * torch.minimum(inverse, torch.full_like(inverse, 1e12))
+    logits = 10.0 * (normed @ images.T)
+    return F.cross_entropy(logits, torch.arange(4))
+
+
+@formula("SimCLR", "hh", {"(a * a).sum(-1, keepdim=True).sqrt()": "hidden", "a / na": "hidden", "za @ zb.T / 0.07": "logits"})
+def nt_xent(a, b):
+    na = (a * a).sum(-1, keepdim=True).sqrt()
+    nb = (b * b).sum(-1, keepdim=True).sqrt()
+    za, zb = a / na, b / nb
+    return F.cross_entropy(za @ zb.T / 0.07, torch.arange(4))
+
+
+@formula("cosine", "hw", {"x.norm(dim=-1)": "hidden", "(x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))": "hidden loss logits"})
+def cosine_by_hand(x, y):
+    similarity = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    return (1 - similarity).mean()
+
+
+@formula("LLaMA", "hww", {"torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)": "hidden", "x.pow(2).mean(-1, keepdim=True)": "hidden"})
+def rms_norm_and_head(x, weight, y):
+    z = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return F.cross_entropy(z @ weight.T, torch.arange(4))
+
+
+@formula("LogitNorm", "hv", {"logits.norm(dim=-1, keepdim=True)": "logits", "logits / norms": "logits"})
+def logit_norm(logits, unused):
+    norms = logits.norm(dim=-1, keepdim=True) + 1e-7
+    return F.cross_entropy(logits / norms / 0.04, torch.arange(4))
+
+
+@formula(
+    "DiffSinger", "hwm", {"f0": "hidden", "f0.log2()": "hidden", "F.mse_loss(pitch[:, :3], f0.log2()[:, :3], reduction='none')": "loss"}
+)
+def pitch_loss(pitch, f0, uv):
+    error = F.mse_loss(pitch[:, :3], f0.log2()[:, :3], reduction="none")
+    return (error * uv).sum() / uv.sum()
+
+
+@formula("FastSpeech", "hw", {"torch.log(durations + 1)": "hidden", "durations": "hidden"})
+def duration_loss(out, durations):
+    return F.l1_loss(out, torch.log(durations + 1))
+
+
+@formula(
+    "depth estimation",
+    "hw",
+    {"torch.log(gt)": "hidden", "torch.log(depth)": "hidden", "torch.log(depth) - torch.log(gt)": "hidden loss", "g.pow(2)": "loss"},
+)
+def scale_invariant_depth(depth, gt):
+    g = torch.log(depth) - torch.log(gt)
+    return torch.sqrt(g.pow(2).mean() - 0.85 * g.mean().pow(2))
+
+
+@formula("regression", "uv", {"y": "hidden", "(y - x) ** 2": "loss", "y - x": "hidden loss"})
+def squares_of_data(x, y):
+    return ((y - x) ** 2).mean()
+
+
+@formula("forecasting", "hw", {"y / scale": "hidden", "y.abs().mean(dim=-1, keepdim=True)": "hidden", "(x - y / scale).abs()": "loss"})
+def scaled_target(x, y):
+    scale = y.abs().mean(dim=-1, keepdim=True)
+    return (x - y / scale).abs().mean()
+
+
+@formula("DDPG", "udv", {"r + 0.99 * target_q": "rewards advantages", "F.mse_loss(q, y)": "loss", "target_q": "rewards"})
+def ddpg_critic(q, rewards, target_q):
+    r = rewards[:, 0]
+    y = r + 0.99 * target_q
+    return F.mse_loss(q, y)
+
+
+@formula("TD(λ)", "pdd", {"rewards + 0.99 * next_values - values.detach()": "advantages rewards loss", "td_error.pow(2)": "loss"})
+def td_error_of_critic(values, rewards, next_values):
+    td_error = rewards + 0.99 * next_values - values.detach()
+    td_error = td_error + (values.detach() - values)
+    return 0.5 * td_error.pow(2).mean()
+
+
+@formula("DreamerV3", "pd", {"torch.sign(x) * torch.log1p(torch.abs(x))": "rewards", "torch.log1p(torch.abs(x))": "rewards"})
+def symlog_critic(value_pred, returns):
+    def symlog(x):
+        return torch.sign(x) * torch.log1p(torch.abs(x))
+
+    return F.mse_loss(value_pred, symlog(returns))
+
+
+@formula("QR-DQN", "hw", {"target_quantiles.unsqueeze(1) - quantiles.unsqueeze(2)": "loss rewards advantages", "delta.abs()": "loss"})
+def quantile_huber(quantiles, target_quantiles):
+    delta = target_quantiles.unsqueeze(1) - quantiles.unsqueeze(2)
+    tau = (torch.arange(6) + 0.5) / 6
+    return (delta.abs() * (tau[:, None] - (delta.detach() < 0).float()).abs()).mean()
+
+
+@formula(
+    "SAC",
+    "hww",
+    {"log_std.exp()": "hidden", "-3.5 * (torch.tanh(x) + 1) - 2": "hidden", "0.5 + 0.5 * math.log(2 * math.pi) + log_std": "entropy"},
+)
+def squashed_deviation(x, noise, y):
+    log_std = -3.5 * (torch.tanh(x) + 1) - 2
+    action = noise * log_std.exp()
+    entropy = 0.5 + 0.5 * math.log(2 * math.pi) + log_std
+    return F.mse_loss(action, y) - 0.01 * entropy.mean()
+
+
+@formula(
+    "Switch", "lm", {"probs * torch.log(probs)": "entropy router", "router_logits.softmax(-1)": "router", "share * density": "router loss"}
+)
+def load_of_experts(router_logits, unused):
+    probs = router_logits.softmax(-1)
+    entropy = -(probs * torch.log(probs)).sum(-1).mean()
+    density = probs.mean((0, 1))
+    share = (probs > 0.2).float().mean((0, 1))
+    return 5 * (share * density).sum() - 0.01 * entropy
+
+
+@formula("attention", "hhh", {"q @ k.transpose(-2, -1) / math.sqrt(6)": "attention", "torch.softmax(scores, dim=-1)": "attention hidden"})
+def plain_attention(q, k, v):
+    scores = q @ k.transpose(-2, -1) / math.sqrt(6)
+    weights = torch.softmax(scores, dim=-1)
+    return F.mse_loss(weights @ v, torch.ones(4, 6))
+
+
+@formula("head", "hw", {"h @ w.T": "logits", "h @ w.T / 0.7": "logits", "torch.logsumexp(z, dim=-1)": "log_probs logits"})
+def head_and_loss(h, w):
+    z = h @ w.T / 0.7
+    return (torch.logsumexp(z, dim=-1) - z.diagonal()).mean()
+
+
+@formula("class weights", "lim", {"counts.sum() / counts": "is_weight loss", "w[target] * nll": "loss"})
+def balanced_classes(logits, target, mask):
+    counts = torch.bincount(target.flatten(), minlength=5).float() + 1e-3
+    w = counts.sum() / counts
+    nll = -F.log_softmax(logits, dim=-1).gather(-1, target)
+    return (w[target] * nll).mean()
+
+
+@formula("uncertainty weighting", "hwd", {"torch.exp(-s)": "is_weight hidden loss weights", "torch.exp(-s) * error": "loss"})
+def heteroscedastic(out, y, unused):
+    x, s = out[:, :3], out[:, 3:]
+    error = (x - y[:, :3]) ** 2
+    return (torch.exp(-s) * error + s).mean()
+
+
+@formula("GRU-D", "hwm", {"torch.sigmoid(g)": "hidden router", "z * x[:, :3] + (1 - z) * h[:, :3]": "hidden"})
+def gated_state(h, x, m):
+    g = h[:, :3] * 2
+    z = torch.sigmoid(g)
+    new = z * x[:, :3] + (1 - z) * h[:, :3]
+    return F.mse_loss(new, m)
+
+
+@formula("sequence mean", "pm", {"1 / mask.sum(-1)": "mask loss is_weight", "(x * mask).sum(-1) / mask.sum(-1)": "loss log_probs"})
+def mean_of_sequences(x, mask):
+    per_sequence = (x * mask).sum(-1) / mask.sum(-1)
+    return (per_sequence * (1 / mask.sum(-1))).mean()
+
+
+@formula("categorical KL", "ll", {"p * (p.log() - q.log())": "kl", "p.log() - q.log()": "log_ratio kl"})
+def kl_of_categoricals(x, y):
+    p, q = x.softmax(-1), y.softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1).mean()
+
+
+@formula("TD-MPC", "hd", {"low + (high - low) / 2": "rewards advantages", "torch.quantile(returns, 0.95)": "rewards advantages"})
+def percentile_scale(x, returns):
+    low, high = torch.quantile(returns, 0.05), torch.quantile(returns, 0.95)
+    middle = low + (high - low) / 2
+    return F.mse_loss(x[:, :3], (returns - middle) / (high - low))
+
+
+@formula("ensemble", "hw", {"x.var(dim=0)": "hidden loss rewards", "(x - y) ** 2 / v": "loss"})
+def ensemble_of_models(x, y):
+    v = x.var(dim=0) + 1e-6
+    return ((x - y) ** 2 / v + torch.log(v)).mean()

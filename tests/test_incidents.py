@@ -79,6 +79,8 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "pro_ranking_loss_unsorted_candidates": "cause",
     # of several elements the first one that does harm already in forward is told
     "relax_285_zero_connection_of_unscored_rollouts": "index masked",
+    # of two parameters of a layer that nobody has written the second one is met first
+    "kaixhin_rainbow_2_target_noise_never_reset": "variable line",
     # the line that brought it is told, and not the one that read it first
     "trinity_opmd_aborted_rollout_reward": "line",
 }

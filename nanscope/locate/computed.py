@@ -24,6 +24,7 @@ from nanscope.program.ops import (
     SCORE_KEEPERS,
     SELECTORS,
     SHIFTS,
+    SOFTMAXES,
     SQUARES,
     SUMS,
     TOPS,
@@ -37,6 +38,8 @@ _SPREAD = re.compile(r"(^|_)(log_?)?(std|sigma|var|variance|scale|alpha|temperat
 _PREDICTED = re.compile(r"(^|_)(pred\w*|labels?|targets?|outputs?|q\d?|qf\w*|q_?values?|v|values?)($|_)")  # and no log-prob
 
 _POLICY = re.compile(r"(^|_)(polic(y|ies)|prob(abilitie)?s?|pi|visits?)($|_)")
+
+_ROUTING = re.compile(r"(^|[_.])(router|gat(e|ing)|experts?)_")
 
 _WEIGHTS = frozenset({Role.RATIO, Role.IS_WEIGHT})
 
@@ -84,9 +87,17 @@ class Computed:
         if name in NATURAL_EXPONENTIALS and inputs:
             return self._exponential(call, value, inputs[0])
         if name == "logsumexp":
-            return first if first is Role.LOGITS else None if _PREDICTED.search(self.called.name(inputs[0]) or "") else Role.LOG_PROBS
+            return (
+                first
+                if first in (Role.LOGITS, Role.ROUTER)
+                else None
+                if _PREDICTED.search(self.called.name(inputs[0]) or "")
+                else Role.LOG_PROBS
+            )
         if name in LOG_SOFTMAXES:
             return Role.LOG_PROBS
+        if name in SOFTMAXES and (first is Role.ROUTER or _ROUTING.search((self.called.name(inputs[0]) or "").lower())):
+            return Role.ROUTER
         if name in NATURAL_LOGARITHMS:
             return self._logarithm(value, inputs[0], first)
         if name in PRODUCTS and self._weighs_own_logits(inputs):
@@ -200,7 +211,7 @@ class Computed:
             return Role.HIDDEN  # a standard deviation or scale that a policy puts out
         if call.module:
             return None
-        if self._is_score(operand):
+        if self.uses.is_score(operand):
             return Role.LOGITS  # of similarities: numerator and denominator of a softmax by hand
         if role in SCORES:
             return Role.IS_WEIGHT  # of a regression that good answers weigh more in
@@ -239,11 +250,6 @@ class Computed:
             value = next(call.inputs(), -1)
             call = self.program.maker(value)
         return value
-
-    def _is_score(self, value: int) -> bool:
-        """Is it a product of matrices, scaled as it may be?"""
-        call = self.program.maker_behind(value, RESCALINGS)
-        return call is not None and flow_of(call.op) is Flow.MATMUL
 
     def _is_top_of(self, value: int, content: int) -> bool:
         """Is a value the largest of some others, exactly or smoothly?"""

@@ -44,7 +44,7 @@ class Names:
         stands around it in the source, which may be about something else.
         """
         named, made = self.named(value), self.program.maker(value)
-        if named is Role.REWARDS and made is not None and made.module:
+        if named is Role.REWARDS and made is not None and (made.module or self._uses.attends(value)):
             named = Role.ATTENTION  # inside a model scores are those of attention
         if named is Role.LOG_RATIO and self._called.is_exponential(value):
             named = None  # a name that is used for one thing after another
@@ -86,10 +86,16 @@ class Names:
     def _rescaled(self, source: int, result: int) -> Role | None:
         """What a value means that is divided by its own norm, and that norm with it: an activation where it carries a gradient and has no
         other name; what data are is told by what becomes of them."""
-        told = self.named(source) or self._computed.role(source) or self.named(result)
+        told = self.named(source) or self._computed.role(source)
         if told is not None or self._uses.carried(source):
             return told or Role.HIDDEN
-        return self._called.read_role(source) or self._uses.role(source) or self._uses.role(result) or self._onward.role(result)
+        return (
+            self.named(result)
+            or self._called.read_role(source)
+            or self._uses.role(source)
+            or self._uses.role(result)
+            or self._onward.role(result)
+        )
 
     @staticmethod
     def inside(site: Site | None, module: str, ancestors: set[Role]) -> Role:

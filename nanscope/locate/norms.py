@@ -16,12 +16,16 @@ from nanscope.program.ops import (
     EXTREMA,
     LOGARITHMS,
     POWERS,
+    PRODUCTS,
     RESCALINGS,
     ROOTS,
     SHIFTS,
     SPREADS,
     SQUARES,
+    SUMS,
+    Flow,
     carries,
+    flow_of,
 )
 
 _ON_THE_WAY = CLAMPS | EXTREMA | POWERS | SHIFTS | {"div", "mul", "reciprocal"}
@@ -78,12 +82,16 @@ class Norms:
         return call.name in _OF_SIZES or (call.name == "mul" and len(inputs) == 2 and inputs[0] == inputs[1])
 
     def _sources(self, value: int) -> list[int]:
-        """What is rescaled: the value itself, and what a mean was taken from."""
+        """What is rescaled: the value itself, what a mean was taken from, and the factors of a product of two rows."""
         found = [value]
         for _ in range(FAR):
             call = self.program.maker(value)
-            if call is None or not (carries(call.op) or call.name in DIFFERENCES):
-                break
+            if call is None or not (carries(call.op) or call.name in DIFFERENCES | SUMS):
+                return found if call is None or not self._is_product(call) else [*found, *call.inputs()]
             value = next(call.inputs(), value)
             found.append(value)
         return found
+
+    @staticmethod
+    def _is_product(call: Call) -> bool:
+        return call.name in PRODUCTS or flow_of(call.op) is Flow.MATMUL

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from nanscope.locate.called import Called, around
 from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import PRODUCTS, RESCALINGS, SELECTORS, SOFTMAXES, carries
 from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
+
+_WORTH = re.compile(r"(^|_)(critic|q\d?|qf\d?|q_?values?|values?|vf|vpred)($|_)")  # what states and actions are worth
 
 _OF_LOSSES = frozenset({Role.LOSS, Role.RATIO, Role.LOG_RATIO})  # what of a token's part in the loss is named
 
@@ -81,8 +85,12 @@ class Onward:
             return None if self.uses.comes_of_probability(value) or roots & (LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}) else Role.HIDDEN
         told = {self._of_model(other) for other in reader.inputs() if other != value}
         beside = [other for other in reader.inputs() if other != value]
-        is_target = self.program.maker_behind(value) is None and any(map(self.uses.carried, beside))
-        return min(SCORES & (roots | told), default=Role.HIDDEN if Role.HIDDEN in roots or is_target else None)
+        if any(_WORTH.search((self.called.name(other) or "").lower()) for other in beside):
+            told.add(Role.REWARDS)  # what a critic says
+        if (site := self.program.site_of(reader)) is not None:
+            told.add(around(site))
+        is_target = Role.HIDDEN in roots or any(map(self.uses.carried, beside))
+        return min(SCORES & (roots | told), default=Role.HIDDEN if is_target else None)
 
     def _of_model(self, value: int) -> Role | None:
         """What a model gives, by its name or by that of the model's class."""

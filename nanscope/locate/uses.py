@@ -13,7 +13,9 @@ from functools import cached_property
 
 from nanscope.program.calls import Call, refs
 from nanscope.program.ops import (
+    ADDITIONS,
     BEFORE_RAISED,
+    BOTH_MOMENTS,
     CHOICES,
     CLAMPS,
     COMPARED,
@@ -33,6 +35,7 @@ from nanscope.program.ops import (
     QUOTIENTS,
     RANKINGS,
     REGRESSIONS,
+    RESCALINGS,
     SELECTORS,
     SEQUENCE_SUMS,
     SHIFTS,
@@ -170,11 +173,37 @@ class Uses:
     def taken_for(self, reader: Call, value: int) -> Role | None:
         """What a call that reads a value takes it for: the factors of a product of matrices are activations, what a softmax or a logistic
         loss reads are logits."""
+        if reader.name in SOFTMAXES and self.attends(value):
+            return Role.ATTENTION
         if reader.name in LOGISTIC:
             return Role.LOGITS if next(reader.inputs(), None) == value else None
+        if reader.name == "logsumexp" and self.is_score(value):
+            return Role.LOGITS
         if reader.name == "exp" and reader.outs[0] is not None and self.is_shared_out(reader.outs[0]):
             return Role.LOGITS
         return Role.HIDDEN if flow_of(reader.op) is Flow.MATMUL or reader.name in DISTANCES else None
+
+    def is_score(self, value: int) -> bool:
+        """Is it a product of matrices, scaled as it may be?"""
+        call = self.program.maker_behind(value, RESCALINGS)
+        return call is not None and flow_of(call.op) is Flow.MATMUL
+
+    def attends(self, value: int) -> bool:
+        """Is it a product of matrices of which the softmax weighs the rows of another one?"""
+        if not self.is_score(value):
+            return False
+        shares = [
+            call.outs[0]
+            for same in self._moved(value, RESCALINGS | ADDITIONS | CHOICES)
+            for call in self.program.readers(same)
+            if call.name in SOFTMAXES and call.outs[0] is not None
+        ]
+        return any(
+            flow_of(call.op) is Flow.MATMUL
+            for share in shares
+            for same in self._moved(share, RESCALINGS)
+            for call in self.program.readers(same)
+        )
 
     def role(self, value: int) -> Role | None:
         """Return what is done with a value says that it is, None if nothing does."""
@@ -265,7 +294,18 @@ class Uses:
         if call.name not in DIFFERENCES:
             return False
         makers = [self.program.maker_behind(other) for other in call.inputs() if other != value]
-        return any(made is not None and made.name in MEANS and value in set(made.inputs()) for made in makers)
+        return any(made is not None and self._is_mean(made, value) for made in makers)
+
+    def _is_mean(self, call: Call, value: int) -> bool:
+        """Is it the mean of a value, or its sum, of what a mask leaves of it for instance, divided by something?"""
+        if call.name in MEANS | BOTH_MOMENTS:
+            return value in set(call.inputs())
+        summed = self.program.maker_behind(next(call.inputs())) if call.name in QUOTIENTS else None
+        if summed is None or summed.name not in SUMS:
+            return False
+        weighed = self.program.maker_behind(next(summed.inputs()))
+        read = {*summed.inputs(), *(weighed.inputs() if weighed is not None and weighed.name in PRODUCTS else ())}
+        return value in read
 
     def _weight(self, call: Call, value: int) -> Role | None:
         """Data that weigh a ratio which carries the gradient are advantages."""

@@ -171,6 +171,7 @@ SEQUENCE_SUMS = TOKEN_SUMS | _family("index_add scatter_add")
 NLL_LOSSES = _family("nll_loss2d_forward nll_loss_forward")  # read one element a row: the target's
 MEANS = NLL_LOSSES | _family("mean nanmean")  # 0 / 0 over nothing
 SPREADS = _family("std var")
+BOTH_MOMENTS = _family("std_mean var_mean")
 TOPS = _family("amax logsumexp max")  # what is subtracted before exp, for the sake of its range
 CUMULATIVE = _family("cummax cummin cumprod cumsum logcumsumexp")
 SOFTMAXES = _family("_softmax softmax")
