@@ -120,7 +120,10 @@ _PATTERNS: tuple[tuple[str, Role | None], ...] = (
     (r"(logits?)", Role.LOGITS),
     (_LOGP + r"|(^|_)(log_?q|log_?(abs_?)?det|ldj)($|_)|(^|_)(density|densities|likelihoods?)($|_)", Role.LOG_PROBS),
     (r"(^|_)(router|gates?(?!d)|gating|expert|load_balanc|aux_loss)|^load$|imbalance", Role.ROUTER),
-    (r"(hidden|activation|embed|latents?($|_)|(^|_)(t?emb|feat(ure)?s?|pixel_values|images?|coords?|x_?[0t])($|_))", Role.HIDDEN),
+    (
+        r"(hidden|activation|embed|latents?($|_)|(^|_)(t?emb|feat(ure)?s?|obs(ervations?)?|pixel_values|images?|coords?|x_?[0t])($|_))",
+        Role.HIDDEN,
+    ),
     (r"loss(es)?|(^|_)(nll|b?ce|mse|elbo)($|_)", Role.LOSS),
     (r"(^|_)grad", Role.GRAD),
 )

@@ -1112,3 +1112,88 @@ def percentile_scale(x, returns):
 def ensemble_of_models(x, y):
     v = x.var(dim=0) + 1e-6
     return ((x - y) ** 2 / v + torch.log(v)).mean()
+
+
+# Twelve more, asked when those were understood.
+
+
+@formula("RND", "hw", {"y.std(dim=0)": "hidden", "(y - y.mean(dim=0)) / (y.std(dim=0) + 1e-8)": "hidden", "error.sqrt()": "loss rewards"})
+def novelty(predicted, y):
+    target = (y - y.mean(dim=0)) / (y.std(dim=0) + 1e-8)
+    error = (predicted - target).pow(2).mean(-1)
+    return error.sqrt().mean()
+
+
+@formula("BYOL", "hw", {"F.normalize(z, dim=-1)": "hidden", "2 - 2 * (p * t).sum(-1)": "loss"})
+def byol(x, z):
+    p, t = F.normalize(x, dim=-1), F.normalize(z, dim=-1)
+    return (2 - 2 * (p * t).sum(-1)).mean()
+
+
+@formula("observation normaliser", "uww", {"torch.sqrt(var + 1e-8)": "hidden", "(obs - mean) / torch.sqrt(var + 1e-8)": "hidden"})
+def normalised_observation(v, obs, head):
+    mean, var = obs.mean(0), obs.var(0)
+    x = (obs - mean) / torch.sqrt(var + 1e-8)
+    return F.mse_loss((x * head).sum(-1) * v, torch.zeros(4))
+
+
+@formula("critic", "uv", {"torch.log1p(y)": "rewards", "y": "rewards"})
+def log_target_of_critic(critic_value, y):
+    return F.smooth_l1_loss(critic_value, torch.log1p(y))
+
+
+@formula("distillation", "hw", {"teacher / 2.0": "logits hidden", "teacher.pow(2).sum(-1, keepdim=True).sqrt()": "hidden"})
+def feature_distillation(student, teacher):
+    return F.mse_loss(student, teacher / teacher.pow(2).sum(-1, keepdim=True).sqrt()) + (student - teacher / 2.0).abs().mean()
+
+
+@formula(
+    "linear attention",
+    "hhh",
+    {"q @ (k.T @ v)": "attention hidden", "q @ k.sum(0)": "attention hidden", "num / den.unsqueeze(-1)": "attention hidden"},
+)
+def linear_attention(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    num = q @ (k.T @ v)
+    den = q @ k.sum(0)
+    return F.mse_loss(num / den.unsqueeze(-1), torch.ones(4, 6))
+
+
+@formula("attention", "hhh", {"a.masked_fill(torch.ones(4, 4) == 0, -1e9)": "attention", "q @ k.T": "attention"})
+def masked_attention(q, k, v):
+    a = q @ k.T
+    a = a.masked_fill(torch.ones(4, 4) == 0, -1e9)
+    return F.mse_loss(F.softmax(a / 2.4, dim=-1) @ v, torch.ones(4, 6))
+
+
+@formula("GRPO", "pdm", {"x.std(dim=1, keepdim=True)": "rewards advantages", "(x - x.mean(dim=1, keepdim=True)) / s": "advantages rewards"})
+def grouped_by_hand(lp, x, mask):
+    s = x.std(dim=1, keepdim=True)
+    a = (x - x.mean(dim=1, keepdim=True)) / s
+    return -(torch.exp(lp - lp.detach()) * a * mask).sum() / mask.sum()
+
+
+@formula("REINFORCE", "pdm", {"(g - b) / s": "advantages rewards", "(((g - b) ** 2 * m).sum() / m.sum()).sqrt()": "advantages rewards"})
+def masked_baseline(lp, g, m):
+    b = (g * m).sum() / m.sum()
+    s = (((g - b) ** 2 * m).sum() / m.sum()).sqrt()
+    return -(lp * ((g - b) / s) * m).sum() / m.sum()
+
+
+@formula("energy", "uu", {"torch.logsumexp(-x, dim=0)": "logits log_probs loss", "x - y": "logits loss hidden rewards"})
+def contrastive_energy(x, y):
+    return (torch.logsumexp(-x, dim=0) + torch.relu(x - y)).mean()
+
+
+@formula(
+    "spectral",
+    "hw",
+    {"x.abs() / y.abs()": "hidden loss", "torch.log(x.abs() + 1e-7)": "hidden loss", "torch.log(y.abs() + 1e-7)": "hidden"},
+)
+def log_spectral_distance(x, y):
+    return (torch.log(x.abs() + 1e-7) - torch.log(y.abs() + 1e-7)).abs().mean() + (x.abs() / y.abs()).mean() * 0
+
+
+@formula("MAPE", "hw", {"(x - y).abs() / y.abs()": "loss", "((x - y) / y).pow(2)": "loss"})
+def relative_error(x, y):
+    return ((x - y).abs() / y.abs()).mean() + ((x - y) / y).pow(2).mean()

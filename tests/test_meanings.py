@@ -17,10 +17,11 @@ from nanscope.program.program import Program
 SAME = {"is_weight": "ratio", "rewards": "advantages"}  # either is fair
 KNOWN = {  # what is not yet told rightly: formula -> text -> what is said
     "vq_vae": {"(flat.unsqueeze(1) - codebook).pow(2)": "logits"},  # they go into a softmax
+    "byol": {"F.normalize(z, dim=-1)": "loss"},  # a product of matrices written as a sum of products
     "affine_flow": {"(x - shift) / scale": "loss", "0.5 * z**2": "loss"},  # the density has no name but what the loss is the mean of
 }
 
-ALONE = (183, 255)  # of so many values what is done with them says what they are
+ALONE = (203, 282)  # of so many values what is done with them says what they are
 
 
 def same(role: str) -> str:

@@ -286,8 +286,19 @@ class Uses:
         return made is not None and made.name == "neg" and self._alike(next(made.inputs()), other)
 
     def _score(self, call: Call, value: int) -> Role | None:
-        """Data whose own mean is taken from it are rewards."""
-        return Role.REWARDS if value not in self._carried and self.is_centred(call, value) else None
+        """Data whose own mean is taken from it are rewards, but for what a model is given, or is to give."""
+        centred = value not in self._carried and self.is_centred(call, value)
+        return Role.REWARDS if centred and call.outs[0] is not None and not self._is_of_model(call.outs[0]) else None
+
+    def _is_of_model(self, value: int) -> bool:
+        """Do data, scaled as they may be, go into a product of matrices, or are they what carries a gradient is held against?"""
+        for same in self._moved(value, RESCALINGS | CLAMPS):
+            for reader in self.program.readers(same):
+                if flow_of(reader.op) is Flow.MATMUL:
+                    return True
+                if self.is_compared(reader) and any(other in self._carried for other in reader.inputs() if other != same):
+                    return True
+        return False
 
     def is_centred(self, call: Call, value: int) -> bool:
         """Is a value's own mean taken from it?"""
