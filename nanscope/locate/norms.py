@@ -10,27 +10,20 @@ from nanscope.locate.called import Called
 from nanscope.locate.uses import FAR
 from nanscope.program.calls import Call
 from nanscope.program.ops import (
-    CLAMPS,
     DIFFERENCES,
     EXPONENTIALS,
-    EXTREMA,
     LOGARITHMS,
-    POWERS,
     PRODUCTS,
     RESCALINGS,
-    ROOTS,
-    SHIFTS,
-    SPREADS,
-    SQUARES,
+    SIZES,
     SUMS,
+    TO_A_SCALE,
     Flow,
     carries,
     flow_of,
 )
 
-_ON_THE_WAY = CLAMPS | EXTREMA | POWERS | SHIFTS | {"div", "mul", "reciprocal"}
 _FURTHEST = 60  # calls back from a statistic to what it is of
-_OF_SIZES = ROOTS | SQUARES | SPREADS | {"abs", "dot"}  # what a norm and its like are made by
 
 
 class Norms:
@@ -57,7 +50,7 @@ class Norms:
                     source = next((read for read in self._sources(others[0]) if read in behind and (sized or behind[read])), None)
                     if source is not None:
                         return source, out
-                if carries(reader.op) or (reader.name in _ON_THE_WAY and (masked or behind.keys().isdisjoint(others))):
+                if carries(reader.op) or (reader.name in TO_A_SCALE and (masked or behind.keys().isdisjoint(others))):
                     seen.add(out)
                     waiting.append((out, sized or self._is_of_size(reader)))
         return None
@@ -79,7 +72,7 @@ class Norms:
     @staticmethod
     def _is_of_size(call: Call) -> bool:
         inputs = list(call.inputs())
-        return call.name in _OF_SIZES or (call.name == "mul" and len(inputs) == 2 and inputs[0] == inputs[1])
+        return call.name in SIZES or (call.name == "mul" and len(inputs) == 2 and inputs[0] == inputs[1])
 
     def _sources(self, value: int) -> list[int]:
         """What is rescaled: the value itself, what a mean was taken from, and the factors of a product of two rows."""
