@@ -83,6 +83,11 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "kaixhin_rainbow_2_target_noise_never_reset": "variable line",
     # the line that brought it is told, and not the one that read it first
     "trinity_opmd_aborted_rollout_reward": "line",
+    # a share of the gap between two distributions, and e to what a preference loss calls its logits
+    "dskd_adaptive_kl_identical_padding": "role",
+    "trl_discopop_exp_times_closed_gate": "role",
+    # what chooses by a product with a comparison is told as a factor
+    "wavenet_vocoder_mixture_floor_in_half": "masked",
 }
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
     "phase": 420, "cause": 388, "op": 416, "index": 429, "masked": 427, "role": 362, "fix": 302, "variable": 399, "line": 410,
