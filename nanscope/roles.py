@@ -164,12 +164,17 @@ def last_word(name: str) -> str:
                 return ast.unparse(node)
 
 
+def in_words(name: str) -> str:
+    """Return a name with its words apart: `DuelCritic` is `duel_critic`."""
+    return _HUMP.sub("_", name).lower()
+
+
 @lru_cache(maxsize=4096)  # a walk asks for the same names again and again
 def role_of(name: str | None) -> Role | None:
     """Return the role that a variable name tells, None if it tells none."""
     if not name:
         return None
-    word = _HUMP.sub("_", last_word(name)).lower()
+    word = in_words(last_word(name))
     if not re.fullmatch(r"[a-z_][a-z0-9_]*", word):
         return None
     for pattern, role in _COMPILED:

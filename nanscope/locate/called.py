@@ -157,8 +157,9 @@ class Called:
             words = list(site.args)
             tensors = [arg for arg in call.args if isinstance(arg, Ref)]
             if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
+                words = [word for word in words if not _NUMBER.fullmatch(word)]
                 words = [word for word in words if not _COEFFICIENT.search(last_word(word))] or words
-                words = [word for word in words if role_of(word) is not None] or [word for word in words if not _NUMBER.fullmatch(word)]
+                words = [word for word in words if role_of(word) is not None] or words
                 words = words if len(words) == 1 else []  # `0.1 * x` arrives as x, 0.1
             for position, arg in enumerate(call.args):
                 word = words[position] if position < len(words) else ""

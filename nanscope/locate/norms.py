@@ -47,7 +47,8 @@ class Norms:
                     continue
                 masked = bool(others) and self.called.says_mask(others[0])
                 if others and not masked and reader.name in RESCALINGS:
-                    source = next((read for read in self._sources(others[0]) if read in behind and (sized or behind[read])), None)
+                    sources = (read for read in self._sources(others[0]) if read in behind and (sized or behind[read]))
+                    source = next((read for read in sources if not self.called.says_mask(read)), None)
                     if source is not None:
                         return source, out
                 if carries(reader.op) or (reader.name in TO_A_SCALE and (masked or behind.keys().isdisjoint(others))):

@@ -8,7 +8,7 @@ from nanscope.locate.called import Called, around
 from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import PRODUCTS, RESCALINGS, SELECTORS, SOFTMAXES, carries
-from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
+from nanscope.roles import LOG_PROBS, SCORES, Role, in_words, role_of
 
 _WORTH = re.compile(r"(^|_)(critic|q\d?|qf\d?|q_?values?|values?|vf|vpred)($|_)")  # what states and actions are worth
 
@@ -80,23 +80,37 @@ class Onward:
     def _side(self, reader: Call, value: int) -> Role | None:
         """What a value that another one is compared with is: an activation, or what one is to become, but for what comes of rewards or of
         probabilities, and for what a model of rewards is to say."""
-        roots = self.called.ancestors(value)
         if self.uses.carried(value):
-            return None if self.uses.comes_of_probability(value) or roots & (LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}) else Role.HIDDEN
+            return None if self._is_of_policy(value) else Role.HIDDEN
+        roots = self.called.ancestors(value)
         told = {self._of_model(other) for other in reader.inputs() if other != value}
         beside = [other for other in reader.inputs() if other != value]
-        if any(_WORTH.search((self.called.name(other) or "").lower()) for other in beside):
+        if any(_WORTH.search(words) for other in beside for words in self._words_of(other)):
             told.add(Role.REWARDS)  # what a critic says
         if (site := self.program.site_of(reader)) is not None:
             told.add(around(site))
-        is_target = Role.HIDDEN in roots or any(map(self.uses.carried, beside))
+        is_target = Role.HIDDEN in roots or any(self.uses.carried(other) and not self._is_of_policy(other) for other in beside)
         return min(SCORES & (roots | told), default=Role.HIDDEN if is_target else None)
 
-    def _of_model(self, value: int) -> Role | None:
-        """What a model gives, by its name or by that of the model's class."""
-        named, call = self.called.named(value), self.program.maker(value)
+    def _is_of_policy(self, value: int) -> bool:
+        """Is it made of probabilities?"""
+        return self.uses.comes_of_probability(value) or bool(self.called.ancestors(value) & (LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}))
+
+    def _words_of(self, value: int) -> tuple[str, str]:
+        """What a value is called, and the class of the model that gives it."""
+        leaf = self.program.leaf(self._given(value))
+        made_by = leaf.made_by if leaf is not None and leaf.origin == "module" else ""
+        return (self.called.name(value) or "").lower(), in_words(made_by)
+
+    def _given(self, value: int) -> int:
+        """What a value is a copy of, in another place as it may be."""
+        call = self.program.maker(value)
         while call is not None and carries(call.op):
             value = next(call.inputs(), -1)
             call = self.program.maker(value)
-        leaf = self.program.leaf(value)
-        return None if leaf is None or leaf.origin != "module" else named or role_of(leaf.made_by)
+        return value
+
+    def _of_model(self, value: int) -> Role | None:
+        """What a model gives, by its name or by that of the model's class."""
+        leaf = self.program.leaf(self._given(value))
+        return None if leaf is None or leaf.origin != "module" else self.called.named(value) or role_of(leaf.made_by)
