@@ -112,8 +112,10 @@ _NUMBERS = {  # and these it may write as a number
 def operand_name(origin: Element, position: int) -> str:
     operand = origin.operands[position]
     words = origin.site.args if origin.site else ()
-    if operand.name and origin.given is not None and operand.name == _number_word(origin, words, 1) and operand.name in words:
-        return next((word for word in words if word != operand.name), last_word(operand.name))  # what stands first is the number
+    if operand.id != NUMBER and origin.given is not None and origin.op in COMMUTATIVE:
+        number = _number_word(origin, words, 1)
+        if operand.name in (None, number) and number in words:
+            return next((word for word in words if word != number), last_word(number))  # what stands first is the number
     if operand.name:
         return last_word(operand.name)
     if operand.id == NUMBER and math.isnan(operand.value):
