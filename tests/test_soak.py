@@ -176,7 +176,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "code": len(tape.callers._users),
         "recordings": len(step._recordings),
         "module calls": len(scope._modules.calls),
-        "dials": len(step._gauge._dials),
+        "dials": len(step._outlook._gauge._dials),
     }
 
 
