@@ -81,7 +81,7 @@ def aims(trace: Trace) -> list[Aim]:
 
 
 def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
-    masked = trace.drops.of(leaf.id, flat[0])[0] if len(flat) == 1 else None
+    masked = is_masked(trace, leaf.id, flat[0]) if len(flat) == 1 else None
     role = trace.names.role(leaf.id)
     name = trace.names.name(leaf.id) or leaf.name or (str(role) if role else "an unnamed tensor")
     return Aim(leaf, name, role, tuple(trace.values[leaf.id].shape), flat, masked)
@@ -119,8 +119,14 @@ def _elements(trace: Trace, value: int) -> list[int]:
     content = trace.values[value]
     found: dict[bool | None, int] = {}
     for flat in _candidates(trace, content):
-        found.setdefault(trace.drops.of(value, flat)[0], flat)
+        found.setdefault(is_masked(trace, value, flat), flat)
     return list(found.values())
+
+
+def is_masked(trace: Trace, value: int, flat: int) -> bool | None:
+    """Does a mask leave an element out of the loss? What a minimum or a clamp drops is counted all the same, with other numbers."""
+    out, drops, _ = trace.drops.of(value, flat)
+    return out and any(drop.how in ("mask", "select") for drop in drops)
 
 
 def _candidates(trace: Trace, content: Tensor) -> list[int]:

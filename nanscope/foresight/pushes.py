@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanscope.foresight.aims import Aim, is_of_tokens
 from nanscope.locate.trace import Trace
+from nanscope.program.ops import CLAMPS, EXTREMA, base_name
 from nanscope.roles import Role
 from nanscope.text import number
 
@@ -115,7 +116,8 @@ def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
     own = content.detach().flatten()[torch.tensor(aim.flat)].double()
     finite = content.detach().double()
     finite = finite[torch.isfinite(finite)]
-    ordinary = Severity.THEORY if aim.leaf.is_of_model else Severity.REACHABLE
+    bounded = base_name(aim.leaf.made_by) in CLAMPS | EXTREMA  # the code has seen to that
+    ordinary = Severity.THEORY if aim.leaf.is_of_model or bounded else Severity.REACHABLE
     if finite.numel() > 1 and bool(((finite == 0) | (finite == 1)).all()):  # a mask: nothing is selected, one is, all are
         yield Push(aim, "set", 0.0, ordinary)
         yield Push(aim, "set", 1.0, ordinary)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
-from nanscope.foresight.aims import aims
+from nanscope.foresight.aims import aims, is_masked
 from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
 from nanscope.foresight.ordinary import ordinary
 from nanscope.foresight.pushes import Push, Severity, pushes
@@ -137,7 +137,7 @@ class _Probe:
     def _is_masked(self, leaf: int, where: Tensor) -> bool:
         """Are all of these elements such that the loss does not count? The first ones are asked."""
         flats = where.flatten().nonzero().flatten()[:4].tolist()
-        return all(self.trace.drops.of(leaf, flat)[0] is True for flat in flats)
+        return all(is_masked(self.trace, leaf, flat) is True for flat in flats)
 
     def _key(self, push: Push) -> tuple[object, ...] | None:
         """Where a push does its harm: alike for all that die in one line of one reason."""
