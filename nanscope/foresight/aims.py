@@ -7,6 +7,7 @@ tokens one that the loss counts is taken, and one that it does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Aim:
     @property
     def whole(self) -> bool:
         """Is it all of the leaf?"""
-        return len(self.flat) == Tensor.numel(torch.empty(self.shape, device="meta"))
+        return len(self.flat) == math.prod(self.shape)
 
     @property
     def words(self) -> str:
@@ -56,7 +57,7 @@ class Aim:
         last = unravel(self.flat[-1], self.shape)
         same = [one if one == other else None for one, other in zip(first, last, strict=True)]
         inside = ", ".join(":" if one is None else str(one) for one in same)
-        return f"{self.name}[{inside}]" if len(self.flat) > 1 else self.name
+        return f"{self.name}[{inside}]"
 
 
 def aims(trace: Trace) -> list[Aim]:
@@ -94,7 +95,7 @@ def _single(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _asked(trace: Trace) -> Iterator[tuple[int, Tensor]]:
-    """Yield the elements that edges are given, of every edge one that counts and one that does not; and all of what selects."""
+    """Yield the elements that edges are given, of every edge one that counts and one that does not; and the same of every leaf."""
     edges = [call for call in trace.program.calls if call.name in EDGES]
     for call in reversed(edges[-EDGES_ASKED:]):
         for position in EDGES[call.name]:

@@ -20,6 +20,7 @@ from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
 from nanscope.foresight.ordinary import ordinary
 from nanscope.foresight.pushes import Push, Severity, pushes
 from nanscope.locate.location import locate
+from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.numbers import at, dtype_name, is_finite
@@ -30,7 +31,7 @@ from nanscope.snapshot.observation import UNSEEN
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose
 
-MOST_RUNS = 2000  # of one check; what is left then is not tried, and that is said
+MOST_RUNS = 2000  # of one check; aims that are left then are not tried
 HALVINGS = 14  # of a shift: the smallest that does harm is known to a part in ten thousand
 
 
@@ -79,20 +80,21 @@ class _Probe:
 
     def hazards(self) -> list[Hazard]:
         """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""
-        found: dict[tuple[object, ...], tuple[Push, Spoils]] = {}
+        found: dict[tuple[object, ...], tuple[Push, Spoils, Location]] = {}
         others: dict[tuple[object, ...], list[str]] = {}
         for push, spoils in self._harmful():
-            key = self._key(push)
-            if key is None:
+            location = self._located(push)
+            if location is None:
                 continue
+            key = _key(push, location)
             known = found.get(key)
             if known is None or (push.severity, len(push.aim.flat)) < (known[0].severity, len(known[0].aim.flat)):
                 if known is not None:
                     others.setdefault(key, []).append(known[0].words)
-                found[key] = push, spoils
+                found[key] = push, spoils, location
             else:
                 others.setdefault(key, []).append(push.words)
-        return [self._pushed(push, spoils, tuple(others.get(key, ()))) for key, (push, spoils) in found.items()]
+        return [self._pushed(*known, tuple(others.get(key, ()))) for key, known in found.items()]
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
         """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
@@ -139,20 +141,14 @@ class _Probe:
         flats = where.flatten().nonzero().flatten()[:4].tolist()
         return all(is_masked(self.trace, leaf, flat) is True for flat in flats)
 
-    def _key(self, push: Push) -> tuple[object, ...] | None:
-        """Where a push does its harm: alike for all that die in one line of one reason."""
+    def _located(self, push: Push) -> Location | None:
         try:
-            location = locate(Trace.of(self.trace.program, self._tensors(push)))
+            return locate(Trace.of(self.trace.program, self._tensors(push)))
         except ProgramError:
             return None
-        if location is None:
-            return None
-        origin = location.origin
-        where: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
-        return where, origin.op, origin.born, location.phase, push.aim.masked is True
 
-    def _pushed(self, push: Push, spoils: Spoils, others: tuple[str, ...]) -> Hazard:
-        push = self._smallest(push) if push.kind == "shift" else push
+    def _pushed(self, push: Push, spoils: Spoils, location: Location, others: tuple[str, ...]) -> Hazard:
+        push = self._smallest(push, location.origin) if push.kind == "shift" else push
         dtype = dtype_name(self.trace.values[push.aim.leaf.id].dtype)
         return self.hazard(self._tensors(push), self._trigger(push), spoils, push.severity, dtype, others)
 
@@ -171,12 +167,11 @@ class _Probe:
             severity, incident.origin, incident.phase, incident.cause, trigger, spoils, incident.sentence, fix, change, dtype, others
         )
 
-    def _smallest(self, push: Push) -> Push:
+    def _smallest(self, push: Push, origin: Element) -> Push:
         """The smallest shift in its direction by which the harm is born in the same element."""
-        located = locate(Trace.of(self.trace.program, self._tensors(push)))
-        if located is None or math.isfinite(located.origin.value) or not located.origin.born:
+        if math.isfinite(origin.value) or not origin.born:
             return push
-        value, flat = located.origin.value_id, located.origin.flat
+        value, flat = origin.value_id, origin.flat
         making, low, high = self.trace.program.slice(value), 0.0, push.strength
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -210,3 +205,10 @@ class _Probe:
         scale = max((float(one.abs().max()) for one, _ in pairs if one.numel()), default=0.0)
         worst = max((float((one - other).abs().max()) for one, other in pairs if one.numel()), default=0.0)
         return worst / scale if scale else worst
+
+
+def _key(push: Push, location: Location) -> tuple[object, ...]:
+    """Where a push does its harm: alike for all that die in one line of one reason."""
+    origin = location.origin
+    where: object = (origin.site.file, origin.site.line) if origin.site is not None else origin.value_id
+    return where, origin.op, origin.born, location.phase, push.aim.masked is True
