@@ -97,6 +97,7 @@ def run(
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots.")] = MAX_BYTES,
     deep_every: Annotated[int, typer.Option("--deep-every", metavar="STEPS", min=0, help="Of deep looks; 0: none.")] = DEEP_EVERY,
+    check: Annotated[bool, typer.Option("--check", help="Check each loss when it is first seen: what would kill it?")] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="Of the job, the same on all its nodes.")] = "",
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
@@ -110,6 +111,8 @@ def run(
     Example: nanscope run train.py --lr 1e-6
 
     Example: nanscope run -- torchrun --nproc-per-node 8 train.py
+
+    Example: nanscope run --check train.py
 
     Example: nanscope run --ray --out s3://bucket/runs -- python ppo.py
     """
@@ -136,6 +139,7 @@ def run(
                 max_bytes=max_bytes,
                 deep_every=deep_every,
                 max_repairs=max_repairs,
+                check=check,
                 run_id=run_id,
                 at_death=lambda leading: _last_words(leading, json_file),
                 options=["--on-nonfinite", on_nonfinite, *(["--json", str(json_file)] if json_file is not None else [])],

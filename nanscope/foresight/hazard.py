@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanscope.causes import Cause
@@ -90,6 +91,24 @@ class Hazard:
     def place(self) -> tuple[str, int]:
         """File and line, ("", 0) where neither is known."""
         return self.origin.file or "", self.origin.line or 0
+
+    @property
+    def line(self) -> str:
+        """What stands in that line, or else what is known of it."""
+        origin = self.origin
+        source = dict(origin.source).get(origin.line or -1, "").strip()
+        return source or origin.expression or origin.variable or self.trigger.tensor
+
+    @property
+    def where(self) -> str:
+        """The line as it is said: "loss.py:206", "" where it is not known."""
+        return f"{Path(self.origin.file).name}:{self.origin.line}" if self.origin.file else ""
+
+    @property
+    def words(self) -> str:
+        """All that matters, in one line."""
+        fix = f"; fix: {self.fix.label}" if self.fix is not None and self.fix.works else ""
+        return f"{', '.join(filter(None, (self.line, self.where)))}: {self.trigger.words}: {self.spoils.words}{fix}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def ray(
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
     max_repairs: int = MAX_REPAIRS,
+    check: bool = False,
 ) -> dict[str, Any]:
     """Return the `runtime_env` with which Ray's workers take part in a run: `ray.init(runtime_env=nanscope.ray())`.
 
@@ -55,7 +56,13 @@ def ray(
         from nanscope.watching.launch import lead
 
         invitation = lead(
-            out=out, on_nonfinite=on_nonfinite, save_steps=save_steps, max_bytes=max_bytes, deep_every=deep_every, max_repairs=max_repairs
+            out=out,
+            on_nonfinite=on_nonfinite,
+            save_steps=save_steps,
+            max_bytes=max_bytes,
+            deep_every=deep_every,
+            max_repairs=max_repairs,
+            check=check,
         )
     return _joined(runtime_env, invitation)
 

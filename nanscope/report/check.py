@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import IO
 
 from rich.console import Group, RenderableType
@@ -48,7 +47,7 @@ def _page(check: Check) -> RenderableType:
     if check.healed:
         parts.append(Text(f"  the step was bad; ordinary numbers were put in: {clean(', '.join(dict.fromkeys(check.healed)))}", QUIET))
     for severity in Severity:
-        lines = [list(hazards) for _, hazards in groupby((h for h in check.hazards if h.severity is severity), key=_where)]
+        lines = [list(hazards) for _, hazards in groupby((h for h in check.hazards if h.severity is severity), key=lambda h: h.where)]
         if lines:
             parts += [Text(""), Text(f"  {severity.words}", STYLE[severity]), *(Padding(_told(hazards), (0, 4)) for hazards in lines)]
     return Group(*parts)
@@ -58,7 +57,7 @@ def _told(hazards: Sequence[Hazard]) -> RenderableType:
     """The hazards of one line."""
     told = pairs(style="")
     head = hazards[0]
-    told.add_row(clean(head.origin.op), Text.assemble((clean(_line(head)), STRONG), f"   {clean(_where(head))}"))
+    told.add_row(clean(head.origin.op), Text.assemble((clean(head.line), STRONG), f"   {clean(head.where)}"))
     for hazard in hazards:
         told.add_row("", clean(f"{hazard.trigger.words}{_dtype(hazard)}: {hazard.spoils.words}"))
         if hazard.fix is not None:
@@ -72,17 +71,6 @@ def _told(hazards: Sequence[Hazard]) -> RenderableType:
 
 def _dtype(hazard: Hazard) -> str:
     return f" ({hazard.dtype})" if hazard.dtype in HALF and hazard.trigger.kind != "dtype" else ""
-
-
-def _line(hazard: Hazard) -> str:
-    origin = hazard.origin
-    source = dict(origin.source).get(origin.line or -1, "").strip()
-    return source or origin.expression or origin.variable or hazard.trigger.tensor
-
-
-def _where(hazard: Hazard) -> str:
-    origin = hazard.origin
-    return f"{Path(origin.file).name}:{origin.line}" if origin.file else ""
 
 
 def _proof(hazard: Hazard) -> Text:

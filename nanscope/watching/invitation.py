@@ -43,7 +43,7 @@ class Invitation:
     """A run that other processes take part in.
 
     path: its directory, given: its folder of runs as a person wrote it. run: its id. machine: of who began it. on_nonfinite, save_steps,
-    max_bytes, deep_every, max_repairs: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
+    max_bytes, deep_every, max_repairs, check: as in `watch`. node: of several on each of which the run was begun, the one that this is for.
     """
 
     path: str
@@ -56,6 +56,7 @@ class Invitation:
     machine: str = field(default_factory=machine)
     node: str = ""
     max_repairs: int = MAX_REPAIRS
+    check: bool = False
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> Invitation | None:

@@ -63,6 +63,7 @@ def run(
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
     max_repairs: int = MAX_REPAIRS,
+    check: bool = False,
     run_id: str = "",
     at_death: Callable[[Leading], None] = lambda leading: None,
     options: Sequence[str] = (),
@@ -78,7 +79,7 @@ def run(
     if AMBIENCE.invitation is not None:  # within another `nanscope run`, which tells
         return _ended(start, None)
     job = Job.of(os.environ, what.argv, run_id)
-    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, job, deep_every=deep_every, max_repairs=max_repairs)
+    leading = Leading(out, what.name, on_nonfinite, save_steps, max_bytes, job, deep_every=deep_every, max_repairs=max_repairs, check=check)
 
     def die(why: str) -> None:
         leading.hurried = True
@@ -128,12 +129,14 @@ def lead(
     max_bytes: int = MAX_BYTES,
     deep_every: int = DEEP_EVERY,
     max_repairs: int = MAX_REPAIRS,
+    check: bool = False,
 ) -> Invitation:
     """Begin a run in this process that ends with it, and return the invitation to it; at the end the log tells the verdict on all of it.
 
     Raises NanscopeError if nothing can be written to `out`.
     """
-    leading = Leading(out, name_of(sys.argv, ()), on_nonfinite, save_steps, max_bytes, deep_every=deep_every, max_repairs=max_repairs)
+    name = name_of(sys.argv, ())
+    leading = Leading(out, name, on_nonfinite, save_steps, max_bytes, deep_every=deep_every, max_repairs=max_repairs, check=check)
 
     def tell() -> None:
         if leading.tells:

@@ -52,6 +52,7 @@ class Leading:
         place: Place | None = None,
         deep_every: int = DEEP_EVERY,
         max_repairs: int = MAX_REPAIRS,
+        check: bool = False,
     ) -> None:
         job = None if rank_and_world()[1] > 1 else job  # ranks find each other
         self._again = place is not None
@@ -69,6 +70,7 @@ class Leading:
             deep_every,
             node=place.node,
             max_repairs=max_repairs,
+            check=check,
         )
         self._nodes = None if job is None else Nodes(place.path, place.node, job)
         self.scope = Scope(
@@ -78,6 +80,7 @@ class Leading:
             max_bytes=max_bytes,
             deep_every=deep_every,
             max_repairs=max_repairs,
+            check=check,
             name=name,
             place=place,
             invitation=self.invitation,
@@ -96,7 +99,8 @@ class Leading:
         out = invitation.given if Path(invitation.given).absolute() == path.parent else path.parent
         place = Place(path, invitation.run, 0, bool(worker), worker, named=False)
         action, steps, most = cast("OnNonFinite", invitation.on_nonfinite), invitation.save_steps, invitation.max_repairs
-        return Leading(out, name, action, steps, invitation.max_bytes, place=place, deep_every=invitation.deep_every, max_repairs=most)
+        deep, check = invitation.deep_every, invitation.check
+        return Leading(out, name, action, steps, invitation.max_bytes, place=place, deep_every=deep, max_repairs=most, check=check)
 
     def enter(self) -> Callable[[str], None]:
         """Watch this process, and return what ends it. Once something else has watched it meanwhile, it takes part like any other."""

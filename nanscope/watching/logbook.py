@@ -21,6 +21,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from nanscope.capture.alone import has_peers
+from nanscope.foresight.hazard import Check
 from nanscope.program.program import Program
 from nanscope.snapshot.aside import Aside, is_near
 from nanscope.snapshot.bad_step import BadStep
@@ -95,6 +96,7 @@ class Logbook:
         self.paths: list[Path | None] = []
         self.saved: list[Path] = []
         self.warnings: list[Forecast] = []
+        self.checks: list[Check] = []
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = self.repaired = 0
@@ -342,6 +344,16 @@ class Logbook:
         self._teller.forecast(forecast)
         self.note("said_before", f"step {forecast.step}: {forecast.sentence}", forecast.step)
         return forecast
+
+    @in_turn
+    def keep_check(self, check: Check, snapshot: Snapshot) -> None:
+        """Say what would kill a loss, and keep the step that it was asked of."""
+        path = self.keep_asked(snapshot)
+        shown = None if path is None else self.shown(path)
+        self.checks.append(check)
+        self._teller.checked(check, shown)
+        next_ = "" if shown is None else f" nanscope check {shown}"
+        self.note("checked", f"checked beforehand, step {check.step}: {check.sentence}{next_}", check.step)
 
     @in_turn
     def mark(self, step: int, update: int = 1, /, **changes: Any) -> None:

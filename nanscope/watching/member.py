@@ -42,6 +42,7 @@ def scope_of(invitation: Invitation) -> Scope:
         max_bytes=invitation.max_bytes,
         deep_every=invitation.deep_every,
         max_repairs=invitation.max_repairs,
+        check=invitation.check,
         invitation=invitation,
     )
 

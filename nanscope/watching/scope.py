@@ -33,6 +33,7 @@ from nanscope.capture.tape import BUDGET, Tape
 from nanscope.capture.threads import Instruments, Threads
 from nanscope.capture.unseen import unseen
 from nanscope.errors import NanscopeError
+from nanscope.foresight.hazard import Check
 from nanscope.roles import Role
 from nanscope.snapshot.history import History
 from nanscope.snapshot.record import RunRecord
@@ -94,6 +95,7 @@ class Scope:
         on_incident: Callable[[Incident], None] | None = None,
         on_warning: Callable[[Forecast], None] | None = None,
         deep_every: int = DEEP_EVERY,
+        check: bool = False,
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
@@ -115,7 +117,7 @@ class Scope:
         self._logbook = Logbook(Folder.of(out), limit, max_bytes, *told)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
-        self._deep_every = deep_every
+        self._deep_every, self._check = deep_every, check
         self._tally, self._optimizers = Tally(), Optimizers()
         self._own = self._instruments()
         self._mode, self._modules, self._step = self._own.mode, self._own.modules, self._own.observer
@@ -186,7 +188,7 @@ class Scope:
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
         examiner = Examiner(tape, watch, self._targets, self._save_tokens)
         shared = self._logbook, self.on_nonfinite, self._max_repairs, self._asked, self._tally, self._optimizers
-        return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late, awake))
+        return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late, awake, self._check))
 
     def _mine(self) -> Instruments:
         """Return what this thread is watched with."""
@@ -354,6 +356,11 @@ class Scope:
         return self._logbook.warnings
 
     @property
+    def checks(self) -> list[Check]:
+        """What would kill the losses of the run, where that was asked for."""
+        return self._logbook.checks
+
+    @property
     def notes(self) -> list[Note]:
         """What is worth a word and is no incident."""
         return self._logbook.notes
@@ -378,6 +385,7 @@ def watch(
     on_incident: Callable[[Incident], None] | None = None,
     on_warning: Callable[[Forecast], None] | None = None,
     deep_every: int = DEEP_EVERY,
+    check: bool = False,
 ) -> Scope:
     """Return a scope that watches a training run.
 
@@ -399,6 +407,8 @@ def watch(
     on_warning:   called with a `Forecast` once for each number that runs to where it will do harm, some steps before it gets there.
     deep_every:   the inside of models is listened to in the first steps and in one of so many, for damage that stays finite: an overflow
                   that a later call makes a finite and wrong number of. 0: never.
+    check:        each loss is checked when it is first seen healthy, as `nanscope.check` does, while training waits: what would kill it is
+                  told on the log, and that step is saved.
     Raises NanscopeError for an argument that is not one of these.
     """
     return Scope(
@@ -415,6 +425,7 @@ def watch(
         on_incident=on_incident,
         on_warning=on_warning,
         deep_every=deep_every,
+        check=check,
     )
 
 

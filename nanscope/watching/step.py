@@ -23,6 +23,7 @@ from nanscope.snapshot.step import Reached, Stepped
 from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.answers import fetched
+from nanscope.watching.beforehand import Beforehand
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
@@ -54,6 +55,7 @@ class Step(Relay):
 
     max_repairs: see `watch`. asked: numbers of steps to save although nothing is wrong with them. tally, optimizers: those of all threads,
     each of which has a step of its own. late: it had computed something before it was watched. awake: listens to its models in deep steps.
+    checks: each loss is checked once.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Step(Relay):
         optimizers: Optimizers,
         late: bool,
         awake: Awake,
+        checks: bool,
     ) -> None:
         self._failsafe, self._examiner, self._logbook = failsafe, examiner, logbook
         self._asked = asked
@@ -87,6 +90,7 @@ class Step(Relay):
         self._inside = Inside()
         # what outlives a step
         self._outlook = Outlook(tape, keeper, examiner, logbook)
+        self._beforehand = Beforehand(keeper, logbook, checks)
         self._ending = Ending(tape, modules, self._optimizers)
         self._skipping = Skipping(tape, logbook) if on_nonfinite in ("skip", "repair") else None
         self._repair = Repair(keeper, examiner, logbook, failsafe, max_repairs, tape.budget * 4) if on_nonfinite == "repair" else None
@@ -211,6 +215,8 @@ class Step(Relay):
             self._failsafe("closure", self._look_at_a_closure, self._stepping)
         if self._asked and not recording.examined and self.counts.number in self._asked:
             self._failsafe("save-step", self._keeper.asked, recording)
+        if not recording.examined and not self._course.bad:
+            self._failsafe("check", self._beforehand.look, recording)
         recording.looked = not waits
         self._failsafe("step-inside", self._step_inside, True)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from nanscope.foresight.hazard import Check
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_round
 from nanscope.torch_inside import LACKS
@@ -24,6 +25,8 @@ from nanscope.verdict.sentence import what
 log = logging.getLogger("nanscope")
 
 LINE = "nanscope [bad-step]: %s"
+
+HAZARDS = 3  # of a check that have a line of their own on the log
 
 NOT_SEEN = "the loss, a gradient or a weight is not finite"
 
@@ -67,6 +70,14 @@ class Teller:
         step = f"step {forecast.step} on {self.process}" if self.process else f"step {forecast.step}"
         saved = f"; saved {forecast.snapshot}" if forecast.snapshot is not None else ""
         log.warning("nanscope [forecast]: %s", f"{step}: {forecast.sentence}{saved}")
+
+    def checked(self, check: Check, path: str | None) -> None:
+        """A loss was asked what would kill it: the answer in a line, and one for each of the first hazards that training can reach."""
+        step = f"step {check.step} on {self.process}" if self.process else f"step {check.step}"
+        next_ = "" if path is None else f"; next: nanscope check {path}"
+        log.warning("nanscope [check]: %s", f"{step}: {check.sentence.rstrip('.')}{next_}")
+        for hazard in check.reachable[:HAZARDS]:
+            log.warning("nanscope [check]: %s", hazard.words)
 
     def unsaved(self) -> None:
         """A bad step was counted, and neither looked at nor written."""
