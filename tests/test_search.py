@@ -163,3 +163,12 @@ def test_a_step_that_half_precision_does_not_survive_is_told_as_it_is() -> None:
     found = check(record(large, torch.tensor([3.0, 2.0]).requires_grad_()).snapshot(), [torch.float16])
     hazard = next(h for h in found.reachable if h.trigger.kind == "dtype")
     assert hazard.dtype == "float16" and hazard.cause is Cause.FP16_OVERFLOW
+
+
+def test_a_search_that_is_cut_off_says_so() -> None:
+    """It is not complete, whatever it has found, and says how much was left; one that is not cut off says nothing of it."""
+    step = record(guarded, LP.clone().requires_grad_(), OLD, ADV, MASK).snapshot()
+    cut, whole = check(step, most=20), check(step)
+    assert not cut.complete and 0 < cut.left < cut.places == whole.places and whole.complete and whole.left == 0
+    assert f"Not complete: {cut.left} of {cut.places} places were left" in cut.sentence and "complete" not in whole.sentence
+    assert cut.to_json()["complete"] is False and cut.to_json()["left"] == cut.left and whole.to_json()["complete"] is True

@@ -99,7 +99,7 @@ def _asked(trace: Trace) -> Iterator[tuple[int, Tensor]]:
     edges = [call for call in trace.program.calls if call.name in EDGES]
     for call in reversed(edges[-EDGES_ASKED:]):
         for position in EDGES[call.name]:
-            value = _operand(call, position)
+            value = operand(call, position)
             if value is not None and trace.values[value].numel():
                 for flat in _elements(trace, value):
                     yield value, torch.tensor([flat])
@@ -110,7 +110,8 @@ def _asked(trace: Trace) -> Iterator[tuple[int, Tensor]]:
                 yield leaf.id, torch.tensor([flat])
 
 
-def _operand(call: Call, position: int) -> int | None:
+def operand(call: Call, position: int) -> int | None:
+    """Return the value that a call reads as one argument, None if that is a number, several, or not there."""
     arg = call.args[position] if position < len(call.args) else None
     return arg.id if isinstance(arg, Ref) else None
 

@@ -112,13 +112,54 @@ class Hazard:
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """What in the code keeps a hazard from being one. op, expression, file, line: of the guard. stops: the operator that would die without
+    it, "" where it holds back what came in bad; edge, edge_line: where that stands. trigger: at which that was seen, in words; severity:
+    who could do that."""
+
+    op: str
+    expression: str
+    file: str
+    line: int
+    stops: str
+    edge: str
+    edge_line: int
+    trigger: str
+    severity: Severity
+
+    @property
+    def where(self) -> str:
+        """The line as it is said, "" where it is not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+    @property
+    def words(self) -> str:
+        """What it does, in words."""
+        dies = f"{self.edge}{f' in line {self.edge_line}' if self.edge_line else ''} dies" if self.stops else "the loss takes it in"
+        return f"without it {dies}: {self.trigger}"
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
-    """The hazards of one step, worst first. runs: how often it was run."""
+    """The hazards of one step, worst first.
+
+    runs: how often it was run. healed: what was made ordinary first. places: where it could be pushed, left: of these not tried, since the
+    runs had come to their limit. guards: what keeps further hazards away. fixed: what the recording has settled, so that it was not tried.
+    """
 
     hazards: tuple[Hazard, ...]
     step: int
     runs: int
     healed: tuple[str, ...] = ()
+    places: int = 0
+    left: int = 0
+    guards: tuple[Guard, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Was everything tried that could be?"""
+        return not self.left
 
     @property
     def reachable(self) -> tuple[Hazard, ...]:
@@ -132,9 +173,10 @@ class Check:
     @property
     def sentence(self) -> str:
         """What there is, in one line."""
+        cut = "" if self.complete else f" Not complete: {self.left} of {count(self.places, 'place')} were left when its runs were used up."
         if not self.hazards:
-            return f"No hazard found in {count(self.runs, 'run')} of the step."
-        return f"{count(len(self.hazards), 'hazard')}, {len(self.reachable)} of them {Severity.REACHABLE.words}."
+            return f"No hazard found in {count(self.runs, 'run')} of the step.{cut}"
+        return f"{count(len(self.hazards), 'hazard')}, {len(self.reachable)} of them {Severity.REACHABLE.words}.{cut}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the check as JSON data."""
@@ -142,7 +184,12 @@ class Check:
             {
                 "step": self.step,
                 "runs": self.runs,
+                "complete": self.complete,
+                "places": self.places,
+                "left": self.left,
                 "healed": list(self.healed),
+                "fixed": list(self.fixed),
+                "guards": [{**asdict(guard), "severity": guard.severity.name.lower()} for guard in self.guards],
                 "hazards": [
                     {
                         "severity": hazard.severity.name.lower(),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.foresight.aims import aims, is_masked
+from nanscope.foresight.fixed import fixed
+from nanscope.foresight.guards import guards
 from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
 from nanscope.foresight.ordinary import ordinary
 from nanscope.foresight.pushes import Push, Severity, pushes
@@ -35,10 +37,11 @@ MOST_RUNS = 2000  # of one check; aims that are left then are not tried
 HALVINGS = 14  # of a shift: the smallest that does harm is known to a part in ten thousand
 
 
-def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = ()) -> Check:
+def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MOST_RUNS) -> Check:
     """Return the hazards of a saved step.
 
     dtypes: in which it is checked beside its own, what came in being cast to them; of what happens there only what is new is told.
+    most: runs with a trigger, after which no further place is tried, and the check says so.
     A bad step is made ordinary first. Raises NanscopeError if it holds no program, or cannot be made healthy.
     """
     if not snapshot.program.calls:
@@ -46,12 +49,15 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = ()) -> Check:
     trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
     if trace is None:
         raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
-    probe = _Probe(snapshot, trace, [])
+    probe = _Probe(snapshot, trace, _Tried(most))
     hazards = probe.hazards()
     for dtype in dtypes:
         hazards += [hazard for hazard in _in(dtype, probe) if not any(hazard.is_told_by(other) for other in hazards)]
     ordered = sorted(hazards, key=lambda hazard: (hazard.severity, *hazard.place, hazard.spoils.silent, hazard.trigger.masked is True))
-    return Check(tuple(ordered), snapshot.step, len(probe.counted), healed)
+    tried = probe.tried
+    return Check(
+        tuple(ordered), snapshot.step, tried.runs, healed, tried.places, tried.left, guards(trace, tried.survived), fixed(snapshot, trace)
+    )
 
 
 def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
@@ -61,7 +67,7 @@ def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
         trace = Trace.of(probe.trace.program, cast)
     except ProgramError:
         return []  # what was recorded names another dtype somewhere
-    lower = _Probe(probe.snapshot, trace, probe.counted)
+    lower = _Probe(probe.snapshot, trace, probe.tried)
     if locate(trace) is None:
         return lower.hazards()
     words = f"computed in {dtype_name(dtype)}, the step as it is"
@@ -70,13 +76,25 @@ def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
     return [] if spoils is None else [lower.hazard(cast, trigger, spoils, Severity.REACHABLE, dtype_name(dtype))]
 
 
+@dataclass(slots=True)
+class _Tried:
+    """What a check has done so far. most: runs that it may take. places: of all that there are, left: those that had to be left out.
+    survived: what does no harm."""
+
+    most: int
+    runs: int = 0
+    places: int = 0
+    left: int = 0
+    survived: list[Push] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class _Probe:
-    """One healthy step, pushed. counted: the runs so far."""
+    """One healthy step, pushed."""
 
     snapshot: Snapshot
     trace: Trace
-    counted: list[int]
+    tried: _Tried
 
     def hazards(self) -> list[Hazard]:
         """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""
@@ -98,8 +116,11 @@ class _Probe:
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
         """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
-        for aim in aims(self.trace):
-            if len(self.counted) >= MOST_RUNS:
+        places = aims(self.trace)
+        self.tried.places += len(places)
+        for number, aim in enumerate(places):
+            if self.tried.runs >= self.tried.most:
+                self.tried.left += len(places) - number
                 return
             shifted: set[float] = set()
             for push in pushes(aim, self.trace):
@@ -107,7 +128,9 @@ class _Probe:
                 if push.kind == "shift" and push.severity is Severity.THEORY and sign in shifted:
                     continue
                 spoils = self._spoils(push)
-                if spoils is not None:
+                if spoils is None:
+                    self.tried.survived.append(push)
+                else:
                     if push.kind == "shift":
                         shifted.add(sign)
                     yield push, spoils
@@ -115,16 +138,12 @@ class _Probe:
     def _tensors(self, push: Push) -> dict[int, Tensor]:
         return {**self.trace.tensors, push.aim.leaf.id: push.done(self.trace.values)}
 
-    def _run(self, push: Push) -> Run | None:
-        self.counted.append(1)
+    def _spoils(self, push: Push) -> Spoils | None:
+        self.tried.runs += 1
         try:
-            return execute_ends(self.trace.program, self._tensors(push))
+            return self.spoils_of(execute_ends(self.trace.program, self._tensors(push)))
         except ProgramError:
             return None
-
-    def _spoils(self, push: Push) -> Spoils | None:
-        run = self._run(push)
-        return None if run is None else self.spoils_of(run)
 
     def spoils_of(self, run: Run) -> Spoils | None:
         """Return what is not finite at the ends of a run, None if all is."""

@@ -50,7 +50,15 @@ def _page(check: Check) -> RenderableType:
         lines = [list(hazards) for _, hazards in groupby((h for h in check.hazards if h.severity is severity), key=lambda h: h.where)]
         if lines:
             parts += [Text(""), Text(f"  {severity.words}", STYLE[severity]), *(Padding(_told(hazards), (0, 4)) for hazards in lines)]
+    parts += _listed(
+        "guarded", PROVEN, [Text.assemble((clean(g.expression), STRONG), f"   {clean(g.where)}\n{clean(g.words)}") for g in check.guards]
+    )
+    parts += _listed("settled when it was recorded", QUIET, [Text(clean(words)) for words in check.fixed])
     return Group(*parts)
+
+
+def _listed(title: str, style: str, told: Sequence[Text]) -> list[RenderableType]:
+    return [Text(""), Text(f"  {title}", style), *(Padding(one, (0, 4)) for one in told)] if told else []
 
 
 def _told(hazards: Sequence[Hazard]) -> RenderableType:
