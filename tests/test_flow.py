@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanscope.program.calls import Call, Ref, overload
-from nanscope.program.flow import behind, sources, spread
+from nanscope.program.flow import behind, element_flow, origins, sources, spread
 from nanscope.program.numbers import at, first_nonfinite
 from nanscope.program.ops import FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
 
@@ -510,6 +510,24 @@ def check_behind(rig: Rig) -> None:
                 assert own.shape == rig.values[value].shape and own.flatten().tolist() == named[value].tolist(), rig.call.op
 
 
+def check_origins(rig: Rig) -> None:
+    """Those of several elements are those of each, together."""
+    random = torch.Generator().manual_seed(2)
+    for out in rig.call.outs:
+        if out is None or element_flow(rig.call) is Flow.CREATE or rig.call.name in SELECTORS:
+            continue
+        flats = (torch.rand(rig.values[out].numel(), generator=random) < 0.4).nonzero().flatten()
+        if not len(flats):
+            continue
+        named: dict[int, set[int]] = {}
+        for flat in flats.tolist():
+            for source in sources(rig.call, rig.values, out, flat):
+                named.setdefault(source.value, set()).update(source.flat.tolist())
+        found = origins(rig.call, rig.values, out, flats, 1 << 16)
+        joined = {value: own for value, own in named.items() if own}
+        assert {value: set(own.tolist()) for value, own in found.items() if len(own)} == joined, f"{rig.call.op}: {flats.tolist()}"
+
+
 def label(case: tuple[str, Args]) -> str:
     def shown(arg: Any) -> str:
         if isinstance(arg, Tensor):
@@ -534,6 +552,16 @@ def test_the_flow_of_elements_is_exact(case: tuple[str, Args]) -> None:
         check_sources(rig, op not in ROUGH, ASIDE.get(op, ()))
         check_spread(rig, op not in ROUGH, ASIDE.get(op, ()))
         check_behind(rig)
+        check_origins(rig)
+
+
+def test_the_origins_of_a_whole_tensor_over_the_vocabulary_are_asked_at_once() -> None:
+    """One by one, each with all of its line, they would be 200 million positions."""
+    rig = Rig("aten._log_softmax.default", (torch.zeros(12, 4096), 1, False))
+    (out,) = rig.call.outs
+    assert out is not None
+    found = origins(rig.call, rig.values, out, torch.arange(11 * 4096), 1 << 16)
+    assert torch.equal(found[rig.inputs[0]], torch.arange(11 * 4096))
 
 
 @pytest.mark.parametrize("offset", [None, 1, 2])

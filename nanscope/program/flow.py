@@ -34,6 +34,9 @@ from nanscope.text import ravel, unravel
 from nanscope.torch_inside import schema_of
 
 
+_LINES = (Flow.REDUCE, Flow.ALONG)  # an element comes from whole lines of an argument
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Elements of one value that an element came from. flat: indices into the flattened value; argument: position in the call."""
@@ -95,18 +98,22 @@ def origins(call: Call, values: Mapping[int, Tensor], out: int, flats: Tensor, m
     """Return the elements of the call's arguments that any of the elements `flats` of its result `out` came from, or, of a comparison, was
     decided by: value → positions.
 
-    most: elements of which the sources are asked one by one; of more, all of an argument is given.
+    most: elements of which the sources are asked one by one, where no rule answers for all at once; of more, all of an argument is given.
     """
     found: dict[int, list[Tensor]] = {}
     shape, flow = values[out].shape, element_flow(call)
     if flow is Flow.CREATE:  # a fill may put in a number that is a value
         return {value: torch.zeros(1, dtype=torch.int64) for value in list(call.inputs())[1:] if values[value].numel() == 1}
-    for value in dict.fromkeys(call.inputs()) if flow is Flow.POINTWISE or (flow is not Flow.MOVE and len(flats) > most) else ():
+    for value in dict.fromkeys(call.inputs()) if flow is Flow.POINTWISE or (flow not in (Flow.MOVE, *_LINES) and len(flats) > most) else ():
         every = torch.arange(values[value].numel()).reshape(values[value].shape)
         whole = flow is not Flow.POINTWISE or every.dim() > len(shape)
         found[value] = [every.flatten() if whole else every.expand(shape).flatten()[flats]]
     if flow is Flow.MOVE:
         return _moved_from_any(call, values, out, flats)
+    if not found and flow in _LINES:
+        asked = torch.zeros(values[out].numel(), dtype=torch.bool).index_fill(0, flats, True).reshape(shape)
+        for value in dict.fromkeys(call.inputs()):
+            found[value] = [_lines(call, values[value], asked).flatten().nonzero().flatten()]
     if not found:
         for flat in flats.tolist():
             for source in sources(call, values, out, flat):
@@ -312,6 +319,19 @@ def _fibre(tensor: Tensor, index: tuple[int, ...], dims: tuple[int, ...], *, upt
         elif upto:
             positions = positions.narrow(dim, 0, index[dim] + 1)
     return positions.flatten()
+
+
+def _lines(call: Call, tensor: Tensor, asked: Tensor) -> Tensor:
+    """Return which elements of an argument lie on the lines, along the dimensions of a reduction or an along-operator, of those of a result
+    that are asked for. One by one, of a tensor over the vocabulary, that would be as much again for every element."""
+    dims = dims_of(call, tensor) or tuple(range(tensor.dim()))
+    if asked.dim() != tensor.dim():
+        asked = asked.reshape([1 if dim in dims else size for dim, size in enumerate(tensor.shape)])
+    if call.name in CUMULATIVE and tensor.dim():  # what comes before it along the dimension
+        return asked.int().flip(dims[0]).cummax(dim=dims[0]).values.flip(dims[0]).bool()
+    for dim in dims:
+        asked = asked.any(dim, keepdim=True)
+    return asked.expand(tensor.shape)
 
 
 def _reduced_from(call: Call, tensor: Tensor, result: Tensor, index: tuple[int, ...]) -> Tensor:
