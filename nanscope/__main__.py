@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import FOUND, HEALTHY, STATUSES, finish, say, settled, status_of, write_json, writing
+from nanscope.report.exit import FOUND, HEALTHY, STATUSES, UNSEEN, finish, say, settled, status_of, write_json, writing
 from nanscope.report.streams import legible, silence
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
@@ -457,7 +457,7 @@ def check(
     """Say what would kill a loss, although it has not happened yet.
 
     Every hazard is executed: which tensor, at which token, from which number on, what it spoils, and which fix helps. Status 3 if training
-    can reach one with nothing broken.
+    can reach one with nothing broken, 4 if none was found and the search was cut off.
 
     Example: nanscope check step-000004.rank0.safetensors
 
@@ -485,7 +485,7 @@ def check(
     write_json(json_file, found.to_json())
     write_json(sarif, sarif_of(found))
     print_check(found, file=sys.stdout)
-    _leave(bool(found.reachable))
+    raise typer.Exit(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN)
 
 
 @app.command()

@@ -71,3 +71,32 @@ def test_the_json_holds_what_the_text_says(found: Check) -> None:
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [one["trigger"]["words"] for one in data["hazards"]] == [hazard.trigger.words for hazard in found.hazards]
     assert {one["severity"] for one in data["hazards"]} == {"reachable", "broken_data"}
+
+
+def test_a_search_that_was_cut_off_is_never_told_as_complete(found: Check) -> None:
+    """In the text, for a code host, and in the data; a whole one says nothing of it."""
+    cut = replace(found, places=40, left=12)
+    assert "Not complete: 12 of 40 places were left when its runs were used up." in " ".join(render_check(cut).split())
+    (run,) = sarif_of(cut)["runs"]
+    assert "Not complete" in run["invocations"][0]["toolExecutionNotifications"][0]["message"]["text"]
+    assert cut.to_json()["complete"] is False and "invocations" not in sarif_of(found)["runs"][0]
+    assert "omplete" not in render_check(found)
+    nothing = Check((), 4, 2000, places=40, left=12)
+    assert (
+        nothing.sentence == "No hazard found in 2000 runs of the step. Not complete: 12 of 40 places were left when its runs were used up."
+    )
+
+
+def guarded(log_probs, old_log_probs, advantages, mask):
+    ratio = torch.exp((log_probs - old_log_probs).clamp(-20.0, 20.0))
+    scaled = advantages / (advantages.std() + 1e-4)
+    return -(ratio * scaled[:, None] * mask).sum() / mask.sum().clamp(min=1)
+
+
+def test_what_guards_a_loss_and_what_was_settled_stand_at_the_end() -> None:
+    """Each guard with its line and what would die without it."""
+    text = " ".join(render_check(nanscope.check(guarded)).split())
+    end = text[text.index(" guarded ") :]
+    assert "(log_probs - old_log_probs).clamp(-20.0, 20.0) test_report_check.py:" in end
+    assert "without it torch.exp((log_probs - old_log_probs).clamp(-20.0, 20.0)) in line " in end and "mask.sum().clamp(min=1)" in end
+    assert "settled when it was recorded advantages.std() (test_report_check.py:" in end

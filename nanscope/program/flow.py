@@ -33,7 +33,6 @@ from nanscope.program.safety import permitted
 from nanscope.text import ravel, unravel
 from nanscope.torch_inside import schema_of
 
-
 _LINES = (Flow.REDUCE, Flow.ALONG)  # an element comes from whole lines of an argument
 
 

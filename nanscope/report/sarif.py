@@ -19,7 +19,11 @@ def sarif_of(check: Check) -> dict[str, Any]:
     rules = [{"id": str(cause), "shortDescription": {"text": CAUSES[cause].title}} for cause in causes]
     results = [_result(hazard) for hazard in check.hazards if hazard.origin.file and hazard.origin.line]
     tool = {"driver": {"name": "nanscope", "version": __version__, "rules": rules}}
-    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [{"tool": tool, "results": results}]}
+    run: dict[str, Any] = {"tool": tool, "results": results}
+    if not check.complete:  # nothing here may be taken for the whole
+        said = {"level": "warning", "message": {"text": check.sentence}}
+        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [said]}]
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
 def _result(hazard: Hazard) -> dict[str, Any]:
