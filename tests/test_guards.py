@@ -41,7 +41,11 @@ def test_a_clamp_before_exp_and_one_of_a_divisor_and_an_epsilon_are_told() -> No
     assert not [hazard for hazard in found.reachable if hazard.origin.op in ("exp", "div")]
     before, floor = (guard for guard in found.guards if guard.op == "clamp")
     assert before.expression == "(logps - old_logps).clamp(-20.0, 20.0)" and before.stops == "exp" and before.edge == "torch.exp(log_ratio)"
-    assert before.edge_line == before.line + 1 and "rises by 200 nats" in before.words and before.severity is Severity.REACHABLE
+    assert (
+        before.edge_line == before.line + 1
+        and "old_logps[0, 0] falls by 200 nats" in before.words
+        and before.severity is Severity.REACHABLE
+    )
     assert floor.expression == "mask.sum().clamp(min=1.0)" and (floor.stops, floor.trigger) == ("div", "all of mask is 0")
     epsilon = of(found, "add")
     assert epsilon.expression == "advantages.std() + 0.0001" and epsilon.trigger == "all of advantages is all the same"

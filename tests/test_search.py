@@ -9,12 +9,17 @@ import torch
 from recorded import record
 from torch import Tensor
 
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
 from nanscope.causes import Cause
 from nanscope.errors import NanscopeError
+from nanscope.foresight.aims import aims
 from nanscope.foresight.hazard import Check, Hazard
 from nanscope.foresight.pushes import Severity
 from nanscope.foresight.search import check
+from nanscope.locate.trace import Trace
 from nanscope.program.numbers import exponent_limit
+from nanscope.roles import LOG_PROBS
 
 LP = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
 OLD = LP - torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.2, 0.1]])
@@ -172,3 +177,42 @@ def test_a_search_that_is_cut_off_says_so() -> None:
     assert not cut.complete and 0 < cut.left < cut.places == whole.places and whole.complete and whole.left == 0
     assert f"Not complete: {cut.left} of {cut.places} places were left" in cut.sentence and "complete" not in whole.sentence
     assert cut.to_json()["complete"] is False and cut.to_json()["left"] == cut.left and whole.to_json()["complete"] is True
+
+
+def sampled(logits, old_logits, tokens):
+    logps, old_logps = of_tokens(logits, tokens), of_tokens(old_logits, tokens)
+    return torch.exp(logps - old_logps).mean()
+
+
+def of_tokens(logits, tokens):
+    return torch.log_softmax(logits, -1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+
+
+def test_two_tensors_that_one_function_made_have_the_names_that_they_are_read_by() -> None:
+    """And the shape that they have there; one line that makes both does not make them the same."""
+    tape = Tape(budget=1 << 16, wide=300)  # of what was over the vocabulary only the result is kept
+    logits = torch.randn(2, 3, 50).requires_grad_()
+    tokens = torch.randint(0, 50, (2, 3))
+    with TapeMode(tape):
+        loss = sampled(logits, torch.randn(2, 3, 50), tokens)
+    program, tensors = tape.program(tape.value_of(loss))
+    trace = Trace.of(program, tensors)
+    assert {(aim.name, aim.shape) for aim in aims(trace)} == {("logps", (2, 3)), ("old_logps", (2, 3))}
+
+
+def test_a_log_probability_above_0_is_no_number_that_training_reaches(of_grpo: Check) -> None:
+    """An old one that falls is, and does the same."""
+    for hazard in of_grpo.reachable:
+        assert not (hazard.trigger.role in LOG_PROBS and hazard.trigger.value > 0), hazard.trigger.words
+    assert of(of_grpo, Cause.EXP_OVERFLOW).trigger.words.startswith("old_logps[")
+
+
+def scaled(logps, lengths):
+    return (logps.mean(-1) / torch.log(lengths)).sum()
+
+
+def test_what_is_never_below_0_in_a_batch_does_not_get_there() -> None:
+    """The logarithm of a length that is negative is a thought; of one that is 1, or 0, it is not."""
+    found = check(record(scaled, torch.randn(4, 2).requires_grad_(), torch.tensor([3.0, 5.0, 2.0, 7.0])).snapshot())
+    assert any(hazard.trigger.value < 0 and hazard.severity is Severity.THEORY for hazard in found.hazards)
+    assert not [hazard.trigger.words for hazard in found.reachable if hazard.trigger.tensor == "lengths" and hazard.trigger.value < 0]

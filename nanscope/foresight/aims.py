@@ -8,6 +8,7 @@ tokens one that the loss counts is taken, and one that it does not.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,11 +19,14 @@ from nanscope.errors import ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Leaf, Ref, refs
 from nanscope.program.flow import origins
-from nanscope.program.ops import EDGES, MASKINGS, PICKS, SELECTED_BY
+from nanscope.program.ops import EDGES, MASKINGS, MOVES, PICKS, SELECTED_BY
 from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import show_index, unravel
 
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+
 MOST = 1 << 16  # elements of one aim: what is followed further is the whole tensor
+SHORT = 60  # characters of an expression that stands for a name
 MASKS = 3  # of one shape that are told apart
 ALIKE = 2  # aims in one leaf, of one size, and counted alike: another one would only say the same
 EDGES_ASKED = 96  # of a program, those nearest to the loss
@@ -72,11 +76,11 @@ def aims(trace: Trace) -> list[Aim]:
                 key = leaf, tuple(group.tolist())
                 if key not in found:
                     found[key] = _aim(trace, known, key[1])
-    alike: dict[tuple[int, tuple[int, ...], int, bool | None], list[Aim]] = {}
+    alike: dict[tuple[int, str, tuple[int, ...], int, bool | None], list[Aim]] = {}
     for aim in found.values():
         readers = trace.program.readers(aim.leaf.id)
         one = readers[0].site if readers and readers[0].site >= 0 else -2 - aim.leaf.id  # a loop has a leaf for each of its turns
-        alike.setdefault((one, aim.shape, len(aim.flat), aim.masked), []).append(aim)
+        alike.setdefault((one, aim.name, aim.shape, len(aim.flat), aim.masked), []).append(aim)
     few = (aim for same in alike.values() for aim in same[:ALIKE])
     return sorted(few, key=lambda aim: (len(aim.flat), aim.leaf.id))
 
@@ -84,8 +88,31 @@ def aims(trace: Trace) -> list[Aim]:
 def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
     masked = is_masked(trace, leaf.id, flat[0]) if len(flat) == 1 else None
     role = trace.names.role(leaf.id)
-    name = trace.names.name(leaf.id) or leaf.name or (str(role) if role else "an unnamed tensor")
-    return Aim(leaf, name, role, tuple(trace.values[leaf.id].shape), flat, masked)
+    name, shown = trace.names.name(leaf.id) or leaf.name, leaf.id
+    if name is None or leaf.origin == "cut":  # whose name is the expression that made it
+        read = _as_read(trace, leaf.id)
+        if read is not None and (name is None or _NAME.fullmatch(read[0])):
+            name, shown = read
+    name = name or (str(role) if role else "an unnamed tensor")
+    return Aim(leaf, name, role, tuple(trace.values[shown].shape), flat, masked)
+
+
+def _as_read(trace: Trace, value: int) -> tuple[str, int] | None:
+    """What a value is called where it is first read, or the short expression that stands there, and as which value: `old_logps` in
+    `logps - old_logps`, behind what only lays it out anew."""
+    for reader in trace.program.readers(value):
+        out = reader.outs[0]
+        if reader.name in MOVES and out is not None and trace.values[out].numel() == trace.values[value].numel():
+            found = _as_read(trace, out)
+        else:
+            site = trace.program.site_of(reader)
+            position = next((place for place, arg in enumerate(reader.args) if isinstance(arg, Ref) and arg.id == value), -1)
+            text = site.args[position].strip() if site is not None and 0 <= position < len(site.args) else ""
+            whole = text.endswith((")", "]")) or _NAME.fullmatch(text)
+            found = (text if whole else f"({text})", value) if text and len(text) <= SHORT and "\n" not in text else None
+        if found is not None:
+            return found
+    return None
 
 
 def _single(flat: Tensor) -> Iterator[Tensor]:

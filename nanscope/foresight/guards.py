@@ -9,6 +9,7 @@ called a guard, so an epsilon that protects nothing is none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 
 MOST = 16  # that are asked, those nearest to the loss
-TRIED = 12  # pushes that one is asked with, of those that training reaches, and as many of those that take broken data
+TRIED = 24  # pushes that one is asked with
 EPSILON = 0.1  # a number that is added to keep something from 0 is not larger
 AS_IT_IS = "on the step as it is"
 
@@ -151,13 +152,17 @@ def _behind(program: Program, value: int) -> set[int]:
 
 
 def _few(pushes: Iterable[Push]) -> list[Push]:
-    """Of all that is done alike in one tensor the strongest, finite numbers first."""
+    """Of all that is done alike to as many elements of one tensor the strongest; of each kind one after another."""
     strongest: dict[tuple[object, ...], Push] = {}
     for push in sorted(pushes, key=lambda push: -abs(push.strength)):
         sign = push.strength > 0 if push.kind == "shift" else push.strength
-        strongest.setdefault((push.aim.leaf.id, push.aim.masked, push.aim.whole, push.kind, sign, push.severity), push)
-    ordered = sorted(strongest.values(), key=lambda push: (not math.isfinite(push.strength), len(push.aim.flat)))
-    return [push for severity in Severity for push in [one for one in ordered if one.severity is severity][:TRIED]]
+        strongest.setdefault((push.aim.leaf.id, push.aim.masked, len(push.aim.flat), push.kind, sign, push.severity), push)
+    kinds: dict[tuple[object, ...], list[Push]] = {}
+    for push in strongest.values():
+        kinds.setdefault((push.severity, not math.isfinite(push.strength), push.kind, push.aim.masked), []).append(push)
+    turns = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds, key=str)))
+    few = [push for turn in turns for push in turn if push is not None][:TRIED]
+    return sorted(few, key=lambda push: (push.severity, not math.isfinite(push.strength)))
 
 
 def _is_bad(program: Program, run: Run) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanscope.foresight.aims import Aim, is_of_tokens
 from nanscope.locate.trace import Trace
-from nanscope.program.ops import CLAMPS, EXTREMA, base_name
-from nanscope.roles import Role
+from nanscope.program.ops import CLAMPS, EXTREMA, LOG_SOFTMAXES, PROBABILITIES, base_name
+from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import number
 
 FAR = 200.0  # log-ratios, in nats, that runs which go wrong show; so far networks get with what they give, too
@@ -130,13 +130,27 @@ def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
     for end in (0.0, 1.0) if low >= 0 and high <= 1 else (0.0,):  # probabilities have two ends
         if bool((own != end).any()):
             yield Push(aim, "set", end, ordinary)
+    lowest, highest = _range(aim, low, high, finite.numel())
     largest = max(high, -low)
     unbounded = is_of_tokens(aim) or aim.role is Role.LOGITS or aim.leaf.diff  # what a network gives, or learns
     reach = max(FAR, largest) if unbounded else max(WIDE * largest, 1.0)
     for far, severity in ((reach / NEAR, ordinary), (reach, ordinary), (max(1e4, WIDE * reach), Severity.THEORY), (HUGE, Severity.THEORY)):
         for sign in (1.0, -1.0):
-            yield Push(aim, "shift", sign * far, severity)
+            least, most = (float(own.min()), float(own.max())) if bool(torch.isfinite(own).all()) else (0.0, 0.0)
+            inside = lowest <= least + sign * far and most + sign * far <= highest
+            yield Push(aim, "shift", sign * far, severity if inside else Severity.THEORY)
     if not aim.leaf.is_of_model:
         for bad in (-math.inf, math.nan) if is_of_tokens(aim) else (-math.inf, math.inf, math.nan):
             usual = aim.masked and bad == -math.inf
             yield Push(aim, "set", bad, Severity.REACHABLE if usual else Severity.BROKEN_DATA)
+
+
+def _range(aim: Aim, low: float, high: float, many: int) -> tuple[float, float]:
+    """Between which numbers a tensor stays whatever happens in training: a logarithm of a probability is none above 0, and what is never
+    below 0 in a batch is a length, a count, a distance."""
+    made = base_name(aim.leaf.made_by)
+    if made in PROBABILITIES:
+        return 0.0, 1.0
+    if high <= 0 and (made in LOG_SOFTMAXES or aim.role in LOG_PROBS):
+        return -math.inf, 0.0
+    return (0.0 if low >= 0 and many > 1 and not aim.leaf.diff else -math.inf), math.inf

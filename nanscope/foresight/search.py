@@ -49,6 +49,7 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MO
     trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
     if trace is None:
         raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
+    trace = replace(trace, program=trace.program.weighed())
     probe = _Probe(snapshot, trace, _Tried(most))
     hazards = probe.hazards()
     for dtype in dtypes:

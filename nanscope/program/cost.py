@@ -97,6 +97,11 @@ def cost(function: Any, args: list[Any], kwargs: Mapping[str, Any], most: int) -
     return replace(toll, touched=max(toll.touched, before + toll.made))
 
 
+def hangs_on_content(name: str) -> bool:
+    """May a call of this operator take more with other numbers of the same shapes?"""
+    return name in _BY_CONTENT
+
+
 @lru_cache(maxsize=4096)  # a step is run dozens of times, with an edit here and there
 def _counted_once(function: Any, given: tuple[tuple[str, Any], ...], most: int) -> Toll:
     counting = _Counting(most)

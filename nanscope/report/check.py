@@ -65,7 +65,9 @@ def _told(hazards: Sequence[Hazard]) -> RenderableType:
     """The hazards of one line."""
     told = pairs(style="")
     head = hazards[0]
-    told.add_row(clean(head.origin.op), Text.assemble((clean(head.line), STRONG), f"   {clean(head.where)}"))
+    told.add_row(
+        clean("input" if head.origin.op == "cut" else head.origin.op), Text.assemble((clean(head.line), STRONG), f"   {clean(head.where)}")
+    )
     for hazard in hazards:
         told.add_row("", clean(f"{hazard.trigger.words}{_dtype(hazard)}: {hazard.spoils.words}"))
         if hazard.fix is not None:
