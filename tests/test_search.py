@@ -216,3 +216,34 @@ def test_what_is_never_below_0_in_a_batch_does_not_get_there() -> None:
     found = check(record(scaled, torch.randn(4, 2).requires_grad_(), torch.tensor([3.0, 5.0, 2.0, 7.0])).snapshot())
     assert any(hazard.trigger.value < 0 and hazard.severity is Severity.THEORY for hazard in found.hazards)
     assert not [hazard.trigger.words for hazard in found.reachable if hazard.trigger.tensor == "lengths" and hazard.trigger.value < 0]
+
+
+def of_complex(logps, phases):
+    return (logps.mean(-1) * torch.fft.fft(phases).abs().sum(-1)).sum()
+
+
+def test_complex_numbers_are_left_as_they_are() -> None:
+    """They have no order; what else there is, is checked."""
+    found = check(record(of_complex, torch.randn(2, 3).requires_grad_(), torch.randn(2, 4)).snapshot())
+    assert found.complete and found.runs and all(hazard.severity is not Severity.REACHABLE for hazard in found.hazards)
+
+
+def chosen(logits, target):
+    return torch.nn.functional.cross_entropy(logits, target)
+
+
+def test_equal_logits_stay_within_those_that_are_not_excluded() -> None:
+    """−inf is a mask there: a row that had some left keeps them."""
+    logits = torch.tensor([[0.1, float("-inf"), float("-inf")], [0.3, 0.2, float("-inf")]])
+    found = check(record(chosen, logits.requires_grad_(), torch.tensor([0, 1])).snapshot())
+    assert not [hazard.trigger.words for hazard in found.reachable if hazard.trigger.kind == "equal"]
+
+
+def gained(hidden, gain):
+    return (hidden * gain).clamp(max=1e6).mean()
+
+
+def test_a_number_near_the_end_of_its_range_is_not_driven_over_it() -> None:
+    """Ten times 3e38 is none."""
+    found = check(record(gained, torch.randn(3).requires_grad_(), torch.tensor([1.0, 3e38, 2.0])).snapshot())
+    assert [hazard.trigger.words for hazard in found.reachable] == []

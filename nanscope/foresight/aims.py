@@ -89,9 +89,9 @@ def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
     masked = is_masked(trace, leaf.id, flat[0]) if len(flat) == 1 else None
     role = trace.names.role(leaf.id)
     name, shown = trace.names.name(leaf.id) or leaf.name, leaf.id
-    if name is None or leaf.origin == "cut":  # whose name is the expression that made it
+    if not name or leaf.origin == "cut":  # whose name is the expression that made it
         read = _as_read(trace, leaf.id)
-        if read is not None and (name is None or _NAME.fullmatch(read[0])):
+        if read is not None and (not name or _NAME.fullmatch(read[0])):
             name, shown = read
     name = name or (str(role) if role else "an unnamed tensor")
     return Aim(leaf, name, role, tuple(trace.values[shown].shape), flat, masked)

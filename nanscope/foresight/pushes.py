@@ -61,7 +61,8 @@ class Push:
         if self.kind == "shift":
             numbers[flat] = (numbers[flat].double() + self.strength).to(numbers.dtype)
         elif self.kind == "equal":
-            numbers[flat] = numbers[flat].double().median().to(numbers.dtype)
+            own = flat[torch.isfinite(numbers[flat])]  # −inf, too, may be a mask
+            numbers[own] = numbers[own].double().median().to(numbers.dtype) if len(own) else numbers[own]
         elif self.kind == "like":
             numbers[flat] = values[self.partner[0]].detach().flatten()[flat].to(numbers.dtype)
         elif self.kind == "alone":
@@ -92,6 +93,8 @@ class Push:
 def pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     """Yield what is done to an aim, the most ordinary first."""
     content = trace.values[aim.leaf.id]
+    if content.is_complex():
+        return  # has no larger and no smaller
     yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
     for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
@@ -127,21 +130,23 @@ def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
     if len(aim.flat) > 1:
         yield Push(aim, "equal", 0.0, ordinary)
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
-    for end in (0.0, 1.0) if low >= 0 and high <= 1 else (0.0,):  # probabilities have two ends
-        if bool((own != end).any()):
-            yield Push(aim, "set", end, ordinary)
+    for corner in (0.0, 1.0) if low >= 0 and high <= 1 else (0.0,):  # probabilities have two
+        if bool((own != corner).any()):
+            yield Push(aim, "set", corner, ordinary)
     lowest, highest = _range(aim, low, high, finite.numel())
+    least, most = (float(own.min()), float(own.max())) if bool(torch.isfinite(own).all()) else (0.0, 0.0)
+    end = min(HUGE, torch.finfo(content.dtype).max)
     largest = max(high, -low)
     unbounded = is_of_tokens(aim) or aim.role is Role.LOGITS or aim.leaf.diff  # what a network gives, or learns
     reach = max(FAR, largest) if unbounded else max(WIDE * largest, 1.0)
     for far, severity in ((reach / NEAR, ordinary), (reach, ordinary), (max(1e4, WIDE * reach), Severity.THEORY), (HUGE, Severity.THEORY)):
-        for sign in (1.0, -1.0):
-            least, most = (float(own.min()), float(own.max())) if bool(torch.isfinite(own).all()) else (0.0, 0.0)
-            inside = lowest <= least + sign * far and most + sign * far <= highest
-            yield Push(aim, "shift", sign * far, severity if inside else Severity.THEORY)
+        for shift in (far, -far):
+            inside = max(lowest, -end) <= least + shift and most + shift <= min(highest, end)
+            yield Push(aim, "shift", shift, severity if inside else Severity.THEORY)
     if not aim.leaf.is_of_model:
-        for bad in (-math.inf, math.nan) if is_of_tokens(aim) else (-math.inf, math.inf, math.nan):
-            usual = aim.masked and bad == -math.inf
+        impossible = math.inf if lowest == 0 else -math.inf  # what a token has that cannot be: the log of 0, or its negative
+        for bad in (impossible, math.nan) if is_of_tokens(aim) else (-math.inf, math.inf, math.nan):
+            usual = aim.masked and bad == impossible and (is_of_tokens(aim) or aim.role is Role.LOGITS)
             yield Push(aim, "set", bad, Severity.REACHABLE if usual else Severity.BROKEN_DATA)
 
 
@@ -153,4 +158,5 @@ def _range(aim: Aim, low: float, high: float, many: int) -> tuple[float, float]:
         return 0.0, 1.0
     if high <= 0 and (made in LOG_SOFTMAXES or aim.role in LOG_PROBS):
         return -math.inf, 0.0
-    return (0.0 if low >= 0 and many > 1 and not aim.leaf.diff else -math.inf), math.inf
+    positive = low >= 0 and many > 1 and (not aim.leaf.diff or aim.role in LOG_PROBS)  # these, where a loss has them as their negatives
+    return (0.0 if positive else -math.inf), math.inf
