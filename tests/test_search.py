@@ -247,3 +247,9 @@ def test_a_number_near_the_end_of_its_range_is_not_driven_over_it() -> None:
     """Ten times 3e38 is none."""
     found = check(record(gained, torch.randn(3).requires_grad_(), torch.tensor([1.0, 3e38, 2.0])).snapshot())
     assert [hazard.trigger.words for hazard in found.reachable] == []
+
+
+def test_beside_what_training_reaches_stands_nothing_that_it_does_not(of_grpo: Check) -> None:
+    """NaN at a masked token dies in the same line as −inf, and is no number that a run gets to."""
+    for hazard in of_grpo.reachable:
+        assert not [words for words in hazard.others if "NaN" in words or "+inf" in words or ("logps" in words and "rises" in words)]

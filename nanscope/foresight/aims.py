@@ -19,7 +19,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Leaf, Ref, refs
 from nanscope.program.flow import origins
-from nanscope.program.ops import EDGES, MASKINGS, MOVES, PICKS, SELECTED_BY
+from nanscope.program.ops import EDGES, IN_ORDER, MASKINGS, PICKS, SELECTED_BY
 from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import show_index, unravel
 
@@ -102,7 +102,7 @@ def _as_read(trace: Trace, value: int) -> tuple[str, int] | None:
     `logps - old_logps`, behind what only lays it out anew."""
     for reader in trace.program.readers(value):
         out = reader.outs[0]
-        if reader.name in MOVES and out is not None and trace.values[out].numel() == trace.values[value].numel():
+        if reader.name in IN_ORDER and out is not None and trace.values[out].numel() == trace.values[value].numel():
             found = _as_read(trace, out)
         else:
             site = trace.program.site_of(reader)

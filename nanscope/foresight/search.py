@@ -100,7 +100,7 @@ class _Probe:
     def hazards(self) -> list[Hazard]:
         """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""
         found: dict[tuple[object, ...], tuple[Push, Spoils, Location]] = {}
-        others: dict[tuple[object, ...], list[str]] = {}
+        others: dict[tuple[object, ...], list[Push]] = {}
         for push, spoils in self._harmful():
             location = self._located(push)
             if location is None:
@@ -109,11 +109,11 @@ class _Probe:
             known = found.get(key)
             if known is None or (push.severity, len(push.aim.flat)) < (known[0].severity, len(known[0].aim.flat)):
                 if known is not None:
-                    others.setdefault(key, []).append(known[0].words)
+                    others.setdefault(key, []).append(known[0])
                 found[key] = push, spoils, location
             else:
-                others.setdefault(key, []).append(push.words)
-        return [self._pushed(*known, tuple(others.get(key, ()))) for key, known in found.items()]
+                others.setdefault(key, []).append(push)
+        return [self._pushed(*known, _no_worse(others.get(key, ()), known[0].severity)) for key, known in found.items()]
 
     def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
         """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
@@ -225,6 +225,11 @@ class _Probe:
         scale = max((float(one.abs().max()) for one, _ in pairs if one.numel()), default=0.0)
         worst = max((float((one - other).abs().max()) for one, other in pairs if one.numel()), default=0.0)
         return worst / scale if scale else worst
+
+
+def _no_worse(pushes: Sequence[Push], severity: Severity) -> tuple[str, ...]:
+    """Those that stand beside a trigger under its heading, in words: what training does not reach is not told as if it did."""
+    return tuple(dict.fromkeys(push.words for push in pushes if push.severity <= severity))
 
 
 def _key(push: Push, location: Location) -> tuple[object, ...]:

@@ -232,6 +232,7 @@ SELECTED_BY = {"index": 1, "masked_fill": 1, "masked_select": 1, "where": 0, **d
 EXPANSIONS = _family("broadcast_to expand")
 SQUEEZES = _family("squeeze unsqueeze")
 MOVES = COPIES | _family("_unsafe_view cat reshape squeeze unsqueeze view")  # tokens stay tokens
+IN_ORDER = MOVES | EXPANSIONS | _family("narrow select slice split")  # and stay in their order, where there are as many as before
 REARRANGINGS = (
     COPIES
     | GATHERS
