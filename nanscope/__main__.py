@@ -451,6 +451,7 @@ def check(
     what: Annotated[str, typer.Argument(metavar="FILE|MODULE:FUNCTION", help="A saved step, healthy or not, or a loss of your own.")],
     dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Also in this one: bfloat16, float16.")] = None,
     batch: Annotated[str | None, typer.Option("--batch", metavar="FILE", help="Whose batch the loss is given; without one, ours.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: .html, .txt, .json or .sarif.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the hazards as JSON.")] = None,
     sarif: Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write them for a code host, at their lines.")] = None,
 ) -> None:
@@ -461,18 +462,24 @@ def check(
 
     Example: nanscope check step-000004.rank0.safetensors
 
+    Example: nanscope check step-000004.rank0.safetensors -o hazards.html
+
     Example: nanscope check mymodule:my_loss
     """
     import torch
 
     from nanscope.report.check import print_check
+    from nanscope.report.check_page import RENDERERS, write_check
     from nanscope.report.console import progress
+    from nanscope.report.render import choose
     from nanscope.report.sarif import sarif_of
     from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
     from nanscope.watching.checking import check as search
     from nanscope.watching.checking import check_own
 
+    if output is not None:
+        choose(RENDERERS, output)
     unknown = [name for name in dtype or [] if name not in ("bfloat16", "float16", "float32", "float64")]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]} is none of bfloat16, float16, float32, float64", param_hint="--dtype")
@@ -484,7 +491,12 @@ def check(
             found = search(load(context.with_resource(fetched(what)).path), dtypes=dtypes)
     write_json(json_file, found.to_json())
     write_json(sarif, sarif_of(found))
-    print_check(found, file=sys.stdout)
+    if output is None:
+        print_check(found, file=sys.stdout)
+    else:
+        with writing(output):
+            write_check(found, output)
+        print(clean(str(output)))
     raise typer.Exit(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN)
 
 

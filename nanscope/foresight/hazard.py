@@ -166,6 +166,12 @@ class Check:
         """Those that training can reach with nothing broken."""
         return tuple(hazard for hazard in self.hazards if hazard.severity is Severity.REACHABLE)
 
+    @property
+    def nearest(self) -> Hazard | None:
+        """Of those the one that it takes the smallest shift to, in the units of what is shifted; None if it takes none."""
+        shifted = [hazard for hazard in self.reachable if hazard.trigger.distance is not None]
+        return min(shifted, key=lambda hazard: hazard.trigger.distance or 0.0, default=None)
+
     def only(self, severities: Collection[Severity]) -> Check:
         """Return the check with the hazards of some severities."""
         return replace(self, hazards=tuple(hazard for hazard in self.hazards if hazard.severity in severities))

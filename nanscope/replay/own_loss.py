@@ -95,7 +95,7 @@ def _call(function: Callable[..., object], wanted: Mapping[str, bool] | None, sp
         raise NanscopeError(f"{spec} returned {shape}; a loss is a tensor with one number", slug="bad-loss")
     if not loss.requires_grad:
         raise NanscopeError(f"the loss of {spec} does not depend on log_probs: it has no gradient", slug="bad-loss")
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss  # a call of ours would be one of the loss
 
 
 def _told(error: BaseException) -> str:

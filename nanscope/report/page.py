@@ -152,7 +152,7 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         calculation=calculation(place, limits.text),
         details=_details(incident, limits),
         operands=tuple((clean(name, limits.text), numeral(value)) for name, value in place.operands[:12]),
-        source=tuple(_source(place, limits)),
+        source=tuple(source_lines(place, limits)),
         source_title=where_in(place, limits.text),
         chain=tuple(chain_of(incident, limits.chain, limits.text)),
         map=map_of(incident, limits),
@@ -217,7 +217,8 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
     return tuple((name, clean(words, limits.text)) for name, words in pairs if words)
 
 
-def _source(place: Origin, limits: Limits) -> Iterator[SourceLine]:
+def source_lines(place: Origin, limits: Limits) -> Iterator[SourceLine]:
+    """Yield the lines around an origin, its own marked."""
     wanted = re.escape(clean((place.variable if place.op == "input" else place.expression) or "", limits.text))
     for number, words, marked in source_of(place, 7, limits.text):
         found = re.search(rf"(?<!\w){wanted}(?!\w)", words) if marked and wanted else None
