@@ -61,6 +61,14 @@ def my_loss(log_probs, old_log_probs, advantages, mask):
     clipped = torch.clamp(ratio, 0.8, 1.2)
     per_token_loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
     return (per_token_loss * mask).sum() / mask.sum()
+
+
+def guarded_loss(log_probs, old_log_probs, advantages, mask):
+    log_ratio = torch.clamp(log_probs - old_log_probs, -20, 20)
+    ratio = torch.exp(log_ratio)
+    if len(advantages) > 1:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-4)
+    return -(ratio * advantages[:, None] * mask).sum() / mask.sum().clamp(min=1)
 """
 SAMPLED = 7  # the step whose batch holds what the sampler reported
 

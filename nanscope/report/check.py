@@ -47,7 +47,7 @@ def _page(check: Check) -> RenderableType:
         parts.append(Text(f"  {healed_of(check)}", QUIET))
     for severity in Severity:
         parts += _listed(severity.words, STYLE[severity], [_told(line) for line in lines_of(check, severity)])
-    guards = [Text.assemble((guard.code, STRONG), f"   {guard.where}\n{guard.without}") for guard in guards_of(check)]
+    guards = [Text.assemble((guard.code, STRONG), f"   {guard.where}\n  {guard.without}") for guard in guards_of(check)]
     parts += _listed("guarded", PROVEN, guards)
     parts += _listed("settled when it was recorded", QUIET, [Text(words) for words in fixed_of(check)])
     return Group(*parts)
