@@ -253,3 +253,18 @@ def test_beside_what_training_reaches_stands_nothing_that_it_does_not(of_grpo: C
     """NaN at a masked token dies in the same line as −inf, and is no number that a run gets to."""
     for hazard in of_grpo.reachable:
         assert not [words for words in hazard.others if "NaN" in words or "+inf" in words or ("logps" in words and "rises" in words)]
+
+
+def opened(logits, mask, actions):
+    mask = mask.clone()
+    mask[:, 0] = True
+    logits = torch.where(mask, logits, torch.tensor(float("-inf")))
+    return -torch.log_softmax(logits, -1).gather(1, actions[:, None]).mean()
+
+
+def test_a_number_that_stands_in_the_code_is_none_that_training_changes() -> None:
+    """The first action is always allowed: that it were not is a thought."""
+    logits, mask = torch.randn(3, 4).requires_grad_(), torch.tensor([[True, True, False, True]] * 3)
+    found = check(record(opened, logits, mask, torch.tensor([0, 1, 3])).snapshot())
+    assert not [hazard.trigger.words for hazard in found.reachable if hazard.trigger.words.endswith(("mask is 0", "tensor is 0"))]
+    assert all(hazard.trigger.tensor for hazard in found.hazards)

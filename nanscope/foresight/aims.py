@@ -20,7 +20,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Leaf, Ref, refs
 from nanscope.program.flow import origins
 from nanscope.program.ops import EDGES, IN_ORDER, MASKINGS, PICKS, SELECTED_BY
-from nanscope.roles import LOG_PROBS, Role
+from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.text import show_index, unravel
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -93,6 +93,7 @@ def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
         read = _as_read(trace, leaf.id)
         if read is not None and (not name or _NAME.fullmatch(read[0])):
             name, shown = read
+            role = role or trace.names.role(shown) or role_of(name)
     name = name or (str(role) if role else "an unnamed tensor")
     return Aim(leaf, name, role, tuple(trace.values[shown].shape), flat, masked)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -91,7 +91,13 @@ class Push:
 
 
 def pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
-    """Yield what is done to an aim, the most ordinary first."""
+    """Yield what is done to an aim, the most ordinary first. Nobody puts another number in the place of one that stands in the code."""
+    for push in _pushes(aim, trace):
+        literal = aim.leaf.name is None and not aim.shape and not aim.leaf.diff
+        yield replace(push, severity=Severity.THEORY) if literal else push
+
+
+def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     content = trace.values[aim.leaf.id]
     if content.is_complex():
         return  # has no larger and no smaller
