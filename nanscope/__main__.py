@@ -97,7 +97,7 @@ def run(
     ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", metavar="BYTES", min=1, help="Of all snapshots.")] = MAX_BYTES,
     deep_every: Annotated[int, typer.Option("--deep-every", metavar="STEPS", min=0, help="Of deep looks; 0: none.")] = DEEP_EVERY,
-    check: Annotated[bool, typer.Option("--check", help="Check each loss when it is first seen: what would kill it?")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Say what would kill each loss, too.")] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     run_id: Annotated[str, typer.Option("--run-id", metavar="NAME", help="Of the job, the same on all its nodes.")] = "",
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
@@ -105,14 +105,12 @@ def run(
 ) -> None:
     """Run a training script and watch it, with all the processes that it starts.
 
-    The script is not touched; everything after its name belongs to it. Ends with the verdict: status 3 if something harmful was found,
-    4 if nothing was and not everything was watched.
+    Everything after the script's name belongs to it. Ends with the verdict: status 3 if something harmful was found, 4 if nothing was
+    and not all seen.
 
-    Example: nanscope run train.py --lr 1e-6
+    Example: nanscope run --check train.py --lr 1e-6
 
     Example: nanscope run -- torchrun --nproc-per-node 8 train.py
-
-    Example: nanscope run --check train.py
 
     Example: nanscope run --ray --out s3://bucket/runs -- python ppo.py
     """

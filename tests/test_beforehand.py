@@ -74,7 +74,7 @@ def test_what_it_says_is_what_a_check_of_the_saved_step_says(tmp_path: Path, cap
     lines = [message for message in caplog.messages if "[check]" in message]
     assert first.sentence.rstrip(".") in lines[0] and lines[0].endswith(f"nanscope check {scope.saved[0]}")
     assert lines[1] == f"nanscope [check]: {first.reachable[0].words}" and "ratio = torch.exp(log_ratio), test_beforehand.py:" in lines[1]
-    assert [note.slug for note in scope.verdict.notes].count("checked") == 2
+    assert [note.slug for note in scope.verdict.notes].count("checked_beforehand") == 2
 
 
 def test_a_check_that_fails_is_one_warning_and_training_goes_on(

@@ -85,7 +85,7 @@ def snapshot_of(run_dir: Path) -> Path:
 
 def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
     """Every command explains itself in at most 30 lines, shows an example, and does not load torch for it."""
-    for command in ("run", "replay", "report", "runs", "inspect", "demo", "atlas", "precision"):
+    for command in ("run", "replay", "report", "runs", "inspect", "demo", "atlas", "precision", "check"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output.splitlines()) <= 30

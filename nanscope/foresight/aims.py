@@ -93,7 +93,8 @@ def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
         read = _as_read(trace, leaf.id)
         if read is not None and (not name or _NAME.fullmatch(read[0])):
             name, shown = read
-            role = role or trace.names.role(shown) or role_of(name)
+            said = role_of(name)
+            role = said if said in LOG_PROBS else role or trace.names.role(shown) or said
     name = name or (str(role) if role else "an unnamed tensor")
     return Aim(leaf, name, role, tuple(trace.values[shown].shape), flat, masked)
 

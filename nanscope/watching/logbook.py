@@ -353,7 +353,7 @@ class Logbook:
         self.checks.append(check)
         self._teller.checked(check, shown)
         next_ = "" if shown is None else f" nanscope check {shown}"
-        self.note("checked", f"checked beforehand, step {check.step}: {check.sentence}{next_}", check.step)
+        self.note("checked_beforehand", f"checked beforehand, step {check.step}: {check.sentence}{next_}", check.step)
 
     @in_turn
     def mark(self, step: int, update: int = 1, /, **changes: Any) -> None:
