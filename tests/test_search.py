@@ -268,3 +268,14 @@ def test_a_number_that_stands_in_the_code_is_none_that_training_changes() -> Non
     found = check(record(opened, logits, mask, torch.tensor([0, 1, 3])).snapshot())
     assert not [hazard.trigger.words for hazard in found.reachable if hazard.trigger.words.endswith(("mask is 0", "tensor is 0"))]
     assert all(hazard.trigger.tensor for hazard in found.hazards)
+
+
+def reset(values, rewards):
+    return values.mean() + rewards[1:].mean()
+
+
+def test_a_tensor_that_holds_nan_is_none_that_another_becomes_like() -> None:
+    """Its first row is never read; to be like it there would be broken data."""
+    rewards = torch.tensor([float("nan"), 0.5, 0.2])
+    found = check(record(reset, torch.randn(3).requires_grad_(), rewards).snapshot())
+    assert not [hazard.trigger.words for hazard in found.reachable]

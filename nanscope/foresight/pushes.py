@@ -104,7 +104,8 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
     for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
-        if leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model:
+        alike = leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model
+        if alike and bool(torch.isfinite(other.flatten()[torch.tensor(aim.flat)]).all()):
             yield Push(aim, "like", 0.0, Severity.REACHABLE, (leaf.id, trace.names.name(leaf.id) or leaf.name or "another tensor"))
 
 
