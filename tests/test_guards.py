@@ -6,7 +6,7 @@ import torch
 from recorded import record
 from torch import Tensor
 
-from nanscope.foresight.hazard import Check, Guard
+from nanscope.foresight.hazard import Check, Safeguard
 from nanscope.foresight.pushes import Severity
 from nanscope.foresight.search import check
 
@@ -20,7 +20,7 @@ def checked(loss, *data: Tensor) -> Check:
     return check(record(loss, LP.clone().requires_grad_(), *data).snapshot())
 
 
-def of(found: Check, op: str) -> Guard:
+def of(found: Check, op: str) -> Safeguard:
     """The one guard of an operator."""
     (guard,) = [guard for guard in found.guards if guard.op == op]
     return guard

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.foresight.aims import operand
-from nanscope.foresight.hazard import Guard
+from nanscope.foresight.hazard import Safeguard
 from nanscope.foresight.pushes import Push, Severity
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Element
@@ -36,10 +36,10 @@ EPSILON = 0.1  # a number that is added to keep something from 0 is not larger
 AS_IT_IS = "on the step as it is"
 
 
-def guards(trace: Trace, survived: Sequence[Push]) -> tuple[Guard, ...]:
+def guards(trace: Trace, survived: Sequence[Push]) -> tuple[Safeguard, ...]:
     """Return what keeps a healthy step healthy. survived: what was done to it, and does no harm."""
     pushes = [push for push in survived if push.severity is not Severity.THEORY]
-    found: dict[tuple[str, int, str], Guard] = {}
+    found: dict[tuple[str, int, str], Safeguard] = {}
     for calls, payload in list(_candidates(trace))[:MOST]:
         call = trace.program.calls[calls[0]]
         site = trace.program.site_of(call)
@@ -94,7 +94,7 @@ def _is_mask(trace: Trace, call: Call, position: int) -> bool:
     return content is not None and content.numel() > 1 and not content.is_complex() and bool(((content == 0) | (content == 1)).all())
 
 
-def _asked(trace: Trace, calls: Sequence[int], position: int, pushes: Iterable[Push]) -> Guard | None:
+def _asked(trace: Trace, calls: Sequence[int], position: int, pushes: Iterable[Push]) -> Safeguard | None:
     """Take it away, and try what did no harm; None if none of that does any then."""
     bare = _without(trace.program, calls, position)
     guarded = trace.program.calls[calls[0]]
@@ -114,11 +114,11 @@ def _asked(trace: Trace, calls: Sequence[int], position: int, pushes: Iterable[P
     return None
 
 
-def _guard(call: Call, site: Site | None, origin: Element, trigger: str, severity: Severity) -> Guard:
+def _guard(call: Call, site: Site | None, origin: Element, trigger: str, severity: Severity) -> Safeguard:
     file, line, expression = (site.file, site.line, site.expression) if site is not None else ("", 0, "")
     edge = (origin.site.expression, origin.site.line) if origin.site is not None else ("", 0)
     stops = origin.op if origin.born else ""
-    return Guard(call.name, _flat(expression or call.name), file, line, stops, _flat(edge[0] or origin.op), edge[1], trigger, severity)
+    return Safeguard(call.name, _flat(expression or call.name), file, line, stops, _flat(edge[0] or origin.op), edge[1], trigger, severity)
 
 
 def _flat(expression: str) -> str:

@@ -112,7 +112,7 @@ class Hazard:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class Safeguard:
     """What in the code keeps a hazard from being one. op, expression, file, line: of the guard. stops: the operator that would die without
     it, "" where it holds back what came in bad; edge, edge_line: where that stands. trigger: at which that was seen, in words; severity:
     who could do that."""
@@ -153,7 +153,7 @@ class Check:
     healed: tuple[str, ...] = ()
     places: int = 0
     left: int = 0
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[Safeguard, ...] = ()
     fixed: tuple[str, ...] = ()
 
     @property

@@ -50,7 +50,7 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MO
     if trace is None:
         raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
     trace = replace(trace, program=trace.program.weighed())
-    probe = _Probe(snapshot, trace, _Tried(most))
+    probe = _Probe(snapshot, trace, _Effort(most))
     hazards = probe.hazards()
     for dtype in dtypes:
         hazards += [hazard for hazard in _in(dtype, probe) if not any(hazard.is_told_by(other) for other in hazards)]
@@ -78,7 +78,7 @@ def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
 
 
 @dataclass(slots=True)
-class _Tried:
+class _Effort:
     """What a check has done so far. most: runs that it may take. places: of all that there are, left: those that had to be left out.
     survived: what does no harm."""
 
@@ -95,7 +95,7 @@ class _Probe:
 
     snapshot: Snapshot
     trace: Trace
-    tried: _Tried
+    tried: _Effort
 
     def hazards(self) -> list[Hazard]:
         """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""

@@ -42,7 +42,7 @@ class ShownLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HazardPart:
     """All lines of one severity. more: that are left out."""
 
     title: str
@@ -60,11 +60,11 @@ def write_check(check: Check, path: Path) -> None:
     write_whole(path, choose(RENDERERS, path)(check))
 
 
-def parts_of(check: Check) -> tuple[Part, ...]:
+def parts_of(check: Check) -> tuple[HazardPart, ...]:
     """Return what the page shows of a check's hazards, worst first; a severity without any is left out."""
     told = ((severity, lines_of(check, severity)) for severity in Severity)
     return tuple(
-        Part(
+        HazardPart(
             severity.words,
             NEEDS[severity],
             TONES[severity],
