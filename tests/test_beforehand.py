@@ -25,7 +25,7 @@ optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
 for step in range(4):
     tokens = torch.randint(0, 6, (2, 3))
     log_probs = policy(torch.randn(2, 3, 4)).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    old_log_probs = -torch.rand(2, 3) - 1
+    old_log_probs = torch.tensor([[-1.2, -2.1, -1.7], [-1.9, -1.4, -2.3]])
     ratio = torch.exp(log_probs - old_log_probs)
     loss = -(ratio * torch.tensor([[1.0], [-1.0]])).mean()
     optimizer.zero_grad()
