@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from nanscope.snapshot.files import PREFIX, SUFFIX
 from nanscope.snapshot.remote import Remote, is_remote
 
 NUMBER = itertools.count()
@@ -42,6 +43,15 @@ def test_what_was_put_is_fetched_whole(remote, tmp_path):
     assert (tmp_path / "here" / "a.bin").read_bytes() == b"\x00\xffabc\n" * 1000
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["a.bin", "b.jsonl"]
     assert set(known) == {"a.bin", "b.jsonl"}
+
+
+def test_what_is_being_written_is_no_file_yet(remote, tmp_path):
+    """Half a file of another process, under the name that it is written by, is not told and not fetched."""
+    written = f"{PREFIX}77-run.json{SUFFIX}"
+    remote.put("run.json", b"{}")
+    remote._store.pipe_file(f"{remote._root}/{written}", b"{")
+    assert set(remote.names()) == {"run.json"} == set(remote.fetch(tmp_path / "here"))
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run.json"]
 
 
 def test_only_what_has_changed_is_fetched_again(remote, tmp_path):

@@ -57,7 +57,7 @@ class Remote:
         return f"{self.url}/{name}"
 
     def names(self) -> dict[str, Kept]:
-        """Return the files and folders in it, none if there is no such folder; a folder's name ends in /."""
+        """Return the files and folders in it, none if there is no such folder; a folder's name ends in /. Half a file is none."""
         with _told(self.url):
             try:
                 found = self._store.ls(self._root, detail=True)
@@ -137,7 +137,8 @@ def _protocols(store: Any) -> tuple[str, ...]:
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and "\\" not in name and "\0" not in name
+    written = name.startswith(PREFIX) and name.endswith(SUFFIX)
+    return not written and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
 
 
 def _is_itself(about: dict[str, Any], root: str) -> bool:
