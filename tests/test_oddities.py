@@ -104,6 +104,24 @@ def test_a_spike_in_the_first_steps_is_none(tmp_path: Path) -> None:
     assert scope.verdict.healthy
 
 
+def test_what_another_optimizer_is_used_to_says_nothing(tmp_path: Path) -> None:
+    """A pretraining with small losses, and then a value function of raw scores; or both in turn, of which one spikes."""
+    with nanscope.watch(out=tmp_path / "later") as scope:
+        train(lambda step: 1.0)
+        train(lambda step: 1e6)
+    assert scope.verdict.healthy
+    large, small = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizers = [torch.optim.SGD([one], lr=0.0) for one in (large, small)]
+    with nanscope.watch(out=tmp_path / "in turn") as scope:
+        for step in range(1, 7):
+            for optimizer, weight, scale in zip(optimizers, (large, small), (1e6, 1e6 if step == 5 else 1.0), strict=True):
+                optimizer.zero_grad()
+                (weight / torch.tensor([1.0, 1.0 / scale])).sum().backward()
+                optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.suspect and incident.origin.op == "div" and "times the largest loss of the 4 steps before" in incident.sentence
+
+
 def test_a_clip_that_divides_by_an_infinite_norm_is_found(tmp_path: Path) -> None:
     """All gradients are 0 afterwards, and nothing is non-finite any more."""
     model = nn.Linear(2, 1, bias=False)

@@ -41,6 +41,17 @@ def test_two_of_one_name_are_numbered() -> None:
     assert [known.name(optimizer) for optimizer in optimizers] == ["SGD of Linear", "SGD of Linear #2", "SGD of Linear #3"]
 
 
+def test_which_models_are_updated_is_known_when_the_optimizer_is_gone() -> None:
+    """Loops make one for every step, and the model has none between two."""
+    mine, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer, known = torch.optim.SGD(mine.parameters()), Optimizers()
+    assert known.without([mine, other]) == [mine, other]
+    known.add(optimizer, ())
+    assert known.without([mine, other]) == [other]
+    del optimizer
+    assert known.without([mine, other]) == [other]
+
+
 def test_whose_a_parameter_is() -> None:
     """Of those that were seen to step; one that is gone is none."""
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)

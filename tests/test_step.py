@@ -344,6 +344,22 @@ def test_a_step_that_is_skipped_without_a_backward_pass_is_an_incident(tmp_path:
     assert [path.name for path in scope.out.glob("*.safetensors")] == ["step-000001.rank0.safetensors"]
 
 
+def test_gradients_set_by_hand_are_a_step_beside_another_model(tmp_path: Path) -> None:
+    """A strategy that learns from its own noise, after a value function that was differentiated: what it divided is told."""
+    value, policy = nn.Linear(2, 1), nn.Linear(2, 1)
+    fit, follow = torch.optim.SGD(value.parameters(), lr=0.1), torch.optim.SGD(policy.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        value(torch.ones(3, 2)).sum().backward()
+        fit.step()
+        with torch.no_grad():
+            gains = policy(torch.ones(3, 2)).squeeze(1).round()
+            scores = (gains - gains.mean()) / gains.std()
+            policy.weight.grad = scores[:2].unsqueeze(0)
+            follow.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.cause, incident.origin.op) == (2, "zero_div_zero", "div"), incident.sentence
+
+
 def test_a_bad_step_that_cannot_be_described_is_saved_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own failure loses no incident."""
     with nanscope.watch(out=tmp_path) as scope:

@@ -76,8 +76,10 @@ class Computed:
             return first  # of a sequence, or what a mask leaves of it, or its mean over tokens
         if first in _KEPT and (name in SUMS or name in CLAMPS or (name in RESCALINGS and (len(inputs) == 1 or self._is_of_tokens(call)))):
             return first
-        if name in CLAMPS and first in _WEIGHTS:
+        if first in _WEIGHTS and name in CLAMPS | SQUARES | POWERS:
             return first
+        if first is Role.LOG_RATIO and name in SQUARES and call.args[1:] in ((), (2,)):
+            return Role.KL  # half of that estimates it
         if name in QUOTIENTS and len(inputs) == 2 and all(map(self._is_weight, inputs)):
             return Role.IS_WEIGHT  # what of a ratio is left to weigh by
         if name in DIFFERENCES and first is None and self.uses.carried(value) and any(self.uses.is_centred(call, v) for v in inputs):
@@ -161,7 +163,7 @@ class Computed:
             return Role.LOG_PROBS  # of a yes or a no, and one of many by the end
         if self._is_ratio(operand):
             return Role.LOG_RATIO
-        if role is Role.IS_WEIGHT:
+        if role in (Role.IS_WEIGHT, Role.ENTROPY, Role.KL):
             return role
         return Role.LOG_PROBS if LOG_PROBS & self.called.ancestors(operand) else None
 
@@ -213,13 +215,14 @@ class Computed:
             return None
         if self.uses.is_score(operand):
             return Role.LOGITS  # of similarities: numerator and denominator of a softmax by hand
+        added_up = self.uses.is_logged_in_the_end(value)
         if role in SCORES:
-            return Role.IS_WEIGHT  # of a regression that good answers weigh more in
-        if role in LOG_PROBS or role in (Role.ENTROPY, Role.LOSS, Role.LOGITS):
+            return role if added_up else Role.IS_WEIGHT  # of a regression that good answers weigh more in
+        if role in LOG_PROBS or role in (Role.ENTROPY, Role.LOSS) or (role is Role.LOGITS and (added_up or self.uses.is_shared_out(value))):
             return role  # a probability, a perplexity, a softmax by hand
         if self.uses.is_shared_out(value) and not self._is_difference(self._behind(operand, BEFORE_RAISED)):
             return Role.LOGITS
-        if self._may_be_log_ratio(operand) and self._onward.role(value) in (None, Role.LOSS, Role.ADVANTAGES, Role.HIDDEN):
+        if not added_up and self._may_be_log_ratio(operand) and self._onward.role(value) in (None, Role.LOSS, Role.ADVANTAGES, Role.HIDDEN):
             return None if self.uses.less_its_operand(call) else Role.RATIO  # it weighs tokens, whatever it is called
         return None
 

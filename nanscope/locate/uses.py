@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from functools import cached_property
 
-from nanscope.program.calls import Call, refs
+from nanscope.program.calls import Call, Computes, refs
 from nanscope.program.ops import (
     ADDITIONS,
     BEFORE_RAISED,
@@ -42,6 +42,7 @@ from nanscope.program.ops import (
     SIGMOIDS,
     SOFTMAXES,
     SUMS,
+    TOKEN_SUMS,
     Flow,
     carries,
     flow_of,
@@ -50,6 +51,7 @@ from nanscope.program.program import Program
 from nanscope.roles import Role
 
 FAR = 8  # calls from a tensor to what is made of it
+MANY = 40  # calls that are asked on the way to a logarithm
 
 
 class Uses:
@@ -115,6 +117,21 @@ class Uses:
     def is_logged(self, value: int) -> bool:
         """Is its logarithm taken, within bounds as it may be?"""
         return any(reader.name in NATURAL_LOGARITHMS for same in self._moved(value, CLAMPS) for reader in self.program.readers(same))
+
+    def is_logged_in_the_end(self, value: int) -> bool:
+        """Is the logarithm taken of a sum or a share that it is a part of? Then e was raised only to add up, and weighs nothing."""
+        waiting, seen = [value], {value}
+        for _ in range(MANY):
+            if not waiting:
+                return False
+            for call in self.program.readers(waiting.pop(0)):
+                if call.name in NATURAL_LOGARITHMS:
+                    return True
+                if carries(call.op) or call.name in TOKEN_SUMS | SHIFTS | QUOTIENTS | CLAMPS:
+                    new = {out for out in call.outs if out is not None} - seen
+                    seen |= new
+                    waiting += new
+        return False
 
     def becomes_probability(self, value: int) -> bool:
         """Is e raised to it, or to a sum of it?"""
@@ -286,7 +303,9 @@ class Uses:
         return made is not None and made.name == "neg" and self._alike(next(made.inputs()), other)
 
     def _score(self, call: Call, value: int) -> Role | None:
-        """Data whose own mean is taken from it are rewards, but for what a model is given, or is to give."""
+        """Data whose own mean is taken from it are rewards, but for what a model is given, or is to give, and what an optimizer centres."""
+        if self.program.computes is Computes.UPDATE:
+            return None
         centred = value not in self._carried and self.is_centred(call, value)
         return Role.REWARDS if centred and call.outs[0] is not None and not self._is_of_model(call.outs[0]) else None
 

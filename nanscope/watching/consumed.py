@@ -24,7 +24,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 class Consumed:
-    """Asked around each backward pass where no optimizer was seen so far. known: there was such an update."""
+    """Asked around each backward pass that comes to models which no optimizer updates. known: there was such an update."""
 
     def __init__(self) -> None:
         self.known = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -53,7 +54,7 @@ class Course:
     steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     took: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     search: Search = field(default_factory=Search)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: WeakKeyDictionary[torch.optim.Optimizer, Sizes] = field(default_factory=WeakKeyDictionary)
     held: list[Held] = field(default_factory=list)
     trends: Trends = field(default_factory=Trends)
 

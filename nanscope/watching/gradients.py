@@ -15,6 +15,7 @@ from nanscope.watching.course import Course
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
+from nanscope.watching.oddities import Sizes
 from nanscope.watching.readable import readable
 
 
@@ -32,12 +33,12 @@ class Gradients:
         """Return the parameters that it is about to step on, and their gradients as this process can read them."""
         return self._there(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def judge(self, parameters: list[nn.Parameter], grads: list[Tensor], total: float) -> None:
+    def judge(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], grads: list[Tensor], total: float) -> None:
         """An optimizer is about to step on these. total: their norm. Raises NonFiniteError if training is to end."""
         if total == 0 and not self._course.bad:
             self._failsafe("clip-hit", self._look_at_zeros, grads)
         elif math.isfinite(total) or not count_bad(grads):  # finite elements may have an infinite norm
-            self.look_for_spikes(total)
+            self.look_for_spikes(optimizer, total)
         else:
             self.are_bad(parameters, grads)
 
@@ -73,13 +74,14 @@ class Gradients:
         if count_bad(grads):
             self.keep(there, grads)
 
-    def look_for_spikes(self, total: float) -> None:
-        """Everything is finite: is it also of the size that this run is used to?"""
+    def look_for_spikes(self, optimizer: torch.optim.Optimizer, total: float) -> None:
+        """Everything is finite: is it also of the size that this optimizer is used to?"""
         if not self._course.bad:
-            self._failsafe("spike", self._compare, total)
+            self._failsafe("spike", self._compare, optimizer, total)
 
-    def _compare(self, total: float) -> None:
-        recordings, line, sizes = self._course.recordings, self._course.line, self._course.sizes
+    def _compare(self, optimizer: torch.optim.Optimizer, total: float) -> None:
+        recordings, line = self._course.recordings, self._course.line
+        sizes = self._course.sizes.setdefault(optimizer, Sizes())
         seen = abs(line.loss or 0.0), max(total, line.before or 0.0)
         scale = sizes.out_of_scale(*seen)
         hit = None

@@ -43,7 +43,7 @@ class Usual:
 
 
 class Sizes:
-    """How large loss and gradient norm are in this run."""
+    """How large loss and gradient norm are in the steps of one optimizer: what it updates, and the loss of that, differ from another's."""
 
     def __init__(self) -> None:
         self._usual = {"loss": Usual(), "gradient norm": Usual()}

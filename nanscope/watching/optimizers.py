@@ -22,6 +22,8 @@ class Optimizers:
     def __init__(self) -> None:
         self.any = False
         self._names: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
+        self._updated: frozenset[int] = frozenset()  # what any of them has updated, by id; replaced, never changed
+        self._free: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()  # models that none of these was part of
         self.spoilt: Set[int] = frozenset()  # replaced, never changed: other threads ask
         self._lock = threading.Lock()  # several threads may train
 
@@ -32,6 +34,7 @@ class Optimizers:
             owner = _owner(optimizer, modules)
             name = type(optimizer).__name__ + (f" of {type(owner).__name__}" if owner is not None else "")
             with self._lock:
+                self._updated = self._updated.union(map(id, _parameters(optimizer)))
                 alike = sum(known == name or known.startswith(f"{name} #") for known in self._names.values())
                 self._names[optimizer] = f"{name} #{alike + 1}" if alike else name
 
@@ -48,6 +51,15 @@ class Optimizers:
     def parameters(self) -> list[Tensor]:
         """Return what those that are still there update."""
         return [parameter for one in self._names for parameter in _parameters(one)]
+
+    def without(self, models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return those models of which no optimizer has updated a part, though one may train others in the same run."""
+        updated, free = self._updated, []
+        for model in models:
+            if self._free.get(model) is updated or not any(id(parameter) in updated for parameter in model.parameters()):
+                self._free[model] = updated
+                free.append(model)
+        return free
 
     def of(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer | None:
         """Return the one that updates one of these, None if none of those seen does."""

@@ -156,7 +156,7 @@ class Step(Relay):
         self._failsafe("gauge", self._outlook.read, recording)
         if program is not None and not self._optimizers.any:  # one would look at the gradients of what it updates
             self._bare.update(parameters_behind(program, tensors))
-        self._failsafe("consumed", self._consumed.before, () if self._optimizers.any else models)
+        self._failsafe("consumed", self._consumed.before, self._optimizers.without(models))
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         self._failsafe("glue", recording.look_between, self._tape)
@@ -246,8 +246,8 @@ class Step(Relay):
         """
         self._go_on(steps=True)
         self._stepping = optimizer
-        if self._course.closed and not self._recordings.made:  # gradients that no backward pass here has made
-            self._open()
+        if self._course.closed and (not self._recordings.made or self._updates_another_model(optimizer)):
+            self._open()  # on gradients that no backward pass here has made
         self._failsafe("passed-over", self._keep_passed_over, [])
         self._first = not optimizer.state
         self._optimizers.add(optimizer, self._modules.seen)
@@ -266,10 +266,17 @@ class Step(Relay):
         total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand)
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_step, self.number, parameters, grads, total)
-        self._gradients.judge(parameters, grads, total)
+        self._gradients.judge(optimizer, parameters, grads, total)
         self._failsafe("deep", self._deep.before_step, optimizer)
         if self._skipping is not None and self._skipping.skips:
             self._keeper.unexplained()
+
+    def _updates_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does it update what was called here, and is none of that what the last step was about?"""
+        weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        if self._recordings.reach_to(weights):
+            return False
+        return any(id(weight) in weights for model in self._modules.seen for weight in model.parameters())
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
@@ -307,7 +314,7 @@ class Step(Relay):
         self._course.line.norm = total
         self._look_at_waiting(harmless=not bad)
         if not bad:
-            self._gradients.look_for_spikes(total)
+            self._gradients.look_for_spikes(optimizers[0], total)
         else:
             self._gradients.were_bad(grads, bad)
             if self._skipping is not None:
