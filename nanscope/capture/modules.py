@@ -427,9 +427,13 @@ class ModuleWatch:
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all outermost modules seen, with their names."""
-        for model in (*list(self.seen), *list(self._without)):
+        for model in self.outermost():
             of = "" if model in self._with else self._ending(model)
             yield from ((name + of, buffer) for name, buffer in model.named_buffers())
+
+    def outermost(self) -> list[nn.Module]:
+        """Return the outermost modules seen, with gradients enabled or without."""
+        return [*self.seen, *self._without]
 
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""

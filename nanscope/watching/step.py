@@ -276,7 +276,7 @@ class Step(Relay):
         weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         if self._recordings.reach_to(weights):
             return False
-        return any(id(weight) in weights for model in self._modules.seen for weight in model.parameters())
+        return any(id(weight) in weights for model in self._modules.outermost() for weight in model.parameters())
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: are the weights still finite? Then close the step."""
