@@ -40,6 +40,8 @@ ROLES = {  # other fair names for a role
 }  # fmt: skip
 SAME: dict[str, Callable[[str], str]] = {"op": lambda op: op.strip("_"), "role": lambda role: ROLES.get(role, role)}
 
+UNSEEN = "all of it"  # nothing is said of the script
+
 KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it rightly takes its row out
     # an update in place by a hand-written optimizer is told like one of torch's own, with no line
     "eps_underflow_optimizer_with_closure": "line",
@@ -75,25 +77,34 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "mmpretrain_gem_learned_power_in_half": "fix",
     # a weight that the loop set before it was ever seen to be finite
     "lm_human_preferences_gain_of_constant_reward": "phase cause variable line",
-    # a score that was summed over a sequence is no ratio
-    "pro_ranking_loss_unsorted_candidates": "cause",
     # of several elements the first one that does harm already in forward is told
     "relax_285_zero_connection_of_unscored_rollouts": "index masked",
     # of two parameters of a layer that nobody has written the second one is met first
     "kaixhin_rainbow_2_target_noise_never_reset": "variable line",
     # the line that brought it is told, and not the one that read it first
     "trinity_opmd_aborted_rollout_reward": "line",
-    # a share of the gap between two distributions, and e to what a preference loss calls its logits
+    # a share of the gap between two distributions
     "dskd_adaptive_kl_identical_padding": "role",
-    "trl_discopop_exp_times_closed_gate": "role",
     # what chooses by a product with a comparison is told as a factor
     "wavenet_vocoder_mixture_floor_in_half": "masked",
     # a power that half precision alone cannot hold meets a factor of 0, and an update divides a sum by one that is 0
     "x_transformers_xpos_scale_in_half": "cause",
     "pytorch_optimizer_522_adasmooth_zero_init_bias": "cause",
+    # of two that overflow at one token the one is told that backward comes to first
+    "pqm_exp_of_padded_step_in_half": "line",
+    # a bound of the denominator heals, and leaves a prompt without a say
+    "gepo_group_expectation_of_underflowed_probs": "fix",
+    # float32 heals, and the loss is large in it
+    "torchrl_1694_still_pixel_in_half_observations": "fix",
+    # a pole that is no logarithm's
+    "scvi_nb_dispersion_of_unexpressed_gene": "cause fix",
+    # a gradient that the backward of a function takes by a backward pass of its own
+    "constant_memory_waveglow_coupling_recomputed_input": "cause op fix variable line",
+    # a gradient that rounding made, in the first step and inside of a model, while the loss is what it should be
+    "peft_hra_gram_schmidt_of_repeated_columns": UNSEEN,
 }
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
-    "phase": 472, "cause": 435, "op": 470, "index": 483, "masked": 480, "role": 411, "fix": 339, "variable": 451, "line": 461,
+    "phase": 501, "cause": 460, "op": 496, "index": 512, "masked": 509, "role": 436, "fix": 356, "variable": 479, "line": 488,
 }  # fmt: skip
 
 
@@ -166,7 +177,9 @@ def expected_of(path: Path) -> Expected:
 def test_an_incident_is_explained(path: Path, result: Callable[[Path], Result]) -> None:
     """What the script states is what the verdict says, in every field, and what is known to be wrong still is."""
     expected, found = expected_of(path), result(path)
-    assert found.said is not None, found.sentence
+    assert (found.said is None) == (KNOWN.get(path.stem) == UNSEEN), found.sentence
+    if found.said is None:
+        return
     wrong = {field: getattr(found.said, field) for field, rank in ranks(expected, found.said).items() if rank is None}
     if path.stem in KNOWN:
         assert set(wrong) == set(KNOWN[path.stem].split()), f"no longer so, take it out of KNOWN: {found.sentence}"

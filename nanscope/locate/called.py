@@ -16,6 +16,8 @@ from nanscope.roles import LOG_PROBS, Role, last_word, role_of
 _SCORE = re.compile(r"(^|_)scores?($|_)")
 _GENERATIVE = re.compile(r"score_?match|denois|diffus|langevin|(^|[_.])(dsm|ddpm|sde)($|[_.])")
 
+_DETECTING = re.compile(r"(^|_)(bbox(es)?|box(es)?|anchors?|g?ious?)($|_)")
+
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 
 _NUMBER = re.compile(r"[-+]?[\d.][\w.+-]*|([A-Za-z_]\w*\.)*_?[A-Z][A-Z0-9_]+")  # 0.1 or a constant: VAE_SCALE, config.BETA
@@ -58,8 +60,9 @@ class Called:
 
     @cached_property
     def _of_data(self) -> bool:
-        """Is it a loss of a generative model, whose scores are gradients of a log-density?"""
-        return any(_GENERATIVE.search(site.function.lower()) for site in self.program.sites)
+        """Is it a loss of a generative model, whose scores are gradients of a log-density, or of a detector, which scores what it sees?"""
+        sites = self.program.sites
+        return any(_GENERATIVE.search(site.function.lower()) or _DETECTING.search((site.name or "").lower()) for site in sites)
 
     def _listed(self, value: int) -> Role | None:
         """The role of a value by the rows of a framework: as it is bound where it is made, or as it is called where it is read."""
