@@ -279,3 +279,26 @@ def test_a_tensor_that_holds_nan_is_none_that_another_becomes_like() -> None:
     rewards = torch.tensor([float("nan"), 0.5, 0.2])
     found = check(record(reset, torch.randn(3).requires_grad_(), rewards).snapshot())
     assert not [hazard.trigger.words for hazard in found.reachable]
+
+
+def test_minus_infinity_is_usual_of_a_masked_log_prob_and_of_no_advantage() -> None:
+    """Padding has log-probs of −inf; advantages are worked out from rewards."""
+
+    def loss(logps, advantages, mask):
+        weighted = logps * mask
+        return -(weighted * advantages).sum()
+
+    found = checked(loss, torch.randn(2, 3), MASK)
+    severities = {h.trigger.tensor: h.severity for h in found.hazards if h.trigger.masked is True and h.trigger.value == -float("inf")}
+    assert severities == {"logps": Severity.REACHABLE, "advantages": Severity.BROKEN_DATA}
+
+
+def test_a_number_that_stands_in_the_code_is_nobodys_data() -> None:
+    """No batch and no run changes `torch.tensor(0.0)`."""
+
+    def loss(logps, mask):
+        extra = torch.tensor(0.0)
+        return -(logps * mask).sum() / mask.sum().clamp(min=1) + 2.0 * extra
+
+    severities = {hazard.severity for hazard in checked(loss, MASK).hazards if hazard.trigger.tensor == "extra"}
+    assert severities == {Severity.THEORY}

@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from nanscope.foresight.aims import Aim, is_of_tokens
+from nanscope.foresight.aims import Aim, is_literal, is_of_tokens
 from nanscope.locate.trace import Trace
 from nanscope.program.ops import CLAMPS, EXTREMA, LOG_SOFTMAXES, PROBABILITIES, base_name
 from nanscope.roles import LOG_PROBS, Role
@@ -101,7 +101,9 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     content = trace.values[aim.leaf.id]
     if content.is_complex():
         return  # has no larger and no smaller
-    yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
+    written = is_literal(aim, trace)
+    for push in (_of_numbers if content.is_floating_point() else _of_counts)(aim, content):
+        yield replace(push, severity=Severity.THEORY) if written else push
     for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
         alike = leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model
