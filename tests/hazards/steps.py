@@ -67,7 +67,7 @@ class Foreign:
 
 def _prime() -> ModuleType:
     """Import prime-rl's losses; its configuration, which is for CUDA's packages, is stood in for."""
-    if "prime_rl.trainer.rl.loss" not in sys.modules:
+    if "prime_rl.trainer.rl.loss" not in sys.modules and importlib.util.find_spec("prime_rl") is not None:
         from harness import absent
 
         absent(prime_rl__configs="", prime_rl__configs__trainer="CustomLossConfig DefaultLossConfig IPOLossConfig LossConfig",
