@@ -67,7 +67,7 @@ Answer = TypeVar("Answer")
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
-PATIENCE = 64  # values that are numbered, at least, before the tape looks for what nobody can ask for any more
+PATIENCE = 64  # values, by default
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 NUMBERS = 4  # that went to the host, of which it is remembered what made them
@@ -79,13 +79,14 @@ class Tape:
 
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
+    patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
     measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. opaque: of leaves that came out of such calls, what is known of them.
     """
 
-    def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None) -> None:
+    def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
         self.account = budget if isinstance(budget, Balance) else Balance(budget)
         self.known = Values(self.account, wide)
         self.callers = Callers(self.account)
@@ -112,7 +113,7 @@ class Tape:
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
-        self._due = PATIENCE  # when so many values have been numbered, the log is gone through
+        self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
         self._gone_through = 0  # values numbered when it last was
         self._over = self._usual = 0  # values numbered at the last `forget`, and how many usually are until the next
@@ -573,7 +574,7 @@ class Tape:
 
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""
-        self.log.collect(self._named(), max(PATIENCE, self._usual), self.log.count)
+        self.log.collect(self._named(), max(self._patience, self._usual), self.log.count)
         self._went_through(over=False)
 
     def still_read(self) -> set[Address] | None:
@@ -582,7 +583,7 @@ class Tape:
         if reach > REACH * (self.length - self._gone_through):
             return None
         self._gone_through = self.length
-        self.log.collect(self._named(), max(PATIENCE, self._usual), reach)
+        self.log.collect(self._named(), max(self._patience, self._usual), reach)
         return {value.key[:4] for value in self.values.values() if value.leaf is not None}
 
     def _named(self) -> list[int]:
@@ -601,4 +602,4 @@ class Tape:
             self._usual = max(self.length - self._over, self._usual - self._usual // 8)
             self._over = self.length
         self._gone_through = self.length
-        self._due = self.length + max(PATIENCE, 2 * len(self.values), 2 * self._usual if over else 0)
+        self._due = self.length + max(self._patience, 2 * len(self.values), 2 * self._usual if over else 0)

@@ -29,7 +29,7 @@ MOST = 1 << 16  # elements of one aim: what is followed further is the whole ten
 SHORT = 60  # characters of an expression that stands for a name
 MASKS = 3  # of one shape that are told apart
 ALIKE = 2  # aims in one leaf, of one size, and counted alike: another one would only say the same
-_LITERAL = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?$")
+LITERAL = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?$")
 EDGES_ASKED = 96  # of a program, those nearest to the loss
 
 
@@ -219,7 +219,10 @@ def is_of_tokens(aim: Aim) -> bool:
 
 
 def is_literal(aim: Aim, trace: Trace) -> bool:
-    """Is it a number that stands in the code, as in `torch.tensor(0.0)`?"""
+    """Is it a number that stands in the code, by itself or as in `zero = torch.tensor(0.0)`?"""
+    if aim.shape or aim.leaf.diff:
+        return False
     readers = trace.program.readers(aim.leaf.id)
     sites = [trace.program.site_of(call) for call in readers if call.name == "lift_fresh"]
-    return not aim.shape and len(sites) == len(readers) and all(site and _LITERAL.match("".join(site.args[:1])) for site in sites)
+    written = 0 < len(sites) == len(readers) and all(site is not None and LITERAL.match("".join(site.args[:1])) for site in sites)
+    return written or aim.leaf.name is None

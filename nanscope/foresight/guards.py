@@ -31,7 +31,7 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 
 MOST = 16  # that are asked, those nearest to the loss
-TRIED = 24  # pushes that one is asked with
+TRIED = 32  # pushes that one is asked with
 EPSILON = 0.1  # a number that is added to keep something from 0 is not larger
 AS_IT_IS = "on the step as it is"
 
@@ -152,14 +152,14 @@ def _behind(program: Program, value: int) -> set[int]:
 
 
 def _few(pushes: Iterable[Push]) -> list[Push]:
-    """Of all that is done alike to as many elements of one tensor the strongest; of each kind one after another."""
+    """Of all that is done alike to as many elements of one tensor the strongest; of each kind and tensor one after another."""
     strongest: dict[tuple[object, ...], Push] = {}
     for push in sorted(pushes, key=lambda push: -abs(push.strength)):
         sign = push.strength > 0 if push.kind == "shift" else push.strength
         strongest.setdefault((push.aim.leaf.id, push.aim.masked, len(push.aim.flat), push.kind, sign, push.severity), push)
     kinds: dict[tuple[object, ...], list[Push]] = {}
     for push in strongest.values():
-        kinds.setdefault((push.severity, not math.isfinite(push.strength), push.kind, push.aim.masked), []).append(push)
+        kinds.setdefault((push.severity, not math.isfinite(push.strength), push.kind, push.aim.masked, push.aim.leaf.id), []).append(push)
     turns = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds, key=str)))
     few = [push for turn in turns for push in turn if push is not None][:TRIED]
     return sorted(few, key=lambda push: (push.severity, not math.isfinite(push.strength)))

@@ -92,8 +92,8 @@ class Push:
 
 def pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     """Yield what is done to an aim, the most ordinary first. Nobody puts another number in the place of one that stands in the code."""
+    literal = is_literal(aim, trace)
     for push in _pushes(aim, trace):
-        literal = aim.leaf.name is None and not aim.shape and not aim.leaf.diff
         yield replace(push, severity=Severity.THEORY) if literal else push
 
 
@@ -101,9 +101,7 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     content = trace.values[aim.leaf.id]
     if content.is_complex():
         return  # has no larger and no smaller
-    written = is_literal(aim, trace)
-    for push in (_of_numbers if content.is_floating_point() else _of_counts)(aim, content):
-        yield replace(push, severity=Severity.THEORY) if written else push
+    yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
     for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
         alike = leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model

@@ -44,12 +44,7 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MO
     most: runs with a trigger, after which no further place is tried, and the check says so.
     A bad step is made ordinary first. Raises NanscopeError if it holds no program, or cannot be made healthy.
     """
-    if not snapshot.program.calls:
-        raise NanscopeError("the file holds no program, so there is nothing to check", slug="nothing-to-check")
-    trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
-    if trace is None:
-        raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
-    trace = replace(trace, program=trace.program.weighed())
+    trace, healed = _healthy(snapshot)
     probe = _Probe(snapshot, trace, _Effort(most))
     hazards = probe.hazards()
     for dtype in dtypes:
@@ -59,6 +54,25 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MO
     return Check(
         tuple(ordered), snapshot.step, tried.runs, healed, tried.places, tried.left, guards(trace, tried.survived), fixed(snapshot, trace)
     )
+
+
+def harms(snapshot: Snapshot, most: int = MOST_RUNS) -> list[tuple[Push, Spoils]]:
+    """Return every push that does harm to a saved step, and what it does.
+
+    `check` makes its hazards of these, one of all that die in one line of one reason. Takes and raises what that does.
+    """
+    trace, _ = _healthy(snapshot)
+    return list(_Probe(snapshot, trace, _Effort(most)).harmful())
+
+
+def _healthy(snapshot: Snapshot) -> tuple[Trace, tuple[str, ...]]:
+    """The step without what has ruined it, and what that was."""
+    if not snapshot.program.calls:
+        raise NanscopeError("the file holds no program, so there is nothing to check", slug="nothing-to-check")
+    trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
+    if trace is None:
+        raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
+    return replace(trace, program=trace.program.weighed()), healed
 
 
 def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
@@ -101,7 +115,7 @@ class _Probe:
         """All that is found: of what dies in one line of one reason the most ordinary trigger, the others beside it."""
         found: dict[tuple[object, ...], tuple[Push, Spoils, Location]] = {}
         others: dict[tuple[object, ...], list[Push]] = {}
-        for push, spoils in self._harmful():
+        for push, spoils in self.harmful():
             location = self._located(push)
             if location is None:
                 continue
@@ -115,7 +129,7 @@ class _Probe:
                 others.setdefault(key, []).append(push)
         return [self._pushed(*known, _no_worse(others.get(key, ()), known[0].severity)) for key, known in found.items()]
 
-    def _harmful(self) -> Iterator[tuple[Push, Spoils]]:
+    def harmful(self) -> Iterator[tuple[Push, Spoils]]:
         """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
         places = aims(self.trace)
         self.tried.places += len(places)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hazards.agreement import Cell, cells
 from hazards.steps import NAMES, asked, batch, from_the_door, missing, step, version
 
-from nanscope.foresight.hazard import Check, Hazard
+from nanscope.foresight.hazard import Check, Guard, Hazard
 from nanscope.foresight.pushes import Severity
 from nanscope.foresight.search import check
 from nanscope.frameworks.losses import LOSSES
@@ -31,12 +31,14 @@ from nanscope.text import is_exact, number
 HEAD = """# The hazards of today's losses
 
 `nanscope check` on recorded healthy steps of the frameworks' own loss functions, as they are installed: every loss with its defaults, and
-under the settings that change how it fails. A step has four rows of three tokens that count and one that does not; log-probs are within a third of
-a nat of each other; the program begins where the framework's function does. Every hazard that is counted here was executed: its trigger stands in the step,
+under the settings that change how it fails. A step has four rows of three tokens that count and one that does not; the log-probs of the policies are within a
+fifth of a nat of each other; the program begins where the framework's function does. Every hazard that is counted here was executed: its trigger stands in the step,
 and the loss or a gradient is not finite.
 
 *Reachable in training*, *only by broken data* and *only in theory* are what [Check](check.md) says they are. Reachable does not mean likely: a
-log-ratio of 88 nats takes a sampler and a trainer that have come apart, or a token that the loss does not count and nobody looks at.
+log-ratio of 88 nats takes a sampler and a trainer that have come apart, or a token that the loss does not count and nobody looks at. *Lines* counts
+the lines of code that training can bring down, *guards* those without which there would be more. A line of code has one row for each kind of token and of
+trigger; the trigger is the smallest of all losses that the line is in, which the last column names.
 
 This page is written by `python tests/hazards/page.py docs/hazards.md`, and `tests/test_hazards.py` holds its figures, against whatever is installed. NeMo-RL and
 prime-rl are not on PyPI; they are used where a checkout is on the path, torchtitan's loss without the package around it, which asks for vLLM:
@@ -49,8 +51,9 @@ PYTHONPATH=RL:prime-rl/src NANSCOPE_NEMO_RL_VERSION=7ea279ab NANSCOPE_PRIME_RL_V
 AGREES = """## Held against the atlas
 
 The [atlas](atlas.md) runs a loss with one fault in it: −inf, NaN or a log-ratio of ±200 nats, in one tensor, at a token that counts or at a masked one,
-under either sign of the advantage; or a mask that selects nothing. `check` is not told of these faults. Of a recorded healthy step of the same loss it should
-call exactly those hazards that harm the loss or a gradient there, and no others:
+under either sign of the advantage; or a mask that selects nothing. `check` is not told of these faults. What it
+tries at the tokens of a recorded healthy step of the same loss should spoil the loss where the atlas says so, and the gradient where the atlas says so, and
+nothing else:
 
 """
 REASONS = {  # loss, and how its faults begin → why `check` says otherwise
@@ -60,15 +63,18 @@ REASONS = {  # loss, and how its faults begin → why `check` says otherwise
     ): "how many tokens are picked is a number of Python's, which the recording holds; with none left to pick from "
     "the recorded program ends in an error",
     (
+        "torchtitan.dapo",
+        "policy NaN valid",
+    ): "this loss is given logits, and the gradient of a softmax over a NaN is NaN; that of a log-prob is 0",
+    (
         "liger.luspo",
         "ref",
     ): "this loss counts the KL of masked tokens, so that one counted token stands for both; there the same hazard is found",
 }
-SUMMARY = (
-    "| framework | version | losses and settings | without a reachable hazard | reachable | only by broken data | only in theory | lines |"
-)
+SUMMARY = "| framework | version | losses and settings | without a reachable hazard | reachable | only by broken data | only in theory | lines | guards |"
 ROWS = "| loss | reachable | only by broken data | only in theory |"
 LINES = "| line | what stands there | smallest trigger | it spoils | fix, executed | healthy gradient | in |"
+GUARDS = "| guard | what stands there | what it is good for | in |"
 AGREEMENT = "| framework | cells | agree | differ |"
 
 
@@ -113,7 +119,31 @@ def section(framework: str, found: Sequence[Found]) -> str:
     rows = "\n".join(one.row for one in found)
     lines = "\n".join(_lines(found))
     told = f"{LINES}\n{rule(LINES)}\n{lines}\n" if lines else "Nothing that training can reach.\n"
-    return f"## {NAMES[framework]}\n\n{version(framework)}, {len(found)} losses and settings.\n\n{told}{_differing(found)}\n{ROWS}\n{rule(ROWS)}\n{rows}\n"
+    return f"## {NAMES[framework]}\n\n{version(framework)}, {len(found)} losses and settings.\n\n{told}{_guarded(found)}{_differing(found)}\n{ROWS}\n{rule(ROWS)}\n{rows}\n"
+
+
+def _guarded(found: Sequence[Found]) -> str:
+    """Return what in the code keeps further hazards away, each line once."""
+    alike: dict[tuple[str, int, str], list[tuple[LossPath, Guard]]] = {}
+    for one in found:
+        for guard in one.check.guards:
+            if guard.severity is Severity.REACHABLE:
+                alike.setdefault((guard.file, guard.line, guard.stops), []).append((one.path, guard))
+    lines = []
+    for _, same in sorted(alike.items(), key=lambda item: item[0]):
+        guard = same[0][1]
+        lines.append(
+            f"| {guard.where} | {code(guard.expression)} | {plain(guard.words)} | {_in([path for path, _ in same], len(found))} |\n"
+        )
+    return f"\n{GUARDS}\n{rule(GUARDS)}\n{''.join(lines)}" if lines else ""
+
+
+def _in(paths: Sequence[LossPath], of: int) -> str:
+    """Return in which of so many losses something is."""
+    names = list(dict.fromkeys(path.name for path in paths))
+    if len(names) == of > 1:
+        return f"all {of}"
+    return plain(f"{len(names)} of {of}: {', '.join(names[:2])}{', …' if len(names) > 2 else ''}")
 
 
 def _differing(found: Sequence[Found]) -> str:
@@ -144,24 +174,14 @@ def _lines(found: Sequence[Found]) -> list[str]:
 
 def _line(same: Sequence[tuple[LossPath, Hazard]], of: int) -> str:
     hazard = min((hazard for _, hazard in same), key=lambda one: one.trigger.distance or 0.0)
-    names = list(dict.fromkeys(path.name for path, _ in same))
-    where = f"all {of}" if len(names) == of > 1 else f"{len(names)} of {of}: {', '.join(names[:2])}{', …' if len(names) > 2 else ''}"
     fix = hazard.fix
     fixed = (
         "none known"
         if fix is None
         else fix.label + ("" if fix.executed and fix.works else " (does not heal)" if fix.executed else " (not run)")
     )
-    told = [plain(hazard.trigger.words), hazard.spoils.words, plain(fixed), _change(hazard), plain(where)]
-    return f"| {_where(hazard)} | {code(_source(hazard))} | {' | '.join(told)} |"
-
-
-def _where(hazard: Hazard) -> str:
-    return f"{Path(hazard.origin.file or '').name}:{hazard.origin.line}"
-
-
-def _source(hazard: Hazard) -> str:
-    return dict(hazard.origin.source).get(hazard.origin.line or -1, "").strip() or hazard.origin.expression or ""
+    told = [plain(hazard.trigger.words), hazard.spoils.words, plain(fixed), _change(hazard), _in([path for path, _ in same], of)]
+    return f"| {hazard.where} | {code(hazard.line)} | {' | '.join(told)} |"
 
 
 def _change(hazard: Hazard) -> str:
@@ -175,7 +195,8 @@ def summary(framework: str, found: Sequence[Found]) -> str:
     counts = [sum(one.count(severity) for one in found) for severity in Severity]
     free = sum(not one.check.reachable for one in found)
     lines = len({hazard.place for one in found for hazard in one.check.reachable})
-    return f"| {NAMES[framework]} | {version(framework)} | {len(found)} | {free} | {' | '.join(map(str, counts))} | {lines} |"
+    guards = len({(guard.file, guard.line) for one in found for guard in one.check.guards if guard.severity is Severity.REACHABLE})
+    return f"| {NAMES[framework]} | {version(framework)} | {len(found)} | {free} | {' | '.join(map(str, counts))} | {lines} | {guards} |"
 
 
 def agreement(framework: str, found: Sequence[Found]) -> str:

@@ -49,7 +49,7 @@ def batch(advantage: float = 1.0) -> LossInputs:
     """
     generator = torch.Generator().manual_seed(5)
     policy = -0.3 - 1.5 * torch.rand(4, 4, generator=generator)
-    old, ref, rollout = (policy + 0.1 * torch.randn(4, 4, generator=generator).clamp(-1.0, 1.0) for _ in range(3))
+    old, ref, rollout = (policy + 0.1 * torch.randn(4, 4, generator=generator).tanh() for _ in range(3))
     mask = torch.ones(4, 4)
     mask[:, 3] = 0
     advantages = torch.tensor([1.0, -0.5, 1.1, -0.6]) * advantage
