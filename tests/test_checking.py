@@ -12,6 +12,7 @@ import nanscope
 from nanscope.causes import Cause
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.file import save
+from nanscope.watching.checking import recorded
 
 INPUTS = {"x": torch.randn(3).requires_grad_(), "scale": torch.tensor(2.0)}
 
@@ -44,3 +45,18 @@ def test_what_is_no_loss_is_refused(loss) -> None:
     with pytest.raises(NanscopeError) as error:
         nanscope.check(loss, INPUTS)
     assert error.value.slug == "bad-loss"
+
+
+def trusted(log_probs, old_log_probs):
+    total = log_probs[0].sum() * 0.0
+    for own, old in zip(log_probs, old_log_probs, strict=True):
+        keep = (own.exp() - old.exp()).abs() < 0.2
+        total = total - (keep * (own - old).exp()).sum()
+    return total
+
+
+def test_a_loss_of_many_calls_is_kept_whole() -> None:
+    """A mask that is worked out from log-probs follows them when they are pushed, in the last row as in the first."""
+    log_probs = -torch.rand(16, 3)
+    step = recorded(trusted, {"log_probs": log_probs.requires_grad_(), "old_log_probs": log_probs.detach() - 0.05})
+    assert {leaf.origin for leaf in step.program.leaves} == {"data"}
