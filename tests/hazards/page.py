@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hazards.agreement import Cell, cells
 from hazards.steps import NAMES, asked, batch, from_the_door, missing, step, version
 
-from nanscope.foresight.hazard import Check, Guard, Hazard
+from nanscope.foresight.hazard import Check, Hazard, Safeguard
 from nanscope.foresight.pushes import Severity
 from nanscope.foresight.search import check
 from nanscope.frameworks.losses import LOSSES
@@ -129,7 +129,7 @@ def section(framework: str, found: Sequence[Found]) -> str:
 
 def _guarded(found: Sequence[Found]) -> str:
     """Return what in the code keeps further hazards away, each line once."""
-    alike: dict[tuple[str, int, str], list[tuple[LossPath, Guard]]] = {}
+    alike: dict[tuple[str, int, str], list[tuple[LossPath, Safeguard]]] = {}
     for one in found:
         for guard in one.check.guards:
             if guard.severity is Severity.REACHABLE:
