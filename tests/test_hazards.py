@@ -15,7 +15,7 @@ from nanscope.frameworks.paths import LossPath
 PAGE = Path(__file__).parents[1] / "docs" / "hazards.md"
 DAY = (
     "trl.dapo",
-    "liger.grpo · beta=0.04",
+    "liger.grpo",
     "verl.vanilla",
     "skyrl.regular",
     "openrlhf.ppo",
