@@ -89,3 +89,15 @@ def test_what_another_rank_sent_stays_known() -> None:
         dist.recv(buffer, src=0)
     tape.forget()
     assert tape.agreed.was_sent(buffer) and tape.agreed.was_sent(buffer.detach()) and not tape.agreed.was_sent(torch.ones(3))
+
+
+@pytest.mark.usefixtures("ranks")
+def test_what_another_rank_sent_can_be_swapped() -> None:
+    """torch refuses while anybody refers to a tensor, weakly or not."""
+    tape, buffer, other = Tape(), torch.ones(3), torch.zeros(3)
+    with TapeMode(tape):
+        dist.recv(buffer, src=0)
+    tape.forget(everything=True)
+    tape.agreed.let_go()
+    torch.utils.swap_tensors(buffer, other)  # type: ignore[no-untyped-call]
+    assert not buffer.any() and not tape.agreed.was_sent(buffer)

@@ -227,3 +227,33 @@ def test_what_a_step_has_been_through_is_not_gone_over_again(tmp_path: Path) -> 
             assert not scope._modules._waiting
             optimizer.step()
             optimizer.zero_grad()
+
+
+def times_compressed(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(3).to_sparse_csr(), x)
+
+
+def reduced(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(3).to_sparse_csr(), x, "amax")
+
+
+def times_coordinates(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(3).to_sparse(), x)
+
+
+def multiplied(x: Tensor) -> Tensor:
+    return torch.eye(3).to_sparse() @ x
+
+
+@pytest.mark.parametrize("product", [times_compressed, reduced, times_coordinates, multiplied])
+def test_what_is_multiplied_by_a_sparse_matrix_is_followed(tmp_path: Path, product: Callable[[Tensor], Tensor]) -> None:
+    """No program holds the matrix: what the call reads beside it is asked, and what made that."""
+    weight = nn.Parameter(torch.ones(3, 2))
+    with nanscope.watch(out=tmp_path) as scope:
+        product(torch.log(weight - 1) * 0).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.index, str(incident.cause)) == ("log", (0, 0), "log_zero"), incident.sentence
+    with nanscope.watch(out=tmp_path) as scope:
+        product(weight * torch.tensor(math.nan)).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.phase == "input", incident.sentence

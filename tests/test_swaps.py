@@ -56,6 +56,16 @@ def test_weights_are_swapped_as_without_us(swapping: None, tmp_path: Path, amid:
     assert {gap.slug for gap in scope.verdict.gaps} == ({"swapped"} if amid else set())
 
 
+def test_a_model_that_was_only_called_is_swapped_as_without_us(swapping: None, tmp_path: Path) -> None:
+    """Its buffers are known since it was called, and no step has begun: of these, too, nothing is in the way."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with nanscope.watch(out=tmp_path):
+        model(torch.linspace(-1, 1, 6).reshape(2, 3))
+        model.load_state_dict(kept)
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in kept.items())
+
+
 def test_a_bad_step_after_a_swap_is_found(swapping: None, tmp_path: Path) -> None:
     """The weights are other tensors under the same names, and the watch goes on."""
     torch.manual_seed(0)

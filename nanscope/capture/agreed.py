@@ -60,6 +60,11 @@ class Agreed:
             mine.extend(theirs)  # type: ignore[arg-type]
         other.forget()
 
+    def let_go(self) -> None:
+        """Refer to no tensor any more, not even weakly: what was sent is not known from here on."""
+        self.forget()
+        self._sent = {}
+
     def forget(self) -> None:
         """Another backward pass is over."""
         for known in (self.norms, self._written, self._by_all):

@@ -145,6 +145,7 @@ class Tape:
                 self._writes.before(target, args[0], operator.turns)
         except Unseen:
             self._keywords = bool(kwargs)
+            self._read_rest(args, kwargs)
             return operator, None, None
         return operator, noted, target
 
@@ -159,7 +160,7 @@ class Tape:
             self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
             if not self._jagged.after(operator, args, self._keywords, result):
-                self._forget_results(result)
+                self._forget_results(result, operator.name)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
                 self._after_norm(part for _, part in parts)
@@ -190,6 +191,13 @@ class Tape:
             program, tensors = self.program(value)
             if program.calls and tensor_bytes(tensors) <= REMEMBERED:
                 self.numbers.append((program, tensors))
+
+    def _read_rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of a call that no program holds, because of one argument: what else it reads."""
+        self.log.read.clear()
+        for tensor in tensors_of((args, tuple(kwargs.values()))):
+            with contextlib.suppress(Unseen):
+                self._arg(tensor)
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):

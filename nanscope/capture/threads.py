@@ -75,6 +75,7 @@ class Instruments:
         self.observer.let_go()
         self.modules.let_go()
         self.mode.tape.forget(everything=True)
+        self.mode.tape.agreed.let_go()
 
 
 class Strand:

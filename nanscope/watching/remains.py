@@ -108,8 +108,8 @@ class Remains:
         ]
 
     def let_go(self) -> None:
-        """Refer to no weight any more: since when each was finite is not known from here on."""
-        self._first = {}
+        """Refer to no weight and no buffer any more: since when each was finite is not known from here on."""
+        self._first, self._met = {}, {}
 
     def fine(self, step: int, weights: Iterable[Tensor]) -> None:
         """After the update of a step these were finite."""

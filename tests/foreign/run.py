@@ -1,4 +1,4 @@
-"""Runs the tests of others bare and inside `nanscope.watch()`, and compares: no outcome may change, and each incident must be a true one.
+"""Runs the tests of others bare and inside `nanscope.watch(deep_every=1)`, and compares: no outcome may change, and each incident must be a true one.
 
     python tests/foreign/run.py torchrl=~/src/rl torch-autograd=~/src/pytorch stable-baselines3 --page docs/foreign.md
 
@@ -10,7 +10,7 @@ NAME=CHECKOUT: a suite of `suites.py`, and where its tests lie; CHECKOUT@REVISIO
 What differs is run again, without the other tests: what is then as before is unsteady. What still differs is probed: does it also under a
 dispatch mode that only passes calls on, with nanscope not there at all? Or only while tensors are held? What is left, and an incident that
 no row of `suites.py` says to be true, is an open question, and the exit status is 1. Results stay in `--work`, one file a suite, and the
-page is made of all of them.
+page is made of all of them; beside them a folder of the snapshots of a suite's incidents.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Bench:
             told, only = self.file("told"), self.file("only")
             told.write_text("")
             only.write_text("\n".join(left), encoding="utf-8")
-            self.pytest("--told", str(told), "--only-ids", str(only), "--under", under)
+            self.pytest("--told", str(told), "--only-ids", str(only), "--under", under, "--keep", str(self.file("incidents")))
             for line in map(json.loads, told.read_text(encoding="utf-8").splitlines()):
                 found[line["id"]] = DIED if "begun" in line else line
             rest = [name for name in left if name not in found]

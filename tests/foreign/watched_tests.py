@@ -1,11 +1,11 @@
-"""A pytest plugin: the call of each test inside `nanscope.watch()`, and one line of JSON of what came of it.
+"""A pytest plugin: the call of each test inside `nanscope.watch(deep_every=1)`, and one line of JSON of what came of it.
 
     PYTHONPATH=tests/foreign pytest -p watched_tests --told lines.jsonl --under watch …
 
     {"id": "test_ppo.py::test_clip", "begun": true}
     {"id": "test_ppo.py::test_clip", "outcome": "passed", "raised": "", "seconds": 0.21, "told": {"status": "healthy", …}}
 
-`--under` nothing the same test is run bare; `mode` and `holding-nothing` tell why one differs that does. Every test begins with the same seeds. One that takes longer than `--longest` seconds is ended.
+`--keep` moves the files of incidents to a folder. `--under` nothing the same test is run bare; `mode` and `holding-nothing` tell why one differs that does. Every test begins with the same seeds. One that takes longer than `--longest` seconds is ended.
 A line that has begun and was not ended is of a test that took the process with it.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import shutil
 import signal
 import sys
@@ -35,8 +36,8 @@ from nanscope.capture.tape import BUDGET
 
 UNDER = {
     "nothing": "bare",
-    "watch": "inside nanscope.watch()",
-    "holding-nothing": "inside nanscope.watch(budget=1)",
+    "watch": "inside nanscope.watch(deep_every=1)",
+    "holding-nothing": "inside nanscope.watch(deep_every=1, budget=1)",
     "mode": "inside a dispatch mode that passes every call on, as torch's own modes do, and without nanscope",
 }
 
@@ -62,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--told", type=Path, required=True, help="the file that the lines are appended to")
     group.addoption("--under", choices=tuple(UNDER), default="nothing", help="; ".join(f"{name}: {what}" for name, what in UNDER.items()))
     group.addoption("--longest", type=int, default=60, help="seconds of one test")
+    group.addoption("--keep", type=Path, help="the folder that files of incidents are moved to")
     group.addoption("--without", action="append", default=[], help="a package that is not there for the tests")
     group.addoption("--list-ids", type=Path, help="a file that the names of all tests are written to")
     group.addoption("--only-ids", type=Path, help="a file of the tests to run, one a line; the others are left out")
@@ -90,6 +92,7 @@ class Teller:
         self.path: Path = config.getoption("--told").resolve()
         self.under: str = config.getoption("--under")
         self.longest: int = config.getoption("--longest")
+        self.keep: Path | None = config.getoption("--keep")
         self.listed: Path | None = config.getoption("--list-ids")
         ids: Path | None = config.getoption("--only-ids")
         self.only = None if ids is None else set(ids.read_text(encoding="utf-8").splitlines())
@@ -122,7 +125,7 @@ class Teller:
             return timed(self.line)
         if self.under == "mode":
             return moded(self.line)
-        return watching(self.line, 1 if self.under == "holding-nothing" else BUDGET)
+        return watching(self.line, 1 if self.under == "holding-nothing" else BUDGET, self.keep)
 
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
         """Take the class of what was raised."""
@@ -167,12 +170,12 @@ def moded(line: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def watching(line: dict[str, Any], budget: int) -> Iterator[None]:
+def watching(line: dict[str, Any], budget: int, keep: Path | None) -> Iterator[None]:
     """Watch, and write into the line what was said."""
     folder, sayings = tempfile.mkdtemp(prefix="nanscope-foreign-"), Sayings()
     logger = logging.getLogger("nanscope")
     logger.addHandler(sayings)
-    scope = nanscope.watch(out=folder, budget=budget)
+    scope = nanscope.watch(out=folder, budget=budget, deep_every=1)
     try:
         with scope, timed(line):
             yield
@@ -180,6 +183,9 @@ def watching(line: dict[str, Any], budget: int) -> Iterator[None]:
         logger.removeHandler(sayings)
         try:
             line["told"] = told(scope, sayings.lines)
+            if keep is not None and line["told"]["incidents"]:
+                keep.mkdir(exist_ok=True)
+                shutil.move(folder, keep / re.sub(r"\W+", "-", line["id"])[-200:])
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
