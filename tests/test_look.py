@@ -283,6 +283,46 @@ def test_a_number_that_is_nan_is_shown_as_the_operand(tmp_path: Path, kind: str)
     assert again.incidents[0].sentence == incident.sentence
 
 
+def put_where(x: Tensor) -> Tensor:
+    made = x * 2
+    made[x <= 0] = math.nan
+    return made
+
+
+def put_at(x: Tensor) -> Tensor:
+    made = x * 2
+    made[0] = math.nan
+    return made
+
+
+def filled(x: Tensor) -> Tensor:
+    return x.masked_fill(x <= 0, math.nan)
+
+
+PUT = {put_where: ("index_put", "a number"), put_at: ("scatter", "a number"), filled: ("masked_fill", "math.nan")}
+
+
+@pytest.mark.parametrize("put", PUT, ids=lambda put: put.__name__)
+def test_a_nan_that_the_code_puts_into_what_it_computed_came_with_no_batch(tmp_path: Path, put: Callable[[Tensor], Tensor]) -> None:
+    """As a distribution does whose variance is not defined: the call is told that put it there, and that it is the code's own number."""
+    with nanscope.watch(out=tmp_path) as scope:
+        put(torch.arange(3.0).requires_grad_()).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.cause, incident.origin.op, incident.origin.index) == ("input", "bad_input", PUT[put][0], (0,))
+    assert [name for name, _ in incident.origin.operands] == [PUT[put][1]]
+    assert "number that the code gave" in incident.sentence and "batch" not in incident.sentence
+
+
+def test_a_nan_that_is_put_into_data_is_data(tmp_path: Path) -> None:
+    """Whoever sets an element of what has no gradient notes down what came in."""
+    rewards = torch.ones(3)
+    rewards[1] = math.nan
+    with nanscope.watch(out=tmp_path) as scope:
+        (rewards * torch.ones(3, requires_grad=True)).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.op, incident.origin.variable, incident.origin.index) == ("input", "input", "rewards", (1,))
+
+
 RANDOM: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, str, str]]] = {
     "what was computed": (lambda x: nn.functional.rrelu(torch.log(x * 0), training=True), ("forward", "log", "torch.log(x * 0)")),
     "the batch": (lambda x: nn.functional.rrelu(x * BAD, training=True), ("input", "input", "")),

@@ -240,7 +240,17 @@ def masked(loss: Tensor, out: Tensor) -> Tensor:
     return loss + scores.softmax(0)[2:].pow(2).mean()
 
 
-QUIET = [metric, without_gradient, of_data, weights_asked, masked]
+def alike(loss: Tensor, out: Tensor) -> Tensor:
+    torch.testing.assert_close(torch.log(out * 0 - 1).sum(), torch.log(out * 0 - 2).sum(), equal_nan=True)
+    return loss
+
+
+def as_expected(loss: Tensor, out: Tensor) -> Tensor:
+    torch.testing.assert_close(torch.log(out.detach().requires_grad_() * 0), torch.full((6, 1), -math.inf))
+    return loss
+
+
+QUIET = [metric, without_gradient, of_data, weights_asked, masked, alike, as_expected]
 
 
 @pytest.mark.usefixtures("read")
@@ -257,6 +267,17 @@ def test_what_is_asked_and_harms_nothing_is_quiet(tmp_path: Path, asks: Callable
             loss.backward()
             optimizer.step()
     assert scope.verdict.healthy and (scope.steps, scope.bad_steps) == (3, 0), scope.verdict.sentence
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("asks", [alike, as_expected], ids=lambda asks: asks.__name__)
+def test_results_that_are_compared_are_no_losses(tmp_path: Path, asks: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A test of code that has NaN in it, on purpose, and differentiates nothing."""
+    out = nn.Linear(4, 1)(torch.randn(6, 4))
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            asks(out.mean(), out)
+    assert not (scope.verdict.incidents or scope.verdict.gaps or scope.verdict.notes), scope.verdict.sentence
 
 
 @pytest.mark.usefixtures("read")

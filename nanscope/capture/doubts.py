@@ -7,7 +7,7 @@ host anyway, so to listen costs nothing: a number that is finite is forgotten at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -21,7 +21,7 @@ from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
-from nanscope.program.ops import CHECKS, Flow, flow_of
+from nanscope.program.ops import CHECKS, EQUALITIES, Flow, base_name, flow_of
 from nanscope.program.program import Program
 from nanscope.torch_inside import base_of, number_of, sequence_number
 
@@ -198,19 +198,31 @@ class Doubts:
         return doubt
 
     def _about(self, value: Value) -> list[Value]:
-        """Return the values with a gradient that an answer is about: the last ones that had one, on the way to it."""
+        """Return the values with a gradient that an answer is about: the last ones that had one, on the way to it.
+
+        There are none where it says whether two results are alike: so asks a test of the code, and no guard of a loss.
+        """
         by_id, entries, made_by = self._known.by_id, self._log.entries, self._known.made_by
         found: dict[int, Value] = {}
         way, left = [value], STEPS
         while way and left:
             one, left = way.pop(), left - 1
             made = entries.get(made_by.get(one.id, -1))
+            read = [] if made is None else [by_id[known] for known in made.reads() if known in by_id]
+            if made is not None and base_name(made.op) in EQUALITIES and _are_results(read):
+                return []
             absolute = made is not None and made.op == "aten.abs.default" and one is not value  # `isfinite` takes it of what it asks about
             if one.diff and not absolute:
                 found[one.id] = one
-            elif made is not None:
-                way += [by_id[read] for read in made.reads() if read in by_id]
+            else:
+                way += read
         return list(found.values())
+
+
+def _are_results(compared: Sequence[Value]) -> bool:
+    """Are two values compared of which neither is the other, nor one number that stands for infinity?"""
+    apart = {one.id for one in compared}
+    return len(apart) > 1 and all(one.diff or math.prod(one.shape) > 1 for one in compared)
 
 
 def is_weight(base: Tensor | None) -> bool:

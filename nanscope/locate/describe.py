@@ -11,7 +11,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Computes, Leaf, Site
 from nanscope.program.flow import Source, sources
 from nanscope.program.numbers import at, dtype_name
-from nanscope.program.ops import NUMBERED, SCALES_OF
+from nanscope.program.ops import LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
@@ -126,6 +126,8 @@ def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand,
 
 def _operand(trace: Trace, source: Source) -> Operand:
     """The element of a source that tells most: the largest, and NaN and infinities before all."""
+    if _is_nan_of_code(trace, source.value):
+        return Operand(NUMBER, None, None, (), math.nan)  # `x[0] = nan`
     shape, tensor = trace.values[source.value].shape, trace.values[source.value].flatten()
     part = tensor[source.flat]
     if part.numel() == 0:
@@ -136,6 +138,15 @@ def _operand(trace: Trace, source: Source) -> Operand:
         flat = int(source.flat[0])
     number = at(tensor, flat) if tensor.numel() else math.nan
     return Operand(source.value, trace.names.name(source.value), trace.names.role(source.value), unravel(flat, shape), number)
+
+
+def _is_nan_of_code(trace: Trace, value: int) -> bool:
+    """Is it a NaN that the code writes as a number, be it moved to where it is put?"""
+    made = trace.program.maker(value)
+    while made is not None and made.name in MOVES_OF_WRITES and made.name not in LITERALS:
+        made = trace.program.maker(next(made.inputs()))
+    tensor = trace.values[value]
+    return made is not None and made.name in LITERALS and tensor.is_floating_point() and bool(tensor.isnan().all())
 
 
 def _first_reader(trace: Trace, value: int) -> Site | None:

@@ -28,6 +28,7 @@ from nanscope.program.ops import (
     LITERALS,
     MASK_ARITHMETIC,
     MASK_FREE,
+    SETS,
     SHRINKING,
     WRITES,
     Flow,
@@ -304,7 +305,7 @@ def _root_of_literal(trace: Trace, path: Sequence[Spot]) -> Root:
     """An infinity that the code writes is meant; a NaN that it writes is bad data, in the tensor that it was written into."""
     number = _number(trace, path[-1])
     if math.isnan(number):
-        return Root(Birth.FED, tuple(path[: _last_write(trace, path, len(path) - 1) + 1]))
+        return _written(trace, path, len(path) - 1, _last_write(trace, path, len(path) - 1))
     made = trace.program.maker(path[-1][0])
     birth = Birth.FED if number > 0 else Birth.INTENDED
     alone = made is not None and made.name == "fill"  # how torch 2.15 sets an element; 2.13 copies a tensor that holds the number
@@ -320,10 +321,22 @@ def _root_of_element(trace: Trace, path: Sequence[Spot], birth: Birth, moves: Se
     """A number that was put into an element is not where the data went bad: the tensor is. moves: on the way there."""
     if trace.values[path[-1][0]].numel() == 1 and len(path) > 1 and _is_write(trace, path[-2][0]):
         tensors = [depth for depth, (value, _) in enumerate(path) if trace.values[value].numel() > 1]
-        depth = _last_write(trace, path, tensors[-1]) if tensors else None
+        depth = _last_write(trace, path, tensors[-1]) if tensors and _is_write(trace, path[tensors[-1]][0]) else None
         if depth is not None and (birth is Birth.FED or _is_record(trace, moves[depth:])):
-            return Root(Birth.BORN if _is_decided(trace, path[depth][0]) else Birth.FED, tuple(path[: depth + 1]))
+            return _written(trace, path, len(path) - 1, depth)
     return None
+
+
+def _written(trace: Trace, path: Sequence[Spot], first: int, last: int) -> Root:
+    """A number was put into a tensor. first, last: how deep on the path the writes stand.
+
+    One that has a gradient is none of the batch's: the call that put it there is where it was made. So it is where the code decides by
+    numbers that it has computed. Else it came in.
+    """
+    sets = [depth for depth in range(last, first + 1) if (made := trace.program.maker(path[depth][0])) is not None and made.name in SETS]
+    if sets and any(leaf.diff for leaf in trace.program.slice(path[sets[-1]][0]).leaves):
+        return Root(Birth.BORN, tuple(path[: sets[-1] + 1]))
+    return Root(Birth.BORN if _is_decided(trace, path[last][0]) else Birth.FED, tuple(path[: last + 1]))
 
 
 def _is_decided(trace: Trace, written: int) -> bool:

@@ -18,7 +18,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, SHIFTS
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, SETS, SHIFTS
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -135,6 +135,8 @@ _PLAIN = re.compile(r"-?[\w.]+")  # what is calculated nowhere
 def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     """What the code calls a number that it gives: it may stand first there and last in the call, or behind a keyword."""
     places = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
+    if origin.op in SETS:
+        places = (len(words) - 1,) if origin.op in FILLS else ()  # what is assigned to a part is no argument
     found = [words[place] for place in places if 0 <= place < len(words) and _PLAIN.fullmatch(words[place])]
     tensors = {operand.name for operand in origin.operands if operand.name}
     apart = [word for word in found if word not in tensors]
