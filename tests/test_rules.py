@@ -96,7 +96,7 @@ CASES = (  # one row a rule, in the order of the rules
         seen("exp", INF, 99.0, ancestors=("sub", "sum"), role="hidden"), Cause.EXP_OVERFLOW,
     ),
     Case(seen("exp", INF, 99.0), Cause.EXP_OVERFLOW, seen("sinh", INF, 99.0), Cause.MAGNITUDE_OVERFLOW),
-    Case(seen("log", -INF, 0.0), Cause.LOG_ZERO, seen("lgamma", INF, 0.0), Cause.MAGNITUDE_OVERFLOW),
+    Case(seen("log", -INF, 0.0), Cause.LOG_ZERO, seen("lgamma", INF, 0.0), Cause.OUTSIDE_DOMAIN),
     Case(
         seen("_linalg_eigh", 1.0, 1.0, phase=Phase.BACKWARD, degenerate=True), Cause.ZERO_DIV_ZERO,
         seen("_linalg_eigh", 1.0, 1.0, phase=Phase.BACKWARD), Cause.OUTSIDE_DOMAIN,
@@ -298,3 +298,14 @@ def test_operators_of_one_kind_are_treated_alike(op: str, observe: Callable[[str
 def test_the_exponent_of_a_sequence_is_one_of_the_loss(role: str | None) -> None:
     """Sums inside the model, of a hidden state, are no sequences."""
     assert cause_of(seen("exp", INF, 99.0, ancestors=("sum",), role=role)) is Cause.SEQ_RATIO_OVERFLOW
+
+
+@pytest.mark.parametrize(
+    ("op", "pole", "beside"),
+    [("atanh", 1.0, 0.99), ("erfinv", -1.0, 0.0), ("logit", 0.0, 0.5), ("lgamma", -2.0, 1e38), ("digamma", 0.0, 1e-39), ("polygamma", 0.0, 1e-39)],
+)
+def test_what_is_infinite_in_every_dtype_has_not_overflowed(op: str, pole: float, beside: float) -> None:
+    """At the end of its domain an operation has no finite number; elsewhere an infinity is one of the dtype."""
+    for dtype in ("float32", "float16"):
+        assert cause_of(seen(op, INF, pole, dtype=dtype)) is Cause.OUTSIDE_DOMAIN
+    assert cause_of(seen(op, INF, beside)) is Cause.MAGNITUDE_OVERFLOW

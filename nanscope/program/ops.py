@@ -118,6 +118,7 @@ SHARED_OUT = _family("exp pow")  # what is divided by its own sum to be a distri
 NATURAL_EXPONENTIALS = _family("exp expm1")  # of e: the operand is in nats
 LOGARITHMS = _family("log log10 log1p log2 xlogy")
 NATURAL_LOGARITHMS = _family("log log1p")
+GAMMAS = _family("digamma lgamma polygamma")  # infinite at 0, and at every whole number below
 POWERS = _family("pow rsqrt sqrt")  # NaN for a negative number
 DOMAINS = POWERS | _family("acos acosh asin atanh log log10 log1p log2")  # NaN outside of their domain
 TAKEN_OF = {"xlogy": 1}  # which argument a logarithm is taken of, if not the first

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from nanscope.plain import checked, read, show
-from nanscope.program.ops import DIVISORS
+from nanscope.program.ops import BOUNDS, DIVISORS, GAMMAS, LOGARITHMS, TAKEN_OF
 from nanscope.roles import Role
 from nanscope.text import is_spared
 
@@ -118,6 +118,15 @@ class Origin:
         """Return what it was divided by, NaN if by nothing: an infinite power of 0 is one by 0."""
         divides = self.op in DIVISORS and (self.op != "pow" or math.isinf(self.value))
         return self.number(DIVISORS[self.op]) if divides else math.nan
+
+    @property
+    def is_pole(self) -> bool:
+        """Is it infinite because the operation is, there, in whatever dtype? That is no overflow."""
+        read = self.number(TAKEN_OF.get(self.op, 0))
+        if not math.isinf(self.value) or not math.isfinite(read):
+            return False
+        low, high = BOUNDS.get(self.op, (-math.inf, math.inf))
+        return not low < read < high or self.op in LOGARITHMS or (self.op in GAMMAS and read <= 0)
 
     @property
     def is_frozen(self) -> bool:

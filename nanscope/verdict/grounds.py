@@ -76,14 +76,14 @@ def is_masked(seen: Observation) -> bool:
 
 def overflows(seen: Observation) -> bool:
     """Did it become infinite of finite numbers, those included that the optimizer was set to? What came out of code that nobody looked
-    into may have been so."""
+    into may have been so, what is infinite in every dtype has not."""
     operands = (number for _, number in seen.origin.operands)
-    return is_infinite(seen) and seen.origin.op not in UNOPENED and all(map(math.isfinite, operands)) and not seen.settings
+    return is_infinite(seen) and not seen.origin.is_pole and seen.origin.op not in UNOPENED and all(map(math.isfinite, operands)) and not seen.settings
 
 
 def no_number(seen: Observation) -> bool:
-    """Is it NaN of finite numbers, or, in backward, finite itself and its gradient is not?"""
-    made = (is_nan(seen) and seen.origin.op not in EVERYWHERE) or (seen.phase is Phase.BACKWARD and is_finite(seen))
+    """Is it NaN of finite numbers, or infinite at the end of its domain, or, in backward, finite itself and its gradient is not?"""
+    made = seen.origin.is_pole or (is_nan(seen) and seen.origin.op not in EVERYWHERE) or (seen.phase is Phase.BACKWARD and is_finite(seen))
     operands = [number for _, number in seen.origin.operands]
     return made and seen.phase in (Phase.FORWARD, Phase.BACKWARD) and bool(operands) and all(map(math.isfinite, operands))
 

@@ -251,7 +251,7 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
     subject = f"{p.variable} = {p.expression}" if p.variable and p.expression and not function else (p.expression or p.variable or p.op)
     inside = f" in the gradient of {p.variable}{inside}" if function and p.variable else inside
     if not math.isfinite(p.value):
-        overflowed = p.value == math.inf and p.divided != 0 and all(math.isfinite(value) for _, value in p.operands)
+        overflowed = p.value == math.inf and p.divided != 0 and not p.is_pole and all(math.isfinite(value) for _, value in p.operands)
         head = f"{subject} overflowed to +inf" if overflowed else f"{subject} gave {result}"
     else:
         head = f"{subject} became {result}" if suspect else f"the gradient of {subject} is not finite"
