@@ -313,6 +313,15 @@ def test_a_nan_that_the_code_puts_into_what_it_computed_came_with_no_batch(tmp_p
     assert "number that the code gave" in incident.sentence and "batch" not in incident.sentence
 
 
+def test_no_tensor_is_called_a_number(tmp_path: Path) -> None:
+    """A number that the line writes out has no name, and takes none of its neighbour's."""
+    x = torch.ones(3, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        (x + float("nan")).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert "x, a number" not in incident.sentence and "a number of Python" in incident.sentence, incident.sentence
+
+
 def test_a_nan_that_is_put_into_data_is_data(tmp_path: Path) -> None:
     """Whoever sets an element of what has no gradient notes down what came in."""
     rewards = torch.ones(3)

@@ -130,6 +130,7 @@ def operand_name(origin: Element, position: int) -> str:
 
 
 _PLAIN = re.compile(r"-?[\w.]+")  # what is calculated nowhere
+_NAN = re.compile(r"-?float\(.*\)")  # and what is a number all the same
 
 
 def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
@@ -137,10 +138,10 @@ def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     places = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
     if origin.op in SETS:
         places = (len(words) - 1,) if origin.op in FILLS else ()  # what is assigned to a part is no argument
-    found = [words[place] for place in places if 0 <= place < len(words) and _PLAIN.fullmatch(words[place])]
+    given = [words[place] for place in places if 0 <= place < len(words)]
     tensors = {operand.name for operand in origin.operands if operand.name}
-    apart = [word for word in found if word not in tensors]
-    return next(iter(found if len(found) == 1 else apart), "a number")
+    apart = [word for word in given if _PLAIN.fullmatch(word) and word not in tensors]
+    return apart[0] if len(apart) == 1 and not any(map(_NAN.fullmatch, given)) else "a number"
 
 
 def _drop_words(how: str, name: str | None) -> str:
