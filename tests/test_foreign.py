@@ -73,11 +73,11 @@ def test_the_page_says_what_is_open(tmp_path: Path) -> None:
     differs = page.Differs("a.py::test_a", "passed", "failed", "AssertionError", "")
     known, unknown = page.Said("a.py::test_b", "x / y gave +inf", "divides by 0"), page.Said("a.py::test_c", "z gave NaN")
     result = page.Result(
-        "own", "1.0", "1.1", "2.13.0", 2, 9, 8, 7, 1.5, 2.0, [differs], ["a.py::test_d"], [known, unknown], [], "2026-01-01"
+        "own", "1.0", "1.1", "2.13.0", 2, 9, 8, 7, 1.5, 2.0, [differs], ["a.py::test_d"], [known, unknown], [], "2026-01-01", 1
     )
     assert result.open() == ["a.py::test_a", "a.py::test_c"]
     text = page.render([result])
-    assert "| own | 1.0 | 1.1 | 2.13.0 | 9 | 8 | 7 | 1 | 1, 1 | 2.0 | 2026-01-01 |" in text
+    assert "| own | 1.0 | 1.1 | 2.13.0 | 9 | 8 | 7 | 1 | 1, 1 | all | 2.0 | 2026-01-01 |" in text
     assert "Not explained (1):\n\n- `test_a`" in text and "| `test_c` | **open** | z gave NaN |" in text
     (tmp_path / "own.json").write_text(run.json.dumps(asdict(result)), encoding="utf-8")
     assert page.load(tmp_path / "own.json") == result

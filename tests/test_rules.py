@@ -302,7 +302,14 @@ def test_the_exponent_of_a_sequence_is_one_of_the_loss(role: str | None) -> None
 
 @pytest.mark.parametrize(
     ("op", "pole", "beside"),
-    [("atanh", 1.0, 0.99), ("erfinv", -1.0, 0.0), ("logit", 0.0, 0.5), ("lgamma", -2.0, 1e38), ("digamma", 0.0, 1e-39), ("polygamma", 0.0, 1e-39)],
+    [
+        ("atanh", 1.0, 0.99),
+        ("erfinv", -1.0, 0.0),
+        ("logit", 0.0, 0.5),
+        ("lgamma", -2.0, 1e38),
+        ("digamma", 0.0, 1e-39),
+        ("polygamma", 0.0, 1e-39),
+    ],
 )
 def test_what_is_infinite_in_every_dtype_has_not_overflowed(op: str, pole: float, beside: float) -> None:
     """At the end of its domain an operation has no finite number; elsewhere an infinity is one of the dtype."""

@@ -135,7 +135,7 @@ _NAN = re.compile(r"-?float\(.*\)")  # and what is a number all the same
 
 def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     """What the code calls a number that it gives: it may stand first there and last in the call, or behind a keyword."""
-    places = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
+    places: tuple[int, ...] = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
     if origin.op in SETS:
         places = (len(words) - 1,) if origin.op in FILLS else ()  # what is assigned to a part is no argument
     given = [words[place] for place in places if 0 <= place < len(words)]

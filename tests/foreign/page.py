@@ -10,12 +10,12 @@ from pathlib import Path
 HEAD = """# The tests of others
 
 The test suites of torch and of the frameworks, each test run bare and inside `nanscope.watch()`: no outcome may change, and each incident must
-be a true one. `tests/foreign/run.py` runs them, and writes this page. *Times as long* is the time of the tests that pass either
-way, without opening and closing the block; these tests are hardly more than calls on tiny tensors, where watching costs most: what
-it costs a training run stands in [Costs and limits](costs.md).
+be a true one. `tests/foreign/run.py` runs them, and writes this page. *Looked at deeply* are the first three steps, and of the others as
+many as the row says. *Times as long* is the time of the tests that pass either way, without opening and closing the block; these tests are
+hardly more than calls on tiny tensors, where watching costs most: what it costs a training run stands in [Costs and limits](costs.md).
 
-| suite | its version | of | torch | tests | pass either way | backward passes | outcomes that differ | incidents (true, open) | times as long | on |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| suite | its version | of | torch | tests | pass either way | backward passes | outcomes that differ | incidents (true, open) | looked at deeply | times as long | on |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -41,7 +41,8 @@ class Said:
 
 @dataclass(slots=True)
 class Result:
-    """What came of one suite. of: the version of the tests. version: of what they test. every: one test in so many was run. seconds: of the tests that pass, bare. ratio: watched to bare."""
+    """What came of one suite. of: the version of the tests. version: of what they test. every: one test in so many was run. seconds: of the tests that pass, bare. ratio: watched to bare.
+    deep: of so many steps one was looked at deeply."""
 
     name: str
     of: str
@@ -58,6 +59,7 @@ class Result:
     incidents: list[Said] = field(default_factory=list)
     gaps: list[Said] = field(default_factory=list)
     on: str = ""
+    deep: int = 100
 
     def open(self) -> list[str]:
         """Return the tests that raise a question."""
@@ -98,6 +100,7 @@ def _row(r: Result) -> str:
         r.backwards,
         len(r.differ),
         f"{does}, {len(r.incidents) - does}",
+        "all" if r.deep == 1 else f"1 in {r.deep}",
         f"{r.ratio:.1f}",
         r.on,
     ]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import page
-from suites import KNOWN, SUITES, TRUE, Suite, said_of
+from suites import DEEP, KNOWN, SUITES, TRUE, Suite, said_of
 
 HERE = Path(__file__).resolve().parent
 NEVER = {"outcome": "absent", "raised": "", "seconds": 0.0, "told": None}
@@ -126,6 +126,7 @@ def measure(bench: Bench, every: int) -> page.Result:
         [page.Said(name, i["sentence"], said_of(name, TRUE)) for name, said in told.items() for i in said["incidents"]],
         [page.Said(name, gap) for name, said in told.items() for gap in said["gaps"]],
         datetime.now(UTC).date().isoformat(),
+        DEEP,
     )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ def files(pattern: str, names: str) -> tuple[str, ...]:
     return tuple(pattern.format(name) for name in names.split())
 
 
+DEEP = 1  # of so many steps one is looked at deeply
+
 # Without a conftest that wants more than the tests, without pytest's handler of the log where tests format records their own way.
 ALONE = ("--noconftest", "-p", "no:logging")
 COMPILERS = ("-k", "not test_multi_grad_all_hooks")  # compiles an extension for minutes

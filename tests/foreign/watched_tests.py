@@ -29,6 +29,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from suites import DEEP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanscope
@@ -175,7 +176,7 @@ def watching(line: dict[str, Any], budget: int, keep: Path | None) -> Iterator[N
     folder, sayings = tempfile.mkdtemp(prefix="nanscope-foreign-"), Sayings()
     logger = logging.getLogger("nanscope")
     logger.addHandler(sayings)
-    scope = nanscope.watch(out=folder, budget=budget, deep_every=1)
+    scope = nanscope.watch(out=folder, budget=budget, deep_every=DEEP)
     try:
         with scope, timed(line):
             yield
