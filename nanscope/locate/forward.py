@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.locate.drops import one_of
 from nanscope.locate.left_out import left_out, made_finite
 from nanscope.locate.trace import Spot, Trace
-from nanscope.program.calls import Call
+from nanscope.program.calls import Call, Computes
 from nanscope.program.flow import Source, sources, spread
 from nanscope.program.numbers import at
 from nanscope.program.ops import (
@@ -334,7 +334,8 @@ def _written(trace: Trace, path: Sequence[Spot], first: int, last: int) -> Root:
     numbers that it has computed. Else it came in.
     """
     sets = [depth for depth in range(last, first + 1) if (made := trace.program.maker(path[depth][0])) is not None and made.name in SETS]
-    if sets and any(leaf.diff for leaf in trace.program.slice(path[sets[-1]][0]).leaves):
+    updates = trace.program.computes is Computes.UPDATE  # of weights: whoever writes to one spoils it
+    if sets and not updates and any(leaf.diff for leaf in trace.program.slice(path[sets[-1]][0]).leaves):
         return Root(Birth.BORN, tuple(path[: sets[-1] + 1]))
     return Root(Birth.BORN if _is_decided(trace, path[last][0]) else Birth.FED, tuple(path[: last + 1]))
 

@@ -37,6 +37,7 @@ PROBES = {  # what a test is put under → why it differs, if it ends there as i
     "mode": ("watched", "torch does the same under any dispatch mode, without nanscope"),
     "holding-nothing": ("bare", "the recording holds a tensor that the test wants to be gone; with `budget=1` it is"),
 }
+SLOW = "watched it takes longer than a test may"
 Lines = dict[str, dict[str, Any]]
 
 
@@ -110,7 +111,8 @@ def measure(bench: Bench, every: int) -> page.Result:
     once = [name for name in ids if outcome(bare[name]) != outcome(watched[name])]
     again = {"bare": bench.run(once, "nothing"), "watched": bench.run(once, "watch")}
     differ = [name for name in once if outcome(again["bare"][name]) != outcome(again["watched"][name])]
-    why = {name: words for name in differ if (words := said_of(name, KNOWN))}
+    slow = {name: SLOW for name in differ if again["watched"][name]["raised"].startswith("TookTooLong")}
+    why = slow | {name: words for name in differ if (words := said_of(name, KNOWN))}
     for under, (like, words) in PROBES.items():
         left = [name for name in differ if name not in why]
         probed = bench.run(left, under)
