@@ -126,6 +126,7 @@ CASES = (  # one row a rule, in the order of the rules
     ),
     Case(seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, seen("mm", INF, dtype="bfloat16"), Cause.MAGNITUDE_OVERFLOW),
     Case(seen("pow", INF, 1e30), Cause.MAGNITUDE_OVERFLOW, seen("pow", INF, -INF), Cause.UNKNOWN),
+    Case(seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, seen("lgamma", INF, 0.0), Cause.OUTSIDE_DOMAIN),
     Case(seen("acos", NAN, 1.5), Cause.OUTSIDE_DOMAIN, seen("abs", NAN, 1.5), Cause.UNKNOWN),
 )  # fmt: skip
 
@@ -151,6 +152,7 @@ BOTH = (  # what two rules fit: the cause that is said, and the one that is not
     (seen("mean", NAN, phase=Phase.OPTIMIZER, eps_underflow=True), Cause.EMPTY_MASK_MEAN, Cause.EPS_UNDERFLOW),
     (seen("mm", INF, phase=Phase.OPTIMIZER, eps_underflow=True, dtype="float16"), Cause.EPS_UNDERFLOW, Cause.FP16_OVERFLOW),
     (seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, Cause.MAGNITUDE_OVERFLOW),
+    (seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, Cause.OUTSIDE_DOMAIN),
     # further apart
     (seen("exp", INF, 99.0, multiplied=True, masked=True, coefficient=True), Cause.INF_TIMES_ZERO_MASK, Cause.INF_TIMES_ZERO_COEF),
     (seen("exp", INF, 99.0, phase=Phase.BACKWARD, dropped=True), Cause.WHERE_GRAD_TRAP, Cause.EXP_OVERFLOW),
@@ -173,7 +175,7 @@ NEVER = {  # two rules beside each other that fit no observation together, and s
     18: "NaN is not finite",
     26: "a logarithm is no spectrum",
     30: "the logarithm of 0 is below 0",
-    40: "an infinity is not NaN",
+    40: "a pole is no overflow",
 }
 
 

@@ -76,7 +76,18 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         degenerate=call is not None and is_degenerate(call, trace.values),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
         leaves_half=leaves_half(origin, location.phase, trace),
+        opposed=_is_opposed(location, trace),
     )
+
+
+def _is_opposed(location: Location, trace: Trace) -> bool:
+    """Is another infinity taken from this one where it becomes NaN?"""
+    met = next((crossed for crossed in location.chain if math.isnan(crossed.value) and not crossed.backward), None)
+    call = None if met is None else trace.program.maker(met.value_id)
+    if met is None or call is None or call.name not in SHIFTS:
+        return False
+    read = sources(call, trace.values, met.value_id, ravel(met.index, trace.values[met.value_id].shape))
+    return len(read) == 2 and all(bool(torch.isinf(trace.values[one.value].flatten()[one.flat]).all()) for one in read)
 
 
 def _is_exponential(origin: Element, call: Call) -> bool:

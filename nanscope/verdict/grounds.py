@@ -145,7 +145,7 @@ def _of_a_coefficient(seen: Observation) -> bool:
 def _infinities_meet(seen: Observation) -> bool:
     if seen.origin.op in SHIFTS:
         return all(map(math.isinf, factors(seen)))
-    return seen.origin.op == "logsumexp" and not is_finite(seen)
+    return (seen.origin.op == "logsumexp" and not is_finite(seen)) or (is_infinite(seen) and seen.facts.opposed)
 
 
 def _plogp(seen: Observation) -> bool:

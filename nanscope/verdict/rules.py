@@ -144,5 +144,6 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.OPTIMIZER, None, lambda o: o.facts.eps_underflow, Cause.EPS_UNDERFLOW),
     Rule(None, None, lambda o: overflows(o) and o.origin.dtype == "float16", Cause.FP16_OVERFLOW),
     Rule(None, None, overflows, Cause.MAGNITUDE_OVERFLOW),
+    Rule(None, None, lambda o: o.origin.is_pole and o.facts.opposed, Cause.INF_MINUS_INF),
     Rule(None, None, no_number, Cause.OUTSIDE_DOMAIN),
 )
