@@ -272,6 +272,45 @@ def test_rows_that_a_kernel_has_never_written_are_named(tmp_path: Path) -> None:
     assert str(incident.cause) == "uninitialized" and "the whole row 2" in incident.sentence and "rows" in incident.sentence
 
 
+class Coupled(torch.autograd.Function):
+    """A reversible layer: its backward recovers the input by a division, and differentiates the net once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+        ctx.net = net
+        with torch.no_grad():
+            scale = net(x[:, :1]).exp()
+            ctx.save_for_backward(x[:, :1], x[:, 1:] * scale)
+            return torch.cat((x[:, :1], x[:, 1:] * scale), 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        kept, scaled = ctx.saved_tensors
+        with torch.enable_grad():
+            kept = kept.detach().requires_grad_()
+            log_scale = ctx.net(kept)
+        lost = scaled / log_scale.detach().exp()
+        (through,) = torch.autograd.grad(log_scale, [kept], grad_outputs=grad_output[:, 1:] * lost)
+        return torch.cat((grad_output[:, :1] + through, grad_output[:, 1:]), 1), None
+
+
+def test_what_a_backward_weighs_its_own_gradients_by_is_looked_into(tmp_path: Path) -> None:
+    """The gradient that it takes itself is bad because of the number that it is given: the division is told, and not the function."""
+    net, first = nn.Linear(1, 1, bias=False), nn.Linear(2, 2)
+    x = torch.tensor([[1.0, 1.0], [2.0, 1.0]])
+    with torch.no_grad():
+        net.weight.fill_(-100.0)
+        first.weight.copy_(torch.eye(2))
+        first.bias.zero_()
+        x[0, 0] = 0.1
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        Coupled.apply(first(x), net).sum().backward()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.origin.op, incident.origin.variable, incident.origin.index) == ("zero_div_zero", "div", "lost", (1, 0))
+
+
 def test_only_functions_of_others_are_custom() -> None:
     """torch's own nodes, in C++ or Python, are not looked into."""
     x = torch.rand(3, requires_grad=True)

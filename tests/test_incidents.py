@@ -96,8 +96,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "gepo_group_expectation_of_underflowed_probs": "fix",
     # float32 heals, and the loss is large in it
     "torchrl_1694_still_pixel_in_half_observations": "fix",
-    # a gradient that the backward of a function takes by a backward pass of its own
-    "constant_memory_waveglow_coupling_recomputed_input": "cause op fix variable line",
     # a gradient that rounding made, in the first step and inside of a model, while the loss is what it should be
     "peft_hra_gram_schmidt_of_repeated_columns": UNSEEN,
 }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.copies import Copies
+from nanscope.capture.differentiated import Part
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import Address, place_of
 from nanscope.capture.seal import Seal, is_marked, sealed
@@ -61,7 +62,8 @@ class Repeated:
 
     program, tensors: that make it, None where it does not come of recorded calls. argument: of forward, whose gradient it is. flat: of the
     first element that is bad. unwritten: which ones nobody wrote. places: where the originals of the leaves lie. grads: ids of the
-    gradients that came in, as far as they are read.
+    gradients that came in, as far as they are read. seeds: of a leaf that a pass within it has made, what made the bad number by which
+    that was weighted.
     """
 
     program: Program | None
@@ -72,6 +74,7 @@ class Repeated:
     unwritten: Tensor
     places: Mapping[int, Address] = field(default_factory=dict)
     grads: tuple[int, ...] = ()
+    seeds: Mapping[int, Part] = field(default_factory=dict)
 
 
 def is_custom(node: Any) -> bool:
@@ -125,8 +128,11 @@ def run_again(found: Backward, budget: int) -> Repeated | None:
         if value is None:
             return Repeated(None, {}, argument, part, flat, is_marked(part))
         program, tensors = tape.program(value)
-        places = {leaf: place_of(copies.original(tensor)) for leaf, tensor in tensors.items()}
-        return Repeated(replace(program, computes=Computes.GRADIENT), tensors, argument, part, flat, is_marked(part), places, tuple(grads))
+        seeds = tape.seeds_behind(program.leaves)
+        read = dict(pair for _, own in ((program, tensors), *seeds.values()) for pair in own.items())
+        places = {leaf: place_of(copies.original(tensor)) for leaf, tensor in read.items()}
+        program = replace(program, computes=Computes.GRADIENT)
+        return Repeated(program, tensors, argument, part, flat, is_marked(part), places, tuple(grads), seeds)
     return None
 
 

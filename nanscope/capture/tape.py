@@ -52,7 +52,7 @@ from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of, refuses
-from nanscope.program.numbers import tensor_bytes
+from nanscope.program.numbers import first_nonfinite, tensor_bytes
 from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 from nanscope.roles import Role
@@ -539,6 +539,18 @@ class Tape:
         read = ((leaf.id, self.differentiated.read.get(leaf.id)) for leaf in leaves)
         parts = ((leaf, self._part_of(found)) for leaf, found in read if found is not None)
         return {leaf: part for leaf, part in parts if part is not None}
+
+    def seeds_behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:
+        """Return what made the first bad number by which such a gradient was weighted, where there is one. leaves: as above."""
+        found: dict[int, Part] = {}
+        for leaf in leaves:
+            made = self.differentiated.read.get(leaf.id)
+            for seed in made.seeds if made is not None else ():
+                content = None if seed is None else self.tensor(seed)
+                if seed is not None and content is not None and first_nonfinite(content) is not None:
+                    with contextlib.suppress(LookupError):
+                        found.setdefault(leaf.id, self._slicing.program(self.values[seed], self.tags))
+        return found
 
     def behind_gradient(self, gradient: Tensor) -> Part | None:
         """Return the same for one that nobody has read."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+
+from torch import Tensor
 
 from nanscope.capture.custom import Backward, Repeated
 from nanscope.locate.location import is_masked, located
@@ -12,8 +15,8 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Computes
 from nanscope.program.flow import sources
 from nanscope.program.local import local
-from nanscope.program.numbers import at, is_finite
-from nanscope.program.program import join
+from nanscope.program.numbers import at, first_nonfinite, is_finite
+from nanscope.program.program import Program, join
 from nanscope.snapshot.observation import UNSEEN, Observation
 from nanscope.text import ravel
 from nanscope.watching.recording import Recording
@@ -25,17 +28,27 @@ def is_unwritten(location: Location) -> bool:
 
 
 def function_walked(recording: Recording, again: Repeated) -> tuple[Trace, Location]:
-    """Return the walk through a backward, and on through the forward that saved what it reads."""
+    """Return the walk through a backward, and on through the forward that saved what it reads. Where it differentiates something itself,
+    what that is weighted by may have been bad."""
     assert again.program is not None
-    program, tensors = again.program, dict(again.tensors)
-    for leaf in again.program.leaves:
+    trace, location = _walked(recording, again, again.program, again.tensors, again.flat)
+    led = again.seeds.get(location.origin.leaf.id) if location.origin.leaf is not None else None
+    return (trace, location) if led is None else _walked(recording, again, *led, None)
+
+
+def _walked(
+    recording: Recording, again: Repeated, program: Program, tensors: Mapping[int, Tensor], flat: int | None
+) -> tuple[Trace, Location]:
+    """flat: the element of the result that is bad, None for the first one."""
+    tensors = dict(tensors)
+    for leaf in program.leaves:
         glue = recording.within_functions.get(again.places[leaf.id]) if not bool(is_finite(tensors[leaf.id])) else None
         if glue is not None and glue.is_whole():
             program = join([glue.leading_to(leaf.id), program]).slice()
             tensors |= glue.tensors
     program = replace(program, computes=Computes.GRADIENT)
     trace = Trace.of(program, {leaf.id: tensors[leaf.id] for leaf in program.leaves}, backward=False)
-    return trace, located(trace, again.flat)
+    return trace, located(trace, (first_nonfinite(trace.values[program.output]) or 0) if flat is None else flat)
 
 
 def counted(recording: Recording, found: Backward, again: Repeated, location: Location, within: Trace | None) -> Observation:
