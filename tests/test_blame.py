@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +192,13 @@ def test_it_travels_in_the_file() -> None:
     seen = observe(location, recorded.trace)
     assert Observation.from_json(seen.to_json()).blame == seen.blame
     assert Observation().joined(Observation(blame=blame)).blame == blame
+
+
+def test_an_element_whose_change_changes_what_is_picked_is_not_blamed(tmp_path: Path) -> None:
+    """Rows that hold anything are picked: with an ordinary number, 0, in its place the bad one is not among them, and nothing fails."""
+    weight, drift = torch.ones(3, requires_grad=True), torch.zeros(24, 3)
+    drift[20:] = 200.0
+    with nanscope.watch(out=tmp_path) as scope:
+        rows = torch.nonzero(drift.abs().sum(1))[:, 0]
+        torch.exp(drift[rows] * weight).sum().backward()
+    assert (scope.verdict.incidents[0].origin.op, scope.verdict.gaps) == ("exp", ())

@@ -97,6 +97,8 @@ class _Way:
             run = self.program.execute({**tensors, self.value: changed}, backward=False, ends=True)
         except ProgramError:
             return False
+        if run.values[spot].shape != values[spot].shape:
+            return False  # what is picked by its content is another selection now
         end = min(abs(self.origin.value), torch.finfo(values[spot].dtype).max)
         return abs(at(run.values[spot], self.origin.flat)) <= end / JUMP
 

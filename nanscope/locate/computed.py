@@ -163,7 +163,7 @@ class Computed:
             return Role.LOG_PROBS  # of a yes or a no, and one of many by the end
         if self._is_ratio(operand):
             return Role.LOG_RATIO
-        if role in (Role.IS_WEIGHT, Role.ENTROPY, Role.KL):
+        if role in (Role.IS_WEIGHT, Role.ENTROPY, Role.KL, Role.LOSS):
             return role
         return Role.LOG_PROBS if LOG_PROBS & self.called.ancestors(operand) else None
 

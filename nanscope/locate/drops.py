@@ -29,6 +29,7 @@ from nanscope.program.ops import (
     REPLACEMENTS,
     SELECTIONS,
     SELECTORS,
+    SHARES,
     SHIFTS,
     Flow,
     carries,
@@ -45,7 +46,7 @@ class Drop:
     """What takes an element out of the loss on its way there.
 
     how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "clamp" (replaced by
-    a bound) or "replace" (nan_to_num, nansum). The last puts another number in the place of a token that the loss counts all the same.
+    a bound), "share" (−inf has no part in a softmax) or "replace" (nan_to_num, nansum). The last puts another number in the place of a token that the loss counts all the same.
     by: id of the mask, None where there is none. name: what it is called.
     """
 
@@ -161,6 +162,9 @@ class Drops:
         elif call.name in CLAMPS and isinstance(source := call.args[0], Ref):
             result = self.run.values[out]
             lost, how = mark & torch.isfinite(result) & (result != self.run.values[source.id]), "clamp"
+        elif call.name in SHARES and isinstance(source := call.args[0], Ref):
+            nothing = bool((self.run.values[source.id][marked[source.id]] == -math.inf).all())
+            lost, how = mark & nothing & torch.isfinite(self.run.values[out]), "share"
         elif call.name in REPLACEMENTS and isinstance(source := call.args[0], Ref):
             bad = ~torch.isfinite(self.run.values[source.id]) & marked[source.id]
             lost, how = mark & bool(bad.any()) & torch.isfinite(self.run.values[out]), "replace"

@@ -52,6 +52,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     literal = call is not None and call.name == "div" and len(call.args) > 1 and isinstance(call.args[1], (int, float))
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     exponential = call is not None and _is_exponential(origin, call)
+    filled = call is not None and _filled(trace, call)
     return Facts(
         coefficient=origin.coefficient is not None
         or _is_given_infinity(call, location, program)
@@ -62,7 +63,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
         literal_denominator=literal,
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[int(origin.op != "pow")].id)),
-        dropped=bool(origin.drops),
+        dropped=any(drop.how != "share" for drop in origin.drops) or (bool(origin.drops) and filled),
         zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
@@ -71,7 +72,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         selects_nothing=call is not None and call.name == "div" and _sums_nothing(trace, call.args[0]),
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
-        filled=call is not None and _filled(trace, call),
+        filled=filled,
         number=origin.given is not None,
         degenerate=call is not None and is_degenerate(call, trace.values),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
@@ -144,6 +145,8 @@ def _cancelled(location: Location, trace: Trace) -> bool:
 
 def _by_one_zero(call: Call | None, trace: Trace) -> bool:
     """Does a product multiply all elements by one number, and that is 0? It is a setting, and no probability of each."""
+    if call is not None and call.name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
+        return True
     factors = [trace.values[value] for value in call.inputs()] if call is not None and call.name == "mul" else []
     return len(factors) == 2 and any(one.numel() == 1 < other.numel() and not bool(one.any()) for one, other in (factors, factors[::-1]))
 

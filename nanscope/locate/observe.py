@@ -151,6 +151,7 @@ def _drop_words(how: str, name: str | None) -> str:
         "clip": f"{name} {CLIPPED}",
         "clamp": "replaced by a bound of clamp",
         "replace": f"replaced by {name}",
+        "share": f"of no weight in {(name or 'a softmax').lstrip('_')}",
     }[how]
 
 

@@ -343,7 +343,12 @@ class Uses:
         if call.name not in PRODUCTS or value in self._carried or len(others) != 1 or others[0] not in self._carried:
             return None
         made = self.program.maker_behind(others[0], CLAMPS | {"neg"})
-        return Role.ADVANTAGES if made is not None and made.name in NATURAL_EXPONENTIALS else None
+        if made is None or made.name not in NATURAL_EXPONENTIALS:
+            return None
+        operand = next(made.inputs())
+        shift, leaf = self.program.maker_behind(operand, BEFORE_RAISED), self.program.leaf(operand)
+        told = leaf is not None and not leaf.is_of_model and leaf.origin != "module"  # no rate or deviation, learnt or put out
+        return Role.ADVANTAGES if told or (shift is not None and shift.name in SHIFTS) else None
 
 
 def _holds(call: Call, value: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,16 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     if cause is Cause.EXP_OVERFLOW and any(fix.id == "stable_function" for fix in working):
         wanted = ("stable_function", *wanted)  # a logarithm takes it back: nothing has to be bounded
     natural = {name: position for position, name in enumerate(wanted)}
-    working.sort(key=lambda fix: (not fix.proven, fix.id not in natural, _bucket(fix.distortion), natural.get(fix.id, 0)))
+    exact = next((row.loss for row in rows if row.id == "float64" and row.works), None)
+    working.sort(
+        key=lambda fix: (
+            not fix.proven,
+            fix.id not in natural,
+            _bucket(fix.distortion),
+            not _agrees(fix.loss, exact),
+            natural.get(fix.id, 0),
+        )
+    )
     untried = [name for name in wanted if name not in {fix.id for fix in tried}]
     names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
     advised = [Fix(name, ADVICE[name], where, False, None) for name in names]
@@ -70,6 +80,11 @@ def _bucket(distortion: float | None) -> float:
     if distortion is None:
         return 1.0
     return 0.0 if distortion < 1e-4 else distortion
+
+
+def _agrees(loss: float | None, exact: float | None) -> bool:
+    """Is it what float64, to which nothing is lost, makes of the step? Then the edit gives back what was lost, and silences nothing."""
+    return loss is not None and exact is not None and math.isclose(loss, exact, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def _as_fix(row: Row, where: str | None) -> Fix:
