@@ -45,8 +45,9 @@ from nanscope.text import unravel
 class Drop:
     """What takes an element out of the loss on its way there.
 
-    how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "clamp" (replaced by
-    a bound), "share" (−inf has no part in a softmax) or "replace" (nan_to_num, nansum). The last puts another number in the place of a token that the loss counts all the same.
+    how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "share" (−inf has no
+    part in a softmax), "clamp" (replaced by a bound) or "replace" (nan_to_num, nansum). The last two put another number in the place of a
+    token that the loss counts all the same.
     by: id of the mask, None where there is none. name: what it is called.
     """
 
