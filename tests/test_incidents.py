@@ -104,8 +104,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "pdqn_inverting_gradients_of_fixed_parameter": "role fix",
     # of several elements the first one is told that the loss counts
     "trl_nash_md_mixture_coefficient_of_zero": "index",
-    # a learning rate that is NaN by way of Python
-    "vcpo_step_scale_of_underflowed_weights": "cause op index fix variable line",
     # a gradient that rounding made, in the first step and inside of a model, while the loss is what it should be
     "peft_hra_gram_schmidt_of_repeated_columns": UNSEEN,
 }

@@ -223,6 +223,22 @@ def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, g
     assert incident.snapshot is not None and "(lr = +inf)" in diagnose(nanscope.load(incident.snapshot)).sentence
 
 
+def test_a_setting_that_the_loop_has_worked_out_is_followed_to_what_made_it(tmp_path: Path) -> None:
+    """A learning rate by the effective size of a batch, which weights that underflowed make 0 / 0: it went by way of Python."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(torch.ones(2, 3)).sum().backward()
+        with torch.no_grad():
+            shares = torch.exp(torch.tensor([-120.0, -130.0]))
+            size = shares.sum() ** 2 / shares.square().sum()
+        optimizer.param_groups[0]["lr"] = 0.1 * size.item()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.cause, incident.origin.op, incident.origin.variable) == ("optimizer", "zero_div_zero", "div", "size")
+    assert "SGD (lr = NaN)" in incident.sentence
+
+
 class Preconditioned(torch.optim.Optimizer):
     """Writes what it makes of a gradient back into the gradient, as K-FAC does; one direction has no curvature."""
 

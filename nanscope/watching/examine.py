@@ -56,6 +56,7 @@ from nanscope.watching.look import (
     deeper_look,
     is_settled,
     look_closely,
+    number_look,
     swallowed_look,
     weight_look,
 )
@@ -400,6 +401,9 @@ class Examiner:
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
         look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)
         blank, infinite = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
+        set_by = number_look(tuple(self.tape.numbers), Computes.UPDATE) if infinite else None
+        if set_by is not None and set_by.location is not None and set_by.location.origin.born:
+            look = set_by  # the loop has worked out a setting
         if look.trace is None and look.seen is None:
             look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))
         if look.seen is not None:

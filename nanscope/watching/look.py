@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanscope.capture import custom, hooks, kernels
 from nanscope.capture.alone import NotIsolated, alone
 from nanscope.capture.custom import Backward
+from nanscope.capture.differentiated import Part
 from nanscope.capture.follow import Made, kinds_of
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Apart, Reruns
@@ -547,12 +548,16 @@ def _behind(recording: Recording, first: Look) -> Look | None:
 
 def _of_number(recording: Recording, location: Location) -> Look | None:
     """Of a NaN that the code gave as a number: what made the last that went to the host; None if it is none, or none did."""
-    if location.origin.given is not None:
-        for program, tensors in reversed(recording.numbers):
-            with contextlib.suppress(ProgramError):
-                look = walked(replace(program, computes=Computes.ACTIVATION), tensors)
-                if look is not None:
-                    return look
+    return None if location.origin.given is None else number_look(recording.numbers, Computes.ACTIVATION)
+
+
+def number_look(numbers: Sequence[Part], computes: Computes) -> Look | None:
+    """Return what made the last number that is not finite and went to the host; None if none did."""
+    for program, tensors in reversed(numbers):
+        with contextlib.suppress(ProgramError):
+            look = walked(replace(program, computes=computes), tensors)
+            if look is not None:
+                return look
     return None
 
 
