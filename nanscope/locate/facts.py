@@ -29,6 +29,7 @@ from nanscope.program.ops import (
     POWERS,
     PROBABILITIES,
     PRODUCTS,
+    RESCALINGS,
     SEQUENCE_SUMS,
     SHIFTS,
     SPREADS,
@@ -63,7 +64,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
         literal_denominator=literal,
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[int(origin.op != "pow")].id)),
-        dropped=any(drop.how != "share" for drop in origin.drops) or (bool(origin.drops) and filled),
+        dropped=_is_dropped(origin, filled),
         zero_is_mask=origin.op == "mul" and any(drop.call == origin.call for drop in origin.drops),
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
@@ -79,6 +80,13 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         leaves_half=leaves_half(origin, location.phase, trace),
         opposed=_is_opposed(location, trace),
     )
+
+
+def _is_dropped(origin: Element, filled: bool) -> bool:
+    """Does forward take its value out? A softmax does that with −inf: of one that the code has put there and scaled, and of no other is it
+    what went wrong that the gradient is not taken out."""
+    shared = any(drop.how == "share" for drop in origin.drops)
+    return bool(origin.drops) and (not shared or (filled and origin.op in RESCALINGS | SHIFTS))
 
 
 def _is_opposed(location: Location, trace: Trace) -> bool:

@@ -335,7 +335,7 @@ def _written(trace: Trace, path: Sequence[Spot], first: int, last: int) -> Root:
     """
     sets = [depth for depth in range(last, first + 1) if (made := trace.program.maker(path[depth][0])) is not None and made.name in SETS]
     updates = trace.program.computes is Computes.UPDATE  # of weights: whoever writes to one spoils it
-    if sets and not updates and any(leaf.diff for leaf in trace.program.slice(path[sets[-1]][0]).leaves):
+    if sets and not updates and trace.names.carried(path[sets[-1]][0]):
         return Root(Birth.BORN, tuple(path[: sets[-1] + 1]))
     return Root(Birth.BORN if _is_decided(trace, path[last][0]) else Birth.FED, tuple(path[: last + 1]))
 

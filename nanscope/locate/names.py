@@ -33,6 +33,10 @@ class Names:
         """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
         return self._called.named(value)
 
+    def carried(self, value: int) -> bool:
+        """Does a gradient flow through a value?"""
+        return self._uses.carried(value)
+
     def says_mask(self, value: int) -> bool:
         """Is this value called a mask, or made from nothing but a value that is?"""
         return self._called.says_mask(value)
