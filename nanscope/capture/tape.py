@@ -160,7 +160,8 @@ class Tape:
             self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
             if not self._jagged.after(operator, args, self._keywords, result):
-                self._forget_results(result, operator.name)
+                counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index
+                self._forget_results(result, "" if counts else operator.name)
             if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
                 self._after_norm(part for _, part in parts)
