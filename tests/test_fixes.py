@@ -40,6 +40,16 @@ ORDER: dict[str, tuple[Cause, list[Row], list[str], list[str]]] = {  # cause, tr
         [row("mask_before_op", 0.5), row("clamp_exponent", 0.1), row("finite_mask_fill", 0.0)],
         ["finite_mask_fill", "clamp_exponent", "mask_before_op"], [],
     ),
+    "of those that distort alike the one that gives what float64 gives": (
+        Cause.MAGNITUDE_OVERFLOW,
+        [row("float64", None, kind="float64", loss=0.71), row("clamp_input", loss=0.5), row("stable_function", loss=0.71)],
+        ["stable_function", "clamp_input"], [],
+    ),
+    "and the natural one where float64 is no better": (
+        Cause.MAGNITUDE_OVERFLOW,
+        [row("float64", None, kind="float64", loss=None, works=False), row("clamp_input", loss=0.5), row("stable_function", loss=0.71)],
+        ["clamp_input", "stable_function"], [],
+    ),
     "below the noise of the dtype all distortions are the same": (
         Cause.INF_TIMES_ZERO_MASK,
         [row("clamp_exponent", 0.0), row("mask_before_op", 9e-5)],
