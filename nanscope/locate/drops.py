@@ -177,7 +177,7 @@ class Drops:
         self, index: int, call: Call, mark: Tensor, marked: Mapping[int, Tensor], own_operands: set[int]
     ) -> tuple[Tensor, Drop | None, str | None]:
         """What a factor of 0 does: a mask takes an element out, a coefficient does not."""
-        if any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
+        if is_times_nothing(call):
             return mark, None, "a coefficient"
         for other in (v for v in call.inputs() if v not in marked):
             zero = mark & (self.run.values[other] == 0).expand(mark.shape)
@@ -370,6 +370,11 @@ class Drops:
                 return value
             value = next(iter(call.inputs()), value)
         return value
+
+
+def is_times_nothing(call: Call) -> bool:
+    """Does a call multiply by a 0 that stands in the code?"""
+    return call.name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args)
 
 
 def one_of(tensor: Tensor, flat: int) -> Tensor:

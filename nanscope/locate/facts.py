@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanscope.locate.drops import is_times_nothing
 from nanscope.locate.half import leaves_half
 from nanscope.locate.matrices import is_degenerate
 from nanscope.locate.origin import NUMBER, Element, Location
@@ -153,7 +154,7 @@ def _cancelled(location: Location, trace: Trace) -> bool:
 
 def _by_one_zero(call: Call | None, trace: Trace) -> bool:
     """Does a product multiply all elements by one number, and that is 0? It is a setting, and no probability of each."""
-    if call is not None and call.name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args):
+    if call is not None and is_times_nothing(call):
         return True
     factors = [trace.values[value] for value in call.inputs()] if call is not None and call.name == "mul" else []
     return len(factors) == 2 and any(one.numel() == 1 < other.numel() and not bool(one.any()) for one, other in (factors, factors[::-1]))
