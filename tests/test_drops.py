@@ -310,6 +310,24 @@ def test_who_is_looked_at_with_a_weight_of_0_is_not_read() -> None:
     assert counted is not None and counted.origin.masked is False
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_what_a_loss_of_classes_ignores_is_left_out_by_its_labels(reduction: str) -> None:
+    """All logits of a token that is ignored, and of none that counts."""
+    targets = torch.tensor([1, -100, 0])
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        found = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+        return found if reduction != "none" else found.mean()
+
+    recorded = record(loss, torch.randn(3, 4, requires_grad=True), targets)
+    logits = next(one.id for one in recorded.program.leaves if one.diff)
+    for row, out in enumerate((False, True, False)):
+        for column in range(4):
+            found, taken, _ = recorded.trace.drops.of(logits, 4 * row + column)
+            assert found is out
+            assert [(drop.how, drop.name) for drop in taken] == ([("select", "labels")] if out else [])
+
+
 def test_what_counts_on_another_way_is_taken_out_by_nothing() -> None:
     """An element that one product leaves out and another reads counts, and no name is given of what takes it out."""
     recorded = record(

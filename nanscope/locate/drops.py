@@ -24,6 +24,7 @@ from nanscope.program.ops import (
     CLAMPS,
     DIFFERENCES,
     EXTREMA,
+    NLL_LOSSES,
     PAYLOAD,
     PLAIN_MATMULS,
     REPLACEMENTS,
@@ -103,7 +104,7 @@ class Drops:
             if not touched or any(out in marked for out in call.outs if out is not None):
                 continue
             reached = spread(call, self.run.values, marked)
-            if not reached and flow_of(call.op) is Flow.MOVE:
+            if not reached and (flow_of(call.op) is Flow.MOVE or call.name in NLL_LOSSES):
                 drops.append(Drop(index, "select", self._selector(call), self._selector_name(call)))
                 cut += [(drops[-1], touched[0])] if drops[-1].by is None else []
                 continue
