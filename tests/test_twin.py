@@ -76,7 +76,22 @@ def routed(x: Tensor) -> Tensor:
     return squared(gates)
 
 
+def weighed(x: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows weigh e to their sum, as numbers without a gradient; of an infinite weight the code says what becomes."""
+    return squared(x * answer(torch.exp(x.detach().sum(-1, keepdim=True))))
+
+
 RIGHT: dict[str, tuple[Loss, Tensor]] = {
+    "a weight that is said to be 0 where it is infinite": (
+        lambda x: weighed(x, lambda w: torch.nan_to_num(w, nan=0.0, posinf=0.0, neginf=0.0)), rows(torch.float32, 120.0),
+    ),
+    "a weight that is said to be 1 there": (lambda x: weighed(x, lambda w: w.nan_to_num(posinf=1.0)), rows(torch.float32, 120.0)),
+    "a weight that is asked whether it is infinite": (
+        lambda x: weighed(x, lambda w: torch.where(torch.isinf(w), 0.0, w)), rows(torch.float32, 120.0),
+    ),
+    "a weight that is asked whether it is finite": (
+        lambda x: weighed(x, lambda w: torch.where(torch.isfinite(w), w, 0.0)), rows(torch.float32, 120.0),
+    ),
     "a soft cap": (lambda x: squared(30 * torch.tanh(x * 300 / 30)), rows(torch.float16, 400.0)),
     "a cap": (lambda x: squared((x * x).clamp(max=100.0)), rows(torch.float16, 400.0)),
     "the smaller of two": (lambda x: squared(torch.minimum(x * x, torch.tensor(100.0).half())), rows(torch.float16, 400.0)),

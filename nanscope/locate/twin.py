@@ -5,7 +5,8 @@
 
 Most overflows are absorbed rightly: tanh and a clamp make of an infinity what they make of the number that it stands for. So nothing is
 said of an overflow before its twin was run: the calls that read it once more in float64, where it is none. What comes out of the model,
-or of the last line before the loss is one number, has to be another one by far, at an element that the loss depends on.
+or of the last line before the loss is one number, has to be another one by far, at an element that the loss depends on. Where the code says
+what becomes of an infinity, that is what it stands for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call, Computes, Leaf
 from nanscope.program.flow import spread
 from nanscope.program.numbers import at, first_nonfinite
-from nanscope.program.ops import SELECTORS, Flow, flow_of
+from nanscope.program.ops import CHECKS, COMPARISONS, SELECTORS, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Phase
 from nanscope.text import number, show_index, unravel
@@ -54,7 +55,7 @@ def absorbed(trace: Trace) -> Twin | None:
         return None
     born = list(_overflows(trace))[:FEW]
     twin = _in_float64(trace, [index for index, _, _ in born]) if born else {}
-    for _, value, flats in born:
+    for _, value, flats in born if twin else ():
         marked = _reached(trace, value, flats)
         harmed = _harmed(trace, twin, marked)
         if harmed is not None:
@@ -97,15 +98,27 @@ def _has_infinity(call: Call) -> bool:
     return any(isinstance(arg, float) and not math.isfinite(arg) for arg in (*call.args, *(arg for _, arg in call.kwargs)))
 
 
+def _answers(call: Call) -> bool:
+    """Does the code ask there whether a number is finite, or say what becomes of one that is infinite? It knows of the overflow, and what it
+    makes of it is meant."""
+    if call.name == "nan_to_num":
+        stated = dict(zip(("nan", "posinf", "neginf"), call.args[1:], strict=False)) | dict(call.kwargs)
+        return stated.get("posinf") is not None
+    return call.name in CHECKS or (call.name in COMPARISONS and _has_infinity(call))
+
+
 def _in_float64(trace: Trace, first: Iterable[int]) -> Mapping[int, Tensor]:
-    """Run calls once more, and all that read what they make, in float64; what they read themselves is as it was."""
+    """Run calls once more, and all that read what they make, in float64; what they read themselves is as it was. Nothing if the loss does
+    not come of them."""
     program, begun = trace.program, set(first)
     made: set[int] = set()
     calls: list[Call] = []
     for index, call in enumerate(program.calls):
-        if index in begun or not made.isdisjoint(call.inputs()):
+        if index in begun or not (made.isdisjoint(call.inputs()) or _answers(call)):
             calls.append(call)
             made.update(out for out in call.outs if out is not None)
+    if program.output not in made:
+        return {}
     read = sorted({value for call in calls for value in call.inputs()} - made)
     leaves = tuple(Leaf(value, None, "data", False) for value in read)
     part = replace(program, leaves=leaves, calls=tuple(calls))
@@ -118,7 +131,7 @@ def _reached(trace: Trace, value: int, flats: list[int]) -> dict[int, Tensor]:
     mark[flats] = True
     marked = {value: mark.reshape(trace.values[value].shape)}
     for call in trace.program.calls:
-        if any(read in marked for read in call.inputs()) and not any(out in marked for out in call.outs):
+        if any(read in marked for read in call.inputs()) and not any(out in marked for out in call.outs) and not _answers(call):
             marked.update(spread(call, trace.values, marked))
     return marked
 
