@@ -302,3 +302,24 @@ def test_a_number_that_stands_in_the_code_is_nobodys_data() -> None:
 
     severities = {hazard.severity for hazard in checked(loss, MASK).hazards if hazard.trigger.tensor == "extra"}
     assert severities == {Severity.THEORY}
+
+
+@pytest.mark.parametrize("ignore", ["index", "differ", "negative"])
+def test_labels_that_are_all_ignored_are_tried_where_the_step_ignores_none(ignore: str) -> None:
+    """What the code would leave out stands in the code: by -100 of a loss of classes, or by a comparison."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = labels[:, 1:].reshape(-1)
+        rows = logits[:, :-1].reshape(-1, 5)
+        if ignore == "index":
+            return torch.nn.functional.cross_entropy(rows, shifted)
+        keep = (shifted != -7 if ignore == "differ" else shifted >= 0).float()
+        per_token = -rows.log_softmax(-1).gather(-1, shifted.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return (per_token * keep).sum() / keep.sum()
+
+    torch.manual_seed(0)
+    found = check(record(loss, torch.randn(2, 4, 5, requires_grad=True), torch.randint(0, 5, (2, 4))).snapshot())
+    (hazard,) = [one for one in found.reachable if one.cause is Cause.EMPTY_MASK_MEAN]
+    assert hazard.trigger.value == {"index": -100, "differ": -7, "negative": -1}[ignore] and hazard.trigger.words.startswith(
+        "labels[:, 1:] is"
+    )

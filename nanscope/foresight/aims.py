@@ -19,7 +19,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Leaf, Ref, refs
 from nanscope.program.flow import origins
-from nanscope.program.ops import EDGES, IN_ORDER, MASKINGS, PICKS, SELECTED_BY
+from nanscope.program.ops import EDGES, IN_ORDER, MASKINGS, NLL_LOSSES, PICKS, SELECTED_BY
 from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.text import show_index, unravel
 
@@ -56,13 +56,20 @@ class Aim:
             return self.name
         if self.whole and len(self.flat) > 1:
             return f"all of {self.name}"
-        first = unravel(self.flat[0], self.shape)
         if len(self.flat) == 1:
-            return f"{self.name}{show_index(first)}"
-        last = unravel(self.flat[-1], self.shape)
-        same = [one if one == other else None for one, other in zip(first, last, strict=True)]
-        inside = ", ".join(":" if one is None else str(one) for one in same)
+            return f"{self.name}{show_index(unravel(self.flat[0], self.shape))}"
+        places = torch.unravel_index(torch.tensor(self.flat), self.shape)
+        ranges = [(int(own.min()), int(own.max()) + 1) for own in places]
+        filled = math.prod(end - begin for begin, end in ranges) == len(self.flat)
+        inside = ", ".join(_range(*ends, size, filled) for ends, size in zip(ranges, self.shape, strict=True))
         return f"{self.name}[{inside}]"
+
+
+def _range(begin: int, end: int, size: int, filled: bool) -> str:
+    """Positions along one dimension as an index has them. filled: are all between the ends meant?"""
+    if end == begin + 1:
+        return str(begin)
+    return f"{begin or ''}:{end if end < size else ''}" if filled else ":"
 
 
 def aims(trace: Trace) -> list[Aim]:
@@ -133,6 +140,8 @@ def _asked(trace: Trace) -> Iterator[tuple[int, Tensor]]:
             if value is not None and trace.values[value].numel():
                 for flat in _elements(trace, value):
                     yield value, torch.tensor([flat])
+        if call.name in NLL_LOSSES and (labels := operand(call, SELECTED_BY[call.name])) is not None:
+            yield labels, torch.arange(trace.values[labels].numel())  # over what they leave is the mean taken
     for leaf in trace.program.leaves:  # what no edge reads may be spoilt all the same: by −inf, or NaN
         content = trace.values[leaf.id]
         if content.is_floating_point() and content.numel():

@@ -15,7 +15,19 @@ from torch import Tensor
 
 from nanscope.foresight.aims import Aim, is_literal, is_of_tokens
 from nanscope.locate.trace import Trace
-from nanscope.program.ops import CLAMPS, EXTREMA, LOG_SOFTMAXES, PROBABILITIES, base_name
+from nanscope.program.ops import (
+    CLAMPS,
+    COMPARISONS,
+    EQUALITIES,
+    EXTREMA,
+    IN_ORDER,
+    LOG_SOFTMAXES,
+    NLL_LOSSES,
+    PROBABILITIES,
+    Flow,
+    base_name,
+    flow_of,
+)
 from nanscope.roles import LOG_PROBS, Role
 from nanscope.text import number
 
@@ -101,7 +113,7 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     content = trace.values[aim.leaf.id]
     if content.is_complex():
         return  # has no larger and no smaller
-    yield from (_of_numbers if content.is_floating_point() else _of_counts)(aim, content)
+    yield from _of_numbers(aim, content) if content.is_floating_point() else _of_counts(aim, content, trace)
     for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
         other = trace.values[leaf.id]
         alike = leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model
@@ -109,17 +121,32 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
             yield Push(aim, "like", 0.0, Severity.REACHABLE, (leaf.id, trace.names.name(leaf.id) or leaf.name or "another tensor"))
 
 
-def _of_counts(aim: Aim, content: Tensor) -> Iterator[Push]:
+def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
     """A mask of bits, counts and labels: nothing is selected, one is, all are ignored."""
     low = int(content.min())
-    if low < 0:
-        yield Push(aim, "set", low, Severity.REACHABLE)  # labels: all are ignored
+    ignored = {low} if low < 0 else {number for number in _ignored(trace, aim.leaf.id) if number < 0}
+    if ignored:
+        for label in sorted(ignored):
+            yield Push(aim, "set", label, Severity.REACHABLE)  # labels: all are ignored
     elif bool((content <= 1).all()):
         yield Push(aim, "set", 0.0, Severity.REACHABLE)
         if len(aim.flat) > 2:
             yield Push(aim, "alone", 0.0, Severity.REACHABLE)
     elif content.dtype is not torch.int64:
         yield Push(aim, "set", 0.0, Severity.REACHABLE)
+
+
+def _ignored(trace: Trace, value: int) -> Iterator[int]:
+    """Yield the labels that the code leaves out, whether the step has some of them or not: those that a loss of classes ignores, and those
+    that a comparison like `labels != -100` or `labels >= 0` tells from others."""
+    for reader in trace.program.readers(value):
+        numbers = [arg for arg in reader.args if isinstance(arg, int) and not isinstance(arg, bool)]
+        if reader.name in NLL_LOSSES:
+            yield numbers[-1]
+        elif reader.name in COMPARISONS:
+            yield from (number + side for number in numbers for side in ((0,) if reader.name in EQUALITIES else (0, -1)))
+        elif (reader.name in IN_ORDER or flow_of(reader.op) is Flow.MOVE) and reader.outs[0] is not None:
+            yield from _ignored(trace, reader.outs[0])
 
 
 def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:

@@ -99,8 +99,8 @@ def _has_infinity(call: Call) -> bool:
 
 
 def _answers(call: Call) -> bool:
-    """Does the code ask there whether a number is finite, or say what becomes of one that is infinite? It knows of the overflow, and what it
-    makes of it is meant."""
+    """Does the code ask there whether a number is finite, or say what becomes of one that is infinite? Then it knows of the overflow, and
+    means what it makes of it."""
     if call.name == "nan_to_num":
         stated = dict(zip(("nan", "posinf", "neginf"), call.args[1:], strict=False)) | dict(call.kwargs)
         return stated.get("posinf") is not None
