@@ -260,8 +260,8 @@ class Computed:
         return made is not None and made.name in TOPS and content in set(made.inputs())
 
     def of_weights_only(self, value: int) -> bool:
-        """Is a value computed from parameters alone, without a single activation?"""
-        stack, seen = [value], set[int]()
+        """Is a value computed from parameters alone, without a single activation? Positions are of none, though nobody gave them either."""
+        stack, seen, some = [value], set[int](), False
         while stack and len(seen) < 200:
             current = stack.pop()
             if current in seen:
@@ -272,7 +272,9 @@ class Computed:
                 stack.extend(made.inputs())
             elif (leaf := self.program.leaf(current)) is None or not leaf.is_of_model:
                 return False
-        return not stack
+            else:
+                some = True
+        return some and not stack
 
     def _own(self, value: int) -> Role | None:
         """The role of a value by itself, whatever stands around it. Each is told once, what a program makes first before the rest."""

@@ -77,7 +77,7 @@ def phase_of(trace: Trace, element: Element, otherwise: Phase) -> Phase:
     if element.leaf is None:
         return Phase.INPUT
     if element.leaf.made_by == "empty" and any(call.module for call in trace.program.readers(element.value_id)):
-        return Phase.FORWARD
+        return Phase.FORWARD if otherwise is Phase.INPUT else otherwise
     return {"parameter": Phase.WEIGHTS, "buffer": Phase.WEIGHTS, "data": Phase.INPUT}.get(element.leaf.origin, otherwise)
 
 
