@@ -44,7 +44,8 @@ UNFORESEEN = {  # whose line is not named: mostly an edge that one number alone 
     "yolox_1565_box_area_in_half",
     "zero_div_zero_dropped_token_gates",
 }
-SETTLED = {  # what ruined them is a shape, or a number of the code, and no number of the batch heals that
+SETTLED = {  # what ruined them is a shape, or a number of the code, and no number of the batch heals that; or a loop of thousands of calls
+    "fla_11_rwkv6_decay_outside_log_space",
     "allreduce_nan_global_reward_mean",
     "allreduce_nan_gloo_gradient_mean",
     "blackbox_backprop_lambda_warmup_of_zero",
@@ -70,7 +71,6 @@ SETTLED = {  # what ruined them is a shape, or a number of the code, and no numb
     "weight_standardization_depthwise_pointwise",
     "wheatley_93_last_minibatch_of_one",
 }
-LONG = {"fla_11_rwkv6_decay_outside_log_space"}  # its step takes minutes
 
 ASKED = [pytest.param(path, id=path.stem, marks=[] if place % DAY == 0 else pytest.mark.nightly) for place, path in enumerate(SCRIPTS)]
 
@@ -94,7 +94,7 @@ def test_the_line_that_failed_is_named_on_the_step_made_healthy(path: Path, tmp_
     new.watched(module, tmp_path)
     expected = module.EXPECTED
     saved = [load(file) for file in sorted(tmp_path.glob("2*/step-*.safetensors"))[:1]]
-    if not saved or expected.phase[0] not in ("forward", "backward") or not lines(saved[0]) & set(expected.line) or path.stem in LONG:
+    if not saved or expected.phase[0] not in ("forward", "backward") or not lines(saved[0]) & set(expected.line):
         pytest.skip("does not lie in a recorded loss")
     if path.stem in SETTLED:
         with pytest.raises(NanscopeError, match="stays so with ordinary numbers"):

@@ -19,6 +19,7 @@ from nanscope.program.program import Program
 from nanscope.roles import LOG_PROBS, Role
 
 ROUNDS = 12  # origins that are mended, one after another
+FEW, CALLS = 32, 200_000  # changes that are tried in all: at least, and calls that they may take
 AROUND_ONE = (0.5, 1.5)  # ordinary numbers where no other element says what is
 LIKELY = (-2.0, -0.5)  # log-probs, in nats
 Tensors = dict[int, Tensor]
@@ -33,11 +34,12 @@ def ordinary(program: Program, tensors: Tensors) -> tuple[Trace | None, tuple[st
     """
     mended: list[str] = []
     trace = Trace.of(program, tensors)
+    tries = iter(range(max(FEW, CALLS // max(1, len(program.calls)))))
     for _ in range(ROUNDS):
         location = locate(trace)
         if location is None:
             return trace, tuple(mended)
-        changed = _mended(trace, location)
+        changed = _mended(trace, location, tries)
         if changed is None:
             return None, tuple(mended)
         trace, words = changed
@@ -45,11 +47,14 @@ def ordinary(program: Program, tensors: Tensors) -> tuple[Trace | None, tuple[st
     return None, tuple(mended)
 
 
-def _mended(trace: Trace, location: Location) -> tuple[Trace, str] | None:
-    """The step without this origin: of the changes that take it away one that leaves none, else the one after which it comes latest."""
+def _mended(trace: Trace, location: Location, tries: Iterator[int]) -> tuple[Trace, str] | None:
+    """The step without this origin: of the changes that take it away one that leaves none, else the one after which it comes latest.
+
+    tries: one is taken for every change.
+    """
     here, site = location.origin.value_id, location.origin.call
     latest: tuple[int, Trace, str] | None = None
-    for program, changes in _changes(trace, location):
+    for (program, changes), _ in zip(_changes(trace, location), tries, strict=False):
         try:
             run = Trace.of(program, {**{leaf.id: trace.values[leaf.id] for leaf in program.leaves}, **changes})
         except ProgramError:

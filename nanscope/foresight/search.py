@@ -34,6 +34,7 @@ from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose
 
 MOST_RUNS = 2000  # of one check; aims that are left then are not tried
+MOST_CALLS = 500_000  # of all of its runs: a loop that was recorded turn by turn has thousands in each
 HALVINGS = 14  # of a shift: the smallest that does harm is known to a part in ten thousand
 
 
@@ -41,11 +42,11 @@ def check(snapshot: Snapshot, dtypes: Sequence[torch.dtype] = (), most: int = MO
     """Return the hazards of a saved step.
 
     dtypes: in which it is checked beside its own, what came in being cast to them; of what happens there only what is new is told.
-    most: runs with a trigger, after which no further place is tried, and the check says so.
+    most: runs with a trigger, after which no further place is tried, and the check says so; fewer of a program of very many calls.
     A bad step is made ordinary first. Raises NanscopeError if it holds no program, or cannot be made healthy.
     """
     trace, healed = _healthy(snapshot)
-    probe = _Probe(snapshot, trace, _Effort(most))
+    probe = _Probe(snapshot, trace, _Effort(min(most, max(1, MOST_CALLS // len(trace.program.calls)))))
     hazards = probe.hazards()
     for dtype in dtypes:
         hazards += [hazard for hazard in _in(dtype, probe) if not any(hazard.is_told_by(other) for other in hazards)]
