@@ -62,7 +62,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
-from nanscope.watching.optimizers import unusable
+from nanscope.watching.optimizers import unusable, updated_by
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
@@ -396,7 +396,7 @@ class Examiner:
         What was recorded of it, where that takes gradients itself, tells more than making it once more.
         """
         named = self.modules.parameters()
-        parameter = next(p for group in optimizer.param_groups for p in group["params"] if not bool(is_finite(p)))
+        parameter = next(weight for weight in updated_by(optimizer) if not bool(is_finite(weight)))
         name = name_of(parameter, named)
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
         look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)

@@ -16,6 +16,7 @@ from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.oddities import Sizes
+from nanscope.watching.optimizers import updated_by
 from nanscope.watching.readable import readable
 
 
@@ -31,7 +32,7 @@ class Gradients:
 
     def of(self, optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Return the parameters that it is about to step on, and their gradients as this process can read them."""
-        return self._there(parameter for group in optimizer.param_groups for parameter in group["params"])
+        return self._there(updated_by(optimizer))
 
     def judge(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], grads: list[Tensor], total: float) -> None:
         """An optimizer is about to step on these. total: their norm. Raises NonFiniteError if training is to end."""

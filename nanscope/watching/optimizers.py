@@ -34,7 +34,7 @@ class Optimizers:
             owner = _owner(optimizer, modules)
             name = type(optimizer).__name__ + (f" of {type(owner).__name__}" if owner is not None else "")
             with self._lock:
-                self._updated = self._updated.union(map(id, _parameters(optimizer)))
+                self._updated = self._updated.union(map(id, updated_by(optimizer)))
                 alike = sum(known == name or known.startswith(f"{name} #") for known in self._names.values())
                 self._names[optimizer] = f"{name} #{alike + 1}" if alike else name
 
@@ -45,12 +45,12 @@ class Optimizers:
     def wrote(self, optimizers: Iterable[torch.optim.Optimizer], bad: int) -> None:
         """They have stepped, and so many of what they update are not finite now."""
         if bad or self.spoilt:
-            these = {id(parameter) for one in optimizers for parameter in _parameters(one)}
+            these = {id(parameter) for one in optimizers for parameter in updated_by(one)}
             self.spoilt = self.spoilt | these if bad else self.spoilt - these
 
     def parameters(self) -> list[Tensor]:
         """Return what those that are still there update."""
-        return [parameter for one in self._names for parameter in _parameters(one)]
+        return [parameter for one in self._names for parameter in updated_by(one)]
 
     def without(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Return those models of which no optimizer has updated a part, though one may train others in the same run."""
@@ -66,7 +66,7 @@ class Optimizers:
         wanted = {id(parameter) for parameter in parameters}
         with self._lock:
             known = list(self._names)
-        return next((one for one in known if any(id(parameter) in wanted for parameter in _parameters(one))), None)
+        return next((one for one in known if any(id(parameter) in wanted for parameter in updated_by(one))), None)
 
 
 def unusable(optimizer: torch.optim.Optimizer) -> str:
@@ -78,12 +78,13 @@ def unusable(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(dict.fromkeys(f"{key} = {number(value)}" for key, value in numbers if not math.isfinite(value)))
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Return what an optimizer updates, group by group."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> nn.Module | None:
     """Return the smallest module that the optimizer's first parameter is in: a wrapper of several holds it, too."""
-    first = next(_parameters(optimizer), None)
+    first = next(updated_by(optimizer), None)
     owners = [module for module in modules if any(one is first for one in module.parameters())]
     return min(owners, key=lambda module: sum(1 for _ in module.parameters()), default=None)

@@ -35,7 +35,7 @@ from nanscope.watching.inside import REFUSED, Inside
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.line import Line
 from nanscope.watching.logbook import Logbook
-from nanscope.watching.optimizers import Optimizers
+from nanscope.watching.optimizers import Optimizers, updated_by
 from nanscope.watching.outlook import Outlook
 from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
@@ -273,7 +273,7 @@ class Step(Relay):
 
     def _updates_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Does it update what was called here, and is none of that what the last step was about?"""
-        weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        weights = {id(weight) for weight in updated_by(optimizer)}
         if self._recordings.reach_to(weights):
             return False
         return any(id(weight) in weights for model in self._modules.outermost() for weight in model.parameters())

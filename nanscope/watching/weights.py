@@ -17,6 +17,7 @@ from nanscope.watching.course import Course
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
+from nanscope.watching.optimizers import updated_by
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END, Remains
@@ -44,7 +45,7 @@ class Weights:
         elif not (bad or self._course.foreign or self._course.bad):  # else a later step tells it, that is fine otherwise
             self._failsafe("remains", self._keep_buffer)
         self._remains.optimizers.wrote(optimizers, bad)
-        self._are(bad, _updated_by(optimizers), optimizers)
+        self._are(bad, _all_of(optimizers), optimizers)
         if bad and not (self._course.bad or self._course.foreign):
             self._keep_update(optimizers, first, len(weights), bad)
         return len(weights), bad
@@ -107,7 +108,7 @@ class Weights:
     def _keep_update(self, optimizers: Sequence[torch.optim.Optimizer], first: bool, total: int, bad: int) -> None:
         """Loss and gradients were finite, the update was not."""
         optimizer = next(one for one in optimizers if count_bad(self._of([one])))
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [weight.grad for weight in updated_by(optimizer) if weight.grad is not None]
         reached = Reached(self._loss(), len(grads), count_bad(readable(grads, "gradients", self._logbook.gap)), total, bad, "taken")
         self._keeper.save(
             self._last(),
@@ -116,7 +117,7 @@ class Weights:
         )
 
     def _of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-        return readable(_updated_by(optimizers), "weights", self._logbook.gap)
+        return readable(_all_of(optimizers), "weights", self._logbook.gap)
 
     def _last(self) -> Recording | None:
         return self._course.recordings[-1] if self._course.recordings else None
@@ -126,5 +127,5 @@ class Weights:
         return last.value if last is not None else None
 
 
-def _updated_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    return [weight for one in optimizers for group in one.param_groups for weight in group["params"]]
+def _all_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return [weight for one in optimizers for weight in updated_by(one)]
