@@ -56,7 +56,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     exponential = call is not None and _is_exponential(origin, call)
     filled = call is not None and _filled(trace, call)
     return Facts(
-        coefficient=origin.coefficient is not None
+        coefficient=(origin.coefficient is not None and not math.isnan(origin.value))  # a NaN was one before it met that
         or _is_given_infinity(call, location, program)
         or _by_one_zero(call, trace)
         or _of_no_logarithm(call, location, trace),

@@ -50,9 +50,20 @@ class Onward:
             role = called or self.called.named(value)
             if role is not None and role is not Role.MASK:
                 return role
-            if site is not None and site.function != home and (role := around(site)) is not None:
+            if (
+                site is not None
+                and site.function != home
+                and (role := around(site)) is not None
+                and not self._encloses(site.function, home)
+            ):
                 return role  # handed to a function that tells
         return None
+
+    def _encloses(self, function: str, home: str | None) -> bool:
+        """Has a function done something before the other one has? Then it has called that, and its name is that of what it does with all
+        of its values."""
+        sites = [site.function for call in self.program.calls if (site := self.program.site_of(call)) is not None]
+        return home in sites[sites.index(function) :]
 
     def _weighs_loss(self, reader: Call, value: int) -> bool:
         """Is it a number of the data, worked out, that a part of the loss is multiplied by?"""

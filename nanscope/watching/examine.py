@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
-from nanscope.watching.optimizers import unusable, updated_by
+from nanscope.watching.optimizers import settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
@@ -400,16 +400,21 @@ class Examiner:
         name = name_of(parameter, named)
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
         look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)
-        blank, infinite = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
-        set_by = number_look(tuple(self.tape.numbers), Computes.UPDATE) if infinite else None
-        if set_by is not None and set_by.location is not None and set_by.location.origin.born:
-            look = set_by  # the loop has worked out a setting
+        blank, unfit = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
+        infinite = settings_in_words(unfit)
+        look = self._setting_look(unfit) or look
         if look.trace is None and look.seen is None:
             look = replace(look, seen=replace(update_seen(optimizer, parameter, name), settings=infinite))
         if look.seen is not None:
             seen = in_its_weight(look.seen, parameter, named)
             return replace(blank, observation=seen, found=seen)
         return self._updated(look, Observation(optimizer=type(optimizer).__name__, weight=name or "a weight", settings=infinite), blank)
+
+    def _setting_look(self, unfit: Mapping[str, float | Tensor]) -> Look | None:
+        """Return where the loop has worked out a setting of the optimizer that is not finite, None if that was not seen."""
+        kept = (written_look(self.tape, setting, Computes.UPDATE) for setting in unfit.values() if isinstance(setting, Tensor))
+        looks = (*kept, number_look(tuple(self.tape.numbers), Computes.UPDATE) if unfit else None)
+        return next((look for look in looks if look is not None and look.location is not None and look.location.origin.born), None)
 
     def buffer(self, seen: Observation, owner: nn.Module, name: str, recordings: Sequence[Recording], blank: Snapshot) -> Snapshot:
         """A buffer is bad that was finite, and nothing else is. owner, name: the part of a model, and its attribute."""

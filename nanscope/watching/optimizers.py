@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,13 +69,20 @@ class Optimizers:
         return next((one for one in known if any(id(parameter) in wanted for parameter in updated_by(one))), None)
 
 
-def unusable(optimizer: torch.optim.Optimizer) -> str:
-    """Return those settings of an optimizer that are not finite, in words: lr = inf."""
-    found = ((key, value) for group in optimizer.param_groups for key, value in group.items() if key != "params")
-    numbers = (
-        (key, float(value)) for key, value in found if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-    )
-    return ", ".join(dict.fromkeys(f"{key} = {number(value)}" for key, value in numbers if not math.isfinite(value)))
+def unusable(optimizer: torch.optim.Optimizer) -> dict[str, float | Tensor]:
+    """Return those settings of an optimizer that are numbers and not finite, of each name the first."""
+    found: dict[str, float | Tensor] = {}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if key != "params" and is_number and not math.isfinite(float(value)):
+                found.setdefault(key, value)
+    return found
+
+
+def settings_in_words(settings: Mapping[str, float | Tensor]) -> str:
+    """Return settings as they are told: lr = inf."""
+    return ", ".join(f"{key} = {number(float(value))}" for key, value in settings.items())
 
 
 def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
