@@ -79,3 +79,18 @@ def test_a_wide_list_is_looked_through_once() -> None:
     recorded = record(loss, torch.ones(2, requires_grad=True), torch.ones(0))
     assert recorded.location is not None
     assert observe(recorded.location, recorded.trace).facts.mask_denominator is True
+
+
+def test_what_a_linear_layer_gives_is_told_as_the_code_gets_it() -> None:
+    """The product of matrices inside has neither its shape nor its name."""
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        patches = torch.nn.functional.linear(x, weight)
+        return (patches.tanh() * patches).float().mean()
+
+    x = torch.ones(2, 4, 3).half()
+    x[1, 2] = 900.0
+    recorded = record(loss, x, torch.full((5, 3), 40.0).half().requires_grad_())
+    assert recorded.location is not None
+    origin = observe(recorded.location, recorded.trace).origin
+    assert (origin.op, origin.variable, origin.shape, origin.index) == ("mm", "patches", (2, 4, 5), (1, 2, 0))

@@ -18,7 +18,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, SETS, SHIFTS
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, SETS, SHIFTS, SIZED
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -34,13 +34,26 @@ def observe(location: Location, trace: Trace) -> Observation:
     first = next((position for position, link in enumerate(chain) if link.backward), None)
     if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPONENTIALS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
-    origin = _told(location.origin, trace.program)
+    origin = _told(_as_returned(location.origin, trace), trace.program)
     facts, blame = facts_of(location, trace), blame_of(location, trace)
     return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, blame=blame)
 
 
 def _link_words(step: Crossing) -> str:
     return f"{last_word(step.variable) if step.variable else step.op}{show_index(step.index)}"
+
+
+def _as_returned(origin: Element, trace: Trace) -> Element:
+    """The origin as the code gets it: a linear layer multiplies matrices, and gives its result back in the shape of what it was given."""
+    made, readers = trace.program.maker(origin.value_id), trace.program.readers(origin.value_id)
+    if made is None or len(readers) != 1 or readers[0].name not in IN_ORDER & SIZED or made.site < 0 or readers[0].site != made.site:
+        return origin
+    value = readers[0].outs[0]
+    if value is None or trace.values[value].numel() != trace.values[origin.value_id].numel():
+        return origin
+    shape, role = tuple(trace.values[value].shape), origin.role or trace.names.role(value)
+    variable = trace.names.name(value) or origin.variable
+    return replace(origin, shape=shape, index=unravel(origin.flat, shape), variable=variable, role=role)
 
 
 def _told(origin: Element, program: Program) -> Origin:
