@@ -347,3 +347,21 @@ def test_a_weight_is_no_token(tmp_path: Path) -> None:
         (model.weight * hole()).sum().backward()  # type: ignore[no-untyped-call]
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.masked, incident.origin.masked_by) == ("weights", None, None)
+
+
+@pytest.mark.parametrize(("hidden", "tokens", "padding"), [(True, 0.0, True), (True, 1.0, False), (False, 0.0, False)])
+def test_a_query_that_is_hidden_from_all_as_a_key_is_padding(hidden: bool, tokens: float, padding: bool) -> None:
+    """Its own row is hidden from it in every case; and a mask says that it is no token. What it spoils may reach the others all the same."""
+
+    def loss(scores: Tensor, mask: Tensor, token_mask: Tensor) -> Tensor:
+        looked = (scores + mask).softmax(-1).sum((1, 3))
+        return looked.sum() + (looked * token_mask).sum()
+
+    mask = torch.full((1, 2, 3, 3), -INF).triu(1)
+    mask[..., 0, :] = -INF
+    if hidden:
+        mask[..., 0] = -INF
+    location = record(loss, torch.randn(1, 2, 3, 3, requires_grad=True), mask, torch.tensor([[tokens, 1.0, 1.0]])).location
+    assert location is not None
+    assert (location.origin.op, location.origin.index) == ("_softmax", (0, 0, 0, 0))
+    assert (location.origin.masked, "padding" in [drop.how for drop in location.origin.drops]) == (padding, padding)

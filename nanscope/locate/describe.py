@@ -27,6 +27,7 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
     call = None if index is None else program.calls[index]
     masked, drops, coefficient = trace.drops.of(value, flat) if program.computes is Computes.LOSS else (None, (), None)
     mask = trace.drops.own_mask(index, value, flat) if program.computes is Computes.LOSS else None
+    mask = mask or trace.drops.own_padding(index, value, flat)
     if mask is not None:
         masked, drops = True, (mask, *drops)
     leaf = program.leaf(value)

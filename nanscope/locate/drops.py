@@ -47,8 +47,8 @@ class Drop:
     """What takes an element out of the loss on its way there.
 
     how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "share" (−inf has no
-    part in a softmax), "clamp" (replaced by a bound) or "replace" (nan_to_num, nansum). The last two put another number in the place of a
-    token that the loss counts all the same.
+    part in a softmax), "padding" (of a token that attention hides from all), "clamp" (replaced by a bound) or "replace" (nan_to_num,
+    nansum). The last two put another number in the place of a token that the loss counts all the same.
     by: id of the mask, None where there is none. name: what it is called.
     """
 
@@ -89,6 +89,31 @@ class Drops:
             if bool(zeros.any()) and self.run.values[factor].dim() and self.is_mask(factor, zeros):  # one number selects nothing
                 return self._by_mask(index, factor, zeros)
         return None
+
+    def own_padding(self, index: int | None, value: int, flat: int) -> Drop | None:
+        """The softmax that is the origin weighs what a token looks at that as a key is hidden from all, itself included, and a mask of tokens
+        says that it is none."""
+        if index is None or self.program.calls[index].name not in ALL_SOFTMAXES or not math.isnan(at(self.run.values[value], flat)):
+            return None
+        call = self.program.calls[index]
+        scores = self.run.values[next(call.inputs())]
+        over = call.args[1]
+        if scores.dim() < 3 or scores.shape[-1] != scores.shape[-2] or over not in (-1, scores.dim() - 1):
+            return None
+        *row, query, _ = unravel(flat, tuple(scores.shape))
+        hidden = torch.isneginf(scores[tuple(row)][:, query])
+        return Drop(index, "padding", None, None) if bool(hidden.all()) and self._is_no_token(row[0], query) else None
+
+    def _is_no_token(self, row: int, position: int) -> bool:
+        """Does a mask, or do the labels of a loss of classes, leave a position of a row out?"""
+        losses = (call for call in self.program.calls if call.name in NLL_LOSSES)
+        labels = [(self.program.source_of(call.args[1].id), call.args[4]) for call in losses if isinstance(call.args[1], Ref)]
+        masks = [(leaf.id, 0) for leaf in self.program.leaves if self.names.says_mask(leaf.id)]
+        for value, ignored in (*labels, *masks):
+            tensor = self.run.values[value]
+            if tensor.dim() == 2 and row < tensor.shape[0] and position < tensor.shape[1] and bool(tensor[row, position] == ignored):
+                return True
+        return False
 
     def _follow(self, value: int, flat: int, *, tokens: bool) -> tuple[bool | None, tuple[Drop, ...], str | None]:
         """Say of an element what `of` does. tokens: what nan_to_num puts in its place is still the same token."""

@@ -161,6 +161,7 @@ def _drop_words(how: str, name: str | None) -> str:
     return {
         "mask": f"multiplied by {name or 'a mask'} = 0",
         "select": f"not selected by {name or 'an index'}",
+        "padding": "padding, which nothing attends to",
         "clip": f"{name} {CLIPPED}",
         "clamp": "replaced by a bound of clamp",
         "replace": f"replaced by {name}",

@@ -109,19 +109,11 @@ class Onward:
 
     def _words_of(self, value: int) -> tuple[str, str]:
         """What a value is called, and the class of the model that gives it."""
-        leaf = self.program.leaf(self._given(value))
+        leaf = self.program.leaf(self.program.source_of(value))
         made_by = leaf.made_by if leaf is not None and leaf.origin == "module" else ""
         return (self.called.name(value) or "").lower(), in_words(made_by)
 
-    def _given(self, value: int) -> int:
-        """What a value is a copy of, in another place as it may be."""
-        call = self.program.maker(value)
-        while call is not None and carries(call.op):
-            value = next(call.inputs(), -1)
-            call = self.program.maker(value)
-        return value
-
     def _of_model(self, value: int) -> Role | None:
         """What a model gives, by its name or by that of the model's class."""
-        leaf = self.program.leaf(self._given(value))
+        leaf = self.program.leaf(self.program.source_of(value))
         return None if leaf is None or leaf.origin != "module" else self.called.named(value) or role_of(leaf.made_by)

@@ -70,6 +70,14 @@ class Program:
             call = self.maker(next(call.inputs(), -1))
         return call
 
+    def source_of(self, value: int) -> int:
+        """Return the value that another one's elements come from, wherever they were carried; itself if they were made."""
+        call = self.maker(value)
+        while call is not None and carries(call.op):
+            value = next(call.inputs(), -1)
+            call = self.maker(value)
+        return value
+
     def only_copy(self, value: int) -> int | None:
         """Return the copy that is made of a value, in another dtype at most, if nobody reads anything else of it."""
         readers = self.readers(value)
