@@ -91,8 +91,8 @@ class Drops:
         return None
 
     def own_padding(self, index: int | None, value: int, flat: int) -> Drop | None:
-        """The softmax that is the origin weighs what a token looks at that as a key is hidden from all, itself included, and a mask of tokens
-        says that it is none."""
+        """The softmax that is the origin weighs what a token looks at that is hidden from all as a key, itself included, and that a mask
+        of tokens leaves out."""
         if index is None or self.program.calls[index].name not in ALL_SOFTMAXES or not math.isnan(at(self.run.values[value], flat)):
             return None
         call = self.program.calls[index]
