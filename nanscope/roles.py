@@ -113,7 +113,7 @@ _PATTERNS: tuple[tuple[str, Role | None], ...] = (
     (r"(^|_)(ratios?|coef_1|coef_2|importance_ratio|is_ratio)($|_)|^coef$", Role.RATIO),
     (r"(^|_)(kl|k1|k2|k3|kld|kl_div|kls)($|_)", Role.KL),
     (r"cross_entropy", Role.LOSS),
-    (r"entrop", Role.ENTROPY),
+    (r"entrop|(^|_)p_?log_?p($|_)", Role.ENTROPY),
     (r"(^|_)adv(antages?)?($|_)", Role.ADVANTAGES),
     (r"(attn|attention)", Role.ATTENTION),
     (r"(reward|score|return)s?", Role.REWARDS),

@@ -67,6 +67,7 @@ class Hazard:
     origin: where the harm would be born, with the numbers of the trigger. cause, sentence: as of an incident. fix: the best edit, executed
     on the triggered step, None if none is known. change: what that edit does to the gradient of the step as it was recorded, relative to
     its largest element; None where it was not measured. dtype: in which it happens. others: further triggers of the same, in words.
+    headroom: what the steps before had left, and where that was going, in words, "" where they do not tell.
     """
 
     severity: Severity
@@ -80,6 +81,7 @@ class Hazard:
     change: float | None
     dtype: str
     others: tuple[str, ...] = ()
+    headroom: str = ""
 
     def is_told_by(self, other: Hazard) -> bool:
         """Does another hazard say the same: this line, this reason, and a trigger that is not much farther?"""
@@ -210,6 +212,7 @@ class Check:
                         "change": hazard.change,
                         "dtype": hazard.dtype,
                         "others": list(hazard.others),
+                        "headroom": hazard.headroom,
                     }
                     for hazard in self.hazards
                 ],

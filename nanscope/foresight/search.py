@@ -19,6 +19,7 @@ from nanscope.foresight.aims import aims, is_masked
 from nanscope.foresight.fixed import fixed
 from nanscope.foresight.guards import guards
 from nanscope.foresight.hazard import Check, Hazard, Spoils, Trigger
+from nanscope.foresight.headroom import headroom_of
 from nanscope.foresight.ordinary import ordinary
 from nanscope.foresight.pushes import Push, Severity, pushes
 from nanscope.locate.location import locate
@@ -198,8 +199,21 @@ class _Probe:
         incident = diagnose(replace(step, reached=Reached(loss)), replayed=replayed)
         fix = next(iter(incident.fixes), None)
         change = None if fix is None else self._change(replayed, fix.id)
+        call = None if replayed.location is None else replayed.location.origin.call
+        headroom = headroom_of(self.trace, self.snapshot.history, call, trigger.masked is True) if self.snapshot.history else ""
         return Hazard(
-            severity, incident.origin, incident.phase, incident.cause, trigger, spoils, incident.sentence, fix, change, dtype, others
+            severity,
+            incident.origin,
+            incident.phase,
+            incident.cause,
+            trigger,
+            spoils,
+            incident.sentence,
+            fix,
+            change,
+            dtype,
+            others,
+            headroom,
         )
 
     def _smallest(self, push: Push, origin: Element) -> Push:

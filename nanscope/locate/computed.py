@@ -24,6 +24,7 @@ from nanscope.program.ops import (
     SCORE_KEEPERS,
     SELECTORS,
     SHIFTS,
+    SIGMOIDS,
     SOFTMAXES,
     SQUARES,
     SUMS,
@@ -165,6 +166,14 @@ class Computed:
             return Role.LOG_RATIO
         if role in (Role.IS_WEIGHT, Role.ENTROPY, Role.KL, Role.LOSS):
             return role
+        made = self.program.maker_behind(operand, CLAMPS)
+        if (
+            made is not None
+            and made.name in SIGMOIDS
+            and self._own(next(made.inputs())) is not Role.LOG_PROBS
+            and self.uses.carried(operand)
+        ):
+            return Role.LOSS  # how likely one is to be preferred to another
         return Role.LOG_PROBS if LOG_PROBS & self.called.ancestors(operand) else None
 
     def is_of_policy(self, call: Call) -> bool:

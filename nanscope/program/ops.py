@@ -179,7 +179,6 @@ SOFTMAXES = _family("_softmax softmax")
 LOG_SOFTMAXES = _family("_log_softmax log_softmax")
 ALL_SOFTMAXES = SOFTMAXES | LOG_SOFTMAXES | _family("_safe_softmax")
 SHARES = ALL_SOFTMAXES | _family("logsumexp")  # of which −inf is none
-SIGMOIDS = _family("sigmoid special_expit")
 PROBABILITIES = ALL_SOFTMAXES - LOG_SOFTMAXES | SIGMOIDS  # what these give is one
 OF_PROBABILITIES = CLAMPS | SUMS | _family("add neg rsub")  # what is made of one before its logarithm is taken
 SPOILT_BY_INFINITY = (

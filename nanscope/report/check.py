@@ -63,6 +63,8 @@ def _told(line: ToldLine) -> RenderableType:
     told.add_row(line.op, Text.assemble((line.code, STRONG), f"   {line.where}"))
     for one in line.triggers:
         told.add_row("", f"{one.trigger}: {one.spoils}")
+        if one.headroom:
+            told.add_row("", f"  now: {one.headroom}")
         if one.fix:
             told.add_row("", Text.assemble("  fix: ", one.fix, "   ", (one.proof, STATES[one.state])))
         if one.others:

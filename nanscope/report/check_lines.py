@@ -19,7 +19,8 @@ ADVISED = "advised, not run"
 @dataclass(frozen=True, slots=True)
 class ToldTrigger:
     """One way in which a line dies. trigger: what is put in. spoils: what that does. silent: the loss looks well. fix: the best edit, "" if
-    none is known; proof: what was seen of it, state: how good that is, "proven", "doubt", "harm" or "quiet". others: further triggers."""
+    none is known; proof: what was seen of it, state: how good that is, "proven", "doubt", "harm" or "quiet". others: further triggers.
+    headroom: how the run was moving towards it, "" where nobody knows."""
 
     trigger: str
     spoils: str
@@ -28,6 +29,7 @@ class ToldTrigger:
     proof: str
     state: str
     others: str
+    headroom: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,15 @@ def _trigger(hazard: Hazard) -> ToldTrigger:
     more = len(hazard.others) - OTHERS
     others = clean("; ".join(hazard.others[:OTHERS])) + (f"; and {more} more" if more > 0 else "")
     fix = "" if hazard.fix is None else clean(hazard.fix.label)
-    return ToldTrigger(clean(f"{hazard.trigger.words}{dtype}"), hazard.spoils.words, hazard.spoils.silent, fix, *_proof(hazard), others)
+    return ToldTrigger(
+        clean(f"{hazard.trigger.words}{dtype}"),
+        hazard.spoils.words,
+        hazard.spoils.silent,
+        fix,
+        *_proof(hazard),
+        others,
+        clean(hazard.headroom),
+    )
 
 
 def _proof(hazard: Hazard) -> tuple[str, str]:

@@ -50,6 +50,8 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     wanted = CAUSES[cause].fixes
     if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):
         wanted = ("finite_mask_fill", "mask_before_op", "drop_invalid_sample")  # there are no samples to drop
+    elif cause is Cause.FULLY_MASKED_SOFTMAX and seen.facts.whole and math.prod(seen.origin.shape[:-1]) > 1:
+        wanted = ("validate_config", "safe_softmax")  # no row was left anything: a window of 0, or a mask the wrong way round
     elif cause is Cause.FULLY_MASKED_SOFTMAX and seen.facts.filled:
         wanted = ("finite_mask_fill", "safe_softmax")  # the code's own −inf is what people can change
     elif cause is Cause.FP16_OVERFLOW and seen.origin.op in DIVISIONS and seen.facts.setting and abs(divisor(seen)) < 1:
