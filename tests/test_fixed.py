@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from recorded import record
 from torch import Tensor
@@ -58,3 +59,35 @@ def test_a_setting_of_zero_is_told() -> None:
     assert told.startswith("beta is 0, so what it multiplies adds nothing to the loss (test_fixed.py:")
     (told,) = settled(plain, *data, objective={"key": "trl.grpo", "settings": {"beta": 0.0, "epsilon": 0.2, "scale": False}})
     assert told == "beta is 0 in the settings; what other values bring in was not tried"
+
+
+def made_here(logps):
+    mask = torch.ones(2, 3)
+    mask[0, 2] = 0
+    old_logps = logps.detach().clone()
+    return (torch.exp(logps - old_logps) * mask).sum() / mask.sum()
+
+
+def test_a_mask_that_the_step_makes_and_a_policy_that_has_not_moved_are_told() -> None:
+    """Neither came in, so neither was varied."""
+    mask, alike = settled(made_here, torch.randn(2, 3).requires_grad_())
+    assert mask == "mask was made in the step, of nothing that came in; another one was not tried"
+    assert alike.startswith("logps - old_logps (test_fixed.py:") and alike.endswith("a policy that has moved on was not tried")
+
+
+def in_one_line(logps, old_logps):
+    ratio = logps - old_logps
+    if ratio.max() > 10: ratio = ratio.clamp(max=10)  # noqa: E701  # fmt: skip
+    return torch.exp(ratio).mean()
+
+
+def in_an_expression(logps, old_logps):
+    ratio = (logps - old_logps).clamp(max=10) if logps.max() > 10 else logps - old_logps
+    return torch.exp(ratio).mean()
+
+
+@pytest.mark.parametrize(("loss", "decided"), [(in_one_line, "if ratio.max() > 10"), (in_an_expression, "if logps.max() > 10")])
+def test_a_branch_in_one_line_is_told_like_any_other(loss, decided: str) -> None:
+    """And so is one within an expression."""
+    (branch,) = settled(loss, torch.randn(2, 3).requires_grad_(), torch.randn(2, 3))
+    assert branch.startswith(f"the branches of `{decided}` (test_fixed.py:")

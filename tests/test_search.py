@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from nanscope.causes import Cause
 from nanscope.errors import NanscopeError
 from nanscope.foresight.aims import aims
 from nanscope.foresight.hazard import Check, Hazard
-from nanscope.foresight.pushes import Severity
+from nanscope.foresight.pushes import Severity, pushes
 from nanscope.foresight.search import check
 from nanscope.locate.trace import Trace
 from nanscope.program.numbers import exponent_limit
@@ -323,3 +324,35 @@ def test_labels_that_are_all_ignored_are_tried_where_the_step_ignores_none(ignor
     assert hazard.trigger.value == {"index": -100, "differ": -7, "negative": -1}[ignore] and hazard.trigger.words.startswith(
         "labels[:, 1:] is"
     )
+
+
+def test_no_generator_draws_an_infinity() -> None:
+    """At a masked token neither; what is drawn may stand for data, which are larger in another run."""
+
+    def loss(log_probs: Tensor, mask: Tensor) -> Tensor:
+        return (torch.exp(log_probs + torch.randn(2, 3)[:, :1]) * mask).sum() / mask.sum().clamp(min=1.0)
+
+    trace = record(loss, torch.randn(2, 3).requires_grad_(), torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])).trace
+    drawn = [push for aim in aims(trace) if "randn" in aim.name for push in pushes(aim, trace)]
+    assert {push.severity for push in drawn if not math.isfinite(push.strength)} == {Severity.THEORY}
+    assert Severity.REACHABLE in {push.severity for push in drawn}
+
+
+def test_a_mask_that_only_selects_is_called_one() -> None:
+    """It has no name where it is read."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    found = check(record(lambda log_probs, mask: -log_probs[mask].mean(), torch.randn(2, 3).requires_grad_(), mask).snapshot())
+    assert "all of mask is 0" in {hazard.trigger.words for hazard in found.reachable}
+
+
+def test_where_nothing_could_be_tried_nothing_is_said_to_be_found() -> None:
+    """Complex numbers have no larger and no smaller."""
+    found = check(record(lambda z: z.real.exp().sum(), torch.randn(3, dtype=torch.complex64).requires_grad_()).snapshot())
+    assert (found.runs, found.complete) == (0, False) and found.sentence.startswith("Nothing could be tried")
+
+
+def test_a_step_that_no_number_heals_says_where_it_is_bad() -> None:
+    """An empty batch, here."""
+    step = record(lambda x: x.exp().mean(), torch.empty(0, 4).requires_grad_()).snapshot()
+    with pytest.raises(NanscopeError, match=r"stays so whatever numbers are put in: x.exp\(\).mean\(\) is NaN \(.*\), of a tensor without"):
+        check(step)

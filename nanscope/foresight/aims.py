@@ -29,6 +29,7 @@ MOST = 1 << 16  # elements of one aim: what is followed further is the whole ten
 SHORT = 60  # characters of an expression that stands for a name
 MASKS = 3  # of one shape that are told apart
 ALIKE = 2  # aims in one leaf, of one size, and counted alike: another one would only say the same
+_DRAWN = re.compile(r"\b(rand|randn|randint)(_like)?\(|\b(normal|uniform|bernoulli|exponential|log_normal)_?\(")
 LITERAL = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?$")
 EDGES_ASKED = 96  # of a program, those nearest to the loss
 
@@ -95,7 +96,7 @@ def aims(trace: Trace) -> list[Aim]:
 
 def _aim(trace: Trace, leaf: Leaf, flat: tuple[int, ...]) -> Aim:
     masked = is_masked(trace, leaf.id, flat[0]) if len(flat) == 1 else None
-    role = trace.names.role(leaf.id)
+    role = Role.MASK if trace.values[leaf.id].dtype is torch.bool else trace.names.role(leaf.id)
     name, shown = trace.names.name(leaf.id) or leaf.name, leaf.id
     if not name or leaf.origin == "cut":  # whose name is the expression that made it
         read = _as_read(trace, leaf.id)
@@ -225,6 +226,11 @@ def back(trace: Trace, value: int, flats: Tensor) -> dict[int, Tensor]:
 def is_of_tokens(aim: Aim) -> bool:
     """Is it a log-probability, or what is made of some?"""
     return aim.role in LOG_PROBS or aim.role is Role.LOG_RATIO
+
+
+def is_drawn(aim: Aim) -> bool:
+    """Is it what a generator of random numbers gives?"""
+    return _DRAWN.search(aim.leaf.name or "") is not None
 
 
 def is_literal(aim: Aim, trace: Trace) -> bool:

@@ -6,12 +6,13 @@ other calls.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Call, Site
+from nanscope.program.calls import Call, Ref, Site
 from nanscope.program.ops import BOTH_MOMENTS, RESCALINGS, SPREADS
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import listed, number
@@ -24,7 +25,8 @@ _LITERAL = re.compile(r"[-+]?[\d.][\w.+-]*")
 
 def fixed(snapshot: Snapshot, trace: Trace) -> tuple[str, ...]:
     """Return what a check of a step could not vary, each in a few words."""
-    return tuple(dict.fromkeys([*_sizes(trace), *_rows(trace), *_numbers(trace), *_settings(snapshot), *_branches(trace)]))
+    data = (*_made(trace), *_alike(trace), *_sizes(trace), *_rows(trace))
+    return tuple(dict.fromkeys([*data, *_numbers(trace), *_settings(snapshot), *_branches(trace)]))
 
 
 def _sizes(trace: Trace) -> Iterator[str]:
@@ -73,18 +75,56 @@ def _settings(snapshot: Snapshot) -> Iterator[str]:
         yield f"{listed(zero)} {'is' if len(zero) == 1 else 'are'} 0 in the settings; what other values bring in was not tried"
 
 
+def _made(trace: Trace) -> Iterator[str]:
+    """Masks that the step has made of nothing that came in."""
+    program, constant = trace.program, {leaf.id for leaf in trace.program.leaves if leaf.name is None and not trace.values[leaf.id].dim()}
+    for call in program.calls:
+        if constant.issuperset(call.inputs()):
+            constant.update(out for out in call.outs if out is not None)
+    for value in sorted(constant & program.producers.keys()):
+        content, readers = trace.values[value], program.readers(value)
+        binary = content.numel() > 1 and not content.is_complex() and bool(((content == 0) | (content == 1)).all())
+        if binary and any(out not in constant for reader in readers for out in reader.outs) and trace.names.says_mask(value):
+            yield f"{trace.names.name(value) or 'a mask'} was made in the step, of nothing that came in; another one was not tried"
+
+
+def _alike(trace: Trace) -> Iterator[str]:
+    """Differences of a tensor and itself: a policy that was not updated yet."""
+    for call in trace.program.calls:
+        values = [arg.id for arg in call.args if isinstance(arg, Ref)]
+        if call.name != "sub" or len(values) != 2 or call.outs[0] is None or trace.values[call.outs[0]].numel() < 2:
+            continue
+        one, other = (trace.program.source_of(value) for value in values)
+        if one == other and not bool(trace.values[call.outs[0]].any()):
+            where = _called(trace, call)
+            yield f"{where} takes a tensor from itself, so it is 0 whatever comes in; a policy that has moved on was not tried"
+
+
 def _branches(trace: Trace) -> Iterator[str]:
     """Lines of the functions that were recorded in which Python has decided."""
     found: dict[tuple[str, int], str] = {}
     sites = dict.fromkeys(call.site for call in trace.program.calls if 0 <= call.site < len(trace.program.sites))
     for site in (trace.program.sites[index] for index in sites):
         for line, text in _before(site):
-            if _BRANCH.match(text):
-                found.setdefault((site.file, line), text.split("#")[0].rstrip().rstrip(":"))
+            decided = _decided(text)
+            if decided:
+                found.setdefault((site.file, line), decided)
     told = [f"`{text}` ({Path(file).name}:{line})" for (file, line), text in found.items()]
     if told:
         more = f" and {len(told) - BRANCHES} more" if len(told) > BRANCHES else ""
         yield f"the branches of {', '.join(told[:BRANCHES])}{more} went one way; the other was not tried"
+
+
+def _decided(text: str) -> str:
+    """What Python decides in a line, "" if it decides nothing there."""
+    if _BRANCH.match(text):
+        return text.split("#")[0].rstrip().rstrip(":")
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ""  # a part of a longer one
+    tests = [node for node in nodes if isinstance(node, (ast.If, ast.While, ast.IfExp))]
+    return f"{'while' if isinstance(tests[0], ast.While) else 'if'} {ast.unparse(tests[0].test)}" if tests else ""
 
 
 def _before(site: Site) -> Iterator[tuple[int, str]]:

@@ -160,8 +160,8 @@ class Check:
 
     @property
     def complete(self) -> bool:
-        """Was everything tried that could be?"""
-        return not self.left
+        """Was everything tried that could be? Where nothing could, that is no answer."""
+        return not self.left and self.runs > 0
 
     @property
     def reachable(self) -> tuple[Hazard, ...]:
@@ -181,6 +181,8 @@ class Check:
     @property
     def sentence(self) -> str:
         """What there is, in one line."""
+        if not self.runs:
+            return "Nothing could be tried: no tensor that comes in has numbers that are larger or smaller than others."
         cut = "" if self.complete else f" Not complete: {self.left} of {count(self.places, 'place')} were left when its runs were used up."
         if not self.hazards:
             return f"No hazard found in {count(self.runs, 'run')} of the step.{cut}"

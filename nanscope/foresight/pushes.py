@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from nanscope.foresight.aims import Aim, is_literal, is_of_tokens
+from nanscope.foresight.aims import Aim, is_drawn, is_literal, is_of_tokens
 from nanscope.locate.trace import Trace
 from nanscope.program.ops import (
     CLAMPS,
@@ -103,10 +103,12 @@ class Push:
 
 
 def pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
-    """Yield what is done to an aim, the most ordinary first. Nobody puts another number in the place of one that stands in the code."""
-    literal = is_literal(aim, trace)
+    """Yield what is done to an aim, the most ordinary first. Nobody puts another number in the place of one that stands in the code, and no
+    generator draws an infinity; other numbers that are drawn may well stand for data."""
+    literal, drawn = is_literal(aim, trace), is_drawn(aim)
     for push in _pushes(aim, trace):
-        yield replace(push, severity=Severity.THEORY) if literal else push
+        unreal = literal or (drawn and push.kind == "set" and not math.isfinite(push.strength))
+        yield replace(push, severity=Severity.THEORY) if unreal else push
 
 
 def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:

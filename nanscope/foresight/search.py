@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from nanscope.replay.edits import EDITS
 from nanscope.replay.tries import Replay, replay
 from nanscope.snapshot.observation import UNSEEN
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.text import number
 from nanscope.verdict.diagnose import diagnose
 
 MOST_RUNS = 2000  # of one check; aims that are left then are not tried
@@ -73,8 +75,20 @@ def _healthy(snapshot: Snapshot) -> tuple[Trace, tuple[str, ...]]:
         raise NanscopeError("the file holds no program, so there is nothing to check", slug="nothing-to-check")
     trace, healed = ordinary(snapshot.program, dict(snapshot.tensors))
     if trace is None:
-        raise NanscopeError("the step is bad, and stays so with ordinary numbers in the place of those that ruined it", slug="not-healthy")
+        raise NanscopeError(f"the step is bad, and stays so whatever numbers are put in{_where(snapshot)}", slug="not-healthy")
     return replace(trace, program=trace.program.weighed()), healed
+
+
+def _where(snapshot: Snapshot) -> str:
+    """Where a step is bad, in words: what no number heals is an empty batch, a group of one, or a number that stands in the code."""
+    location = locate(Trace.of(snapshot.program, dict(snapshot.tensors)))
+    if location is None:
+        return ""
+    origin = location.origin
+    what = (origin.site.expression if origin.site is not None else "") or origin.variable or origin.op
+    place = f" ({Path(origin.site.file).name}:{origin.site.line})" if origin.site is not None else ""
+    empty = ", of a tensor without elements" if any(not one.numel() for one in snapshot.tensors.values()) else ""
+    return f": {what} is {number(origin.value)}{place}{empty}"
 
 
 def _in(dtype: torch.dtype, probe: _Probe) -> list[Hazard]:
@@ -135,9 +149,9 @@ class _Probe:
         """Yield what does harm: of shifts that no run is known to reach none where a nearer one has done some."""
         places = aims(self.trace)
         self.tried.places += len(places)
-        for number, aim in enumerate(places):
+        for place, aim in enumerate(places):
             if self.tried.runs >= self.tried.most:
-                self.tried.left += len(places) - number
+                self.tried.left += len(places) - place
                 return
             shifted: set[float] = set()
             for push in pushes(aim, self.trace):

@@ -72,12 +72,15 @@ class Teller:
         log.warning("nanscope [forecast]: %s", f"{step}: {forecast.sentence}{saved}")
 
     def checked(self, check: Check, path: str | None) -> None:
-        """A loss was asked what would kill it: the answer in a line, and one for each of the first hazards that training can reach."""
+        """A loss was asked what would kill it: the answer in a line, one for each of the first hazards that training can reach, and one for
+        what could not be tried."""
         step = f"step {check.step} on {self.process}" if self.process else f"step {check.step}"
         next_ = "" if path is None else f"; next: nanscope check {path}"
         log.warning("nanscope [check]: %s", f"{step}: {check.sentence.rstrip('.')}{next_}")
         for hazard in check.reachable[:HAZARDS]:
             log.warning("nanscope [check]: %s", hazard.words)
+        if check.fixed:
+            log.warning("nanscope [check]: %s", f"settled: {'; '.join(check.fixed[:HAZARDS])}")
 
     def unsaved(self) -> None:
         """A bad step was counted, and neither looked at nor written."""
