@@ -19,6 +19,8 @@ from nanscope.text import listed, number
 
 BRANCHES = 4  # lines that are told
 _BRANCH = re.compile(r"(if|elif|while)\b.*:\s*(#.*)?$")
+_DECIDES = re.compile(r"\b(if|while)\b")
+LONGEST = 400  # characters of a line that is parsed: a file may hold anything
 _SCOPE = re.compile(r"(async\s+def|def|class)\b")
 _LITERAL = re.compile(r"[-+]?[\d.][\w.+-]*")
 
@@ -119,9 +121,11 @@ def _decided(text: str) -> str:
     """What Python decides in a line, "" if it decides nothing there."""
     if _BRANCH.match(text):
         return text.split("#")[0].rstrip().rstrip(":")
+    if not _DECIDES.search(text) or len(text) > LONGEST:
+        return ""
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""  # a part of a longer one
     tests = [node for node in nodes if isinstance(node, (ast.If, ast.While, ast.IfExp))]
     return f"{'while' if isinstance(tests[0], ast.While) else 'if'} {ast.unparse(tests[0].test)}" if tests else ""

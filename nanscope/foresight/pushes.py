@@ -126,7 +126,8 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
 def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
     """A mask of bits, counts and labels: nothing is selected, one is, all are ignored."""
     low = int(content.min())
-    ignored = {low} if low < 0 else {number for number in _ignored(trace, aim.leaf.id) if number < 0}
+    least = torch.iinfo(content.dtype).min if content.dtype is not torch.bool else 0
+    ignored = {low} if low < 0 else {label for label in _ignored(trace, aim.leaf.id) if least <= label < 0}
     if ignored:
         for label in sorted(ignored):
             yield Push(aim, "set", label, Severity.REACHABLE)  # labels: all are ignored
@@ -141,14 +142,18 @@ def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
 def _ignored(trace: Trace, value: int) -> Iterator[int]:
     """Yield the labels that the code leaves out, whether the step has some of them or not: those that a loss of classes ignores, and those
     that a comparison like `labels != -100` or `labels >= 0` tells from others."""
-    for reader in trace.program.readers(value):
-        numbers = [arg for arg in reader.args if isinstance(arg, int) and not isinstance(arg, bool)]
-        if reader.name in NLL_LOSSES:
-            yield numbers[-1]
-        elif reader.name in COMPARISONS:
-            yield from (number + side for number in numbers for side in ((0,) if reader.name in EQUALITIES else (0, -1)))
-        elif (reader.name in IN_ORDER or flow_of(reader.op) is Flow.MOVE) and reader.outs[0] is not None:
-            yield from _ignored(trace, reader.outs[0])
+    waiting, seen = [value], {value}
+    while waiting:
+        for reader in trace.program.readers(waiting.pop()):
+            numbers = [arg for arg in reader.args if isinstance(arg, int) and not isinstance(arg, bool)]
+            out = reader.outs[0]
+            if reader.name in NLL_LOSSES:
+                yield from numbers[-1:]
+            elif reader.name in COMPARISONS:
+                yield from (number + side for number in numbers for side in ((0,) if reader.name in EQUALITIES else (0, -1)))
+            elif (reader.name in IN_ORDER or flow_of(reader.op) is Flow.MOVE) and out is not None and out not in seen:
+                seen.add(out)
+                waiting.append(out)
 
 
 def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:

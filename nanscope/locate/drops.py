@@ -97,7 +97,7 @@ class Drops:
             return None
         call = self.program.calls[index]
         scores = self.run.values[next(call.inputs())]
-        over = call.args[1]
+        over = call.args[1] if len(call.args) > 1 else None
         if scores.dim() < 3 or scores.shape[-1] != scores.shape[-2] or over not in (-1, scores.dim() - 1):
             return None
         *row, query, _ = unravel(flat, tuple(scores.shape))
@@ -106,12 +106,14 @@ class Drops:
 
     def _is_no_token(self, row: int, position: int) -> bool:
         """Does a mask, or do the labels of a loss of classes, leave a position of a row out?"""
-        losses = (call for call in self.program.calls if call.name in NLL_LOSSES)
-        labels = [(self.program.source_of(call.args[1].id), call.args[4]) for call in losses if isinstance(call.args[1], Ref)]
+        losses = (call.args for call in self.program.calls if call.name in NLL_LOSSES and len(call.args) > 4)
+        labels = [(self.program.source_of(args[1].id), args[4]) for args in losses if isinstance(args[1], Ref) and isinstance(args[4], int)]
         masks = [(leaf.id, 0) for leaf in self.program.leaves if self.names.says_mask(leaf.id)]
         for value, ignored in (*labels, *masks):
-            tensor = self.run.values[value]
-            if tensor.dim() == 2 and row < tensor.shape[0] and position < tensor.shape[1] and bool(tensor[row, position] == ignored):
+            tensor = self.run.values.get(value)
+            if tensor is None or tensor.dim() != 2 or not (row < tensor.shape[0] and position < tensor.shape[1]):
+                continue
+            if bool(tensor[row, position] == ignored):
                 return True
         return False
 
