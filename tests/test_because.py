@@ -89,14 +89,16 @@ def first_fix(snapshot: Snapshot) -> str:
 
 
 def test_a_mask_of_the_code_is_filled_with_a_finite_number() -> None:
-    """Where the code writes −inf itself, that is what people can change; where a library does, the softmax is."""
+    """Where the code writes −inf itself, that is what people can change; where every row is masked, it is the mask that is wrong."""
+    first = torch.tensor([[True], [False]])
 
     def own(x: Tensor) -> Tensor:
-        scores = x.masked_fill(MASK < 2, -math.inf)
+        scores = x.masked_fill(first, -math.inf)
         return scores.softmax(-1).sum()
 
     assert first_fix(record(own, leaf(2, 3)).snapshot()) == "finite_mask_fill"
-    assert first_fix(record(lambda x: x.masked_fill(MASK < 2, -math.inf).softmax(-1).sum(), leaf(2, 3)).snapshot()) == "finite_mask_fill"
+    assert first_fix(record(lambda x: x.masked_fill(first, -math.inf).softmax(-1).sum(), leaf(2, 3)).snapshot()) == "finite_mask_fill"
+    assert first_fix(record(lambda x: x.masked_fill(MASK < 2, -math.inf).softmax(-1).sum(), leaf(2, 3)).snapshot()) == "validate_config"
 
 
 def test_a_temperature_that_half_precision_cannot_stand_is_a_setting() -> None:
