@@ -116,7 +116,8 @@ def _pushes(aim: Aim, trace: Trace) -> Iterator[Push]:
     if content.is_complex():
         return  # has no larger and no smaller
     yield from _of_numbers(aim, content) if content.is_floating_point() else _of_counts(aim, content, trace)
-    for leaf in trace.program.leaves if content.is_floating_point() and not aim.leaf.is_of_model else ():
+    tensors = content.is_floating_point() and content.numel() > 1 and not aim.leaf.is_of_model  # one number is a setting
+    for leaf in trace.program.leaves if tensors else ():
         other = trace.values[leaf.id]
         alike = leaf.id != aim.leaf.id and other.shape == content.shape and other.dtype is content.dtype and not leaf.is_of_model
         if alike and bool(torch.isfinite(other.flatten()[torch.tensor(aim.flat)]).all()):
@@ -127,10 +128,11 @@ def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
     """A mask of bits, counts and labels: nothing is selected, one is, all are ignored."""
     low = int(content.min())
     least = torch.iinfo(content.dtype).min if content.dtype is not torch.bool else 0
-    ignored = {low} if low < 0 else {label for label in _ignored(trace, aim.leaf.id) if least <= label < 0}
-    if ignored:
-        for label in sorted(ignored):
-            yield Push(aim, "set", label, Severity.REACHABLE)  # labels: all are ignored
+    ignored = {low: Severity.REACHABLE} if low < 0 else dict(_ignored(trace, aim.leaf.id))
+    labels = [label for label in sorted(ignored) if least <= label < 0]
+    if labels:
+        for label in labels:
+            yield Push(aim, "set", label, ignored[label])  # labels: all are ignored
     elif bool((content <= 1).all()):
         yield Push(aim, "set", 0.0, Severity.REACHABLE)
         if len(aim.flat) > 2:
@@ -139,18 +141,23 @@ def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
         yield Push(aim, "set", 0.0, Severity.REACHABLE)
 
 
-def _ignored(trace: Trace, value: int) -> Iterator[int]:
-    """Yield the labels that the code leaves out, whether the step has some of them or not: those that a loss of classes ignores, and those
-    that a comparison like `labels != -100` or `labels >= 0` tells from others."""
+IGNORED = -100  # by a loss of classes that is told nothing else
+
+
+def _ignored(trace: Trace, value: int) -> Iterator[tuple[int, Severity]]:
+    """Yield the labels that the code leaves out, whether the step has some of them or not, and who could bring them: those that a loss of
+    classes ignores, and those that a comparison like `labels != -100` or `labels >= 0` tells from others. What is ignored by default may
+    never be meant to come."""
     waiting, seen = [value], {value}
     while waiting:
         for reader in trace.program.readers(waiting.pop()):
             numbers = [arg for arg in reader.args if isinstance(arg, int) and not isinstance(arg, bool)]
             out = reader.outs[0]
             if reader.name in NLL_LOSSES:
-                yield from numbers[-1:]
+                yield from ((label, Severity.BROKEN_DATA if label == IGNORED else Severity.REACHABLE) for label in numbers[-1:])
             elif reader.name in COMPARISONS:
-                yield from (number + side for number in numbers for side in ((0,) if reader.name in EQUALITIES else (0, -1)))
+                sides = (0,) if reader.name in EQUALITIES else (0, -1)
+                yield from ((number + side, Severity.REACHABLE) for number in numbers for side in sides)
             elif (reader.name in IN_ORDER or flow_of(reader.op) is Flow.MOVE) and out is not None and out not in seen:
                 seen.add(out)
                 waiting.append(out)
