@@ -19,6 +19,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Leaf, Ref, refs
 from nanscope.program.flow import origins
+from nanscope.program.numbers import is_binary
 from nanscope.program.ops import EDGES, IN_ORDER, MASKINGS, NLL_LOSSES, PICKS, SELECTED_BY
 from nanscope.roles import LOG_PROBS, Role, role_of
 from nanscope.text import show_index, unravel
@@ -189,7 +190,7 @@ def _masks(trace: Trace, shape: tuple[int, ...]) -> list[Tensor]:
         content = trace.values[value]
         if content.is_complex() or content.numel() < 2 or len(content.shape) > len(shape):
             continue
-        if content.dtype is not torch.bool and not bool(((content == 0) | (content == 1)).all()):
+        if content.dtype is not torch.bool and not is_binary(content):
             continue
         try:
             wide = content.expand(shape).flatten() != 0

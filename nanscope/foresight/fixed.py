@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Ref, Site
+from nanscope.program.numbers import is_binary
 from nanscope.program.ops import BOTH_MOMENTS, RESCALINGS, SPREADS
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import listed, number
@@ -85,7 +86,7 @@ def _made(trace: Trace) -> Iterator[str]:
             constant.update(out for out in call.outs if out is not None)
     for value in sorted(constant & program.producers.keys()):
         content, readers = trace.values[value], program.readers(value)
-        binary = content.numel() > 1 and not content.is_complex() and bool(((content == 0) | (content == 1)).all())
+        binary = content.numel() > 1 and not content.is_complex() and is_binary(content)
         if binary and any(out not in constant for reader in readers for out in reader.outs) and trace.names.says_mask(value):
             yield f"{trace.names.name(value) or 'a mask'} was made in the step, of nothing that came in; another one was not tried"
 

@@ -25,7 +25,7 @@ from nanscope.locate.origin import Element
 from nanscope.locate.trace import Trace
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Call, Site, substitute
-from nanscope.program.numbers import is_finite
+from nanscope.program.numbers import is_binary, is_finite
 from nanscope.program.ops import ADDITIONS, CHOICES, CLAMPS, EXTREMA, OVERLOADED_EXTREMA, PRODUCTS, REPLACEMENTS
 from nanscope.program.program import Program
 from nanscope.program.run import Run
@@ -91,7 +91,7 @@ def _is_epsilon(arg: object) -> bool:
 def _is_mask(trace: Trace, call: Call, position: int) -> bool:
     value = operand(call, position)
     content = None if value is None else trace.values[value]
-    return content is not None and content.numel() > 1 and not content.is_complex() and bool(((content == 0) | (content == 1)).all())
+    return content is not None and content.numel() > 1 and not content.is_complex() and is_binary(content)
 
 
 def _asked(trace: Trace, calls: Sequence[int], position: int, pushes: Iterable[Push]) -> Safeguard | None:

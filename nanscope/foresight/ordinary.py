@@ -15,6 +15,7 @@ from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
+from nanscope.program.numbers import is_binary
 from nanscope.program.program import Program
 from nanscope.roles import LOG_PROBS, Role
 
@@ -126,7 +127,7 @@ def _calm(trace: Trace, leaf: int, flat: Tensor) -> Tensor:
         usual = rest[rest >= 0]
         numbers[flat] = numbers.new_tensor(max(1.0, float(usual.median())) if len(usual) else 1.0)
         return calm
-    binary = bool(((numbers == 0) | (numbers == 1)).all()) and numbers.numel() > 1
+    binary = is_binary(numbers) and numbers.numel() > 1
     low, high = (1.0, 1.0) if binary else _range(rest, trace.names.role(leaf))
     numbers[flat] = torch.linspace(low, high, len(flat) + 2, dtype=torch.float64)[1:-1].to(numbers.dtype)
     return calm

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanscope.foresight.aims import Aim, is_drawn, is_literal, is_of_tokens
 from nanscope.locate.trace import Trace
+from nanscope.program.numbers import is_binary
 from nanscope.program.ops import (
     CLAMPS,
     COMPARISONS,
@@ -35,6 +36,7 @@ FAR = 200.0  # log-ratios, in nats, that runs which go wrong show; so far networ
 WIDE = 10.0  # times the largest number of a tensor of data: another batch gets there
 NEAR = 4.0  # a part of that, where one line dies and the next one does not yet
 HUGE = 1e30
+IGNORED = -100  # the label that a loss of classes leaves out if it is told nothing else
 
 
 class Severity(IntEnum):
@@ -141,9 +143,6 @@ def _of_counts(aim: Aim, content: Tensor, trace: Trace) -> Iterator[Push]:
         yield Push(aim, "set", 0.0, Severity.REACHABLE)
 
 
-IGNORED = -100  # by a loss of classes that is told nothing else
-
-
 def _ignored(trace: Trace, value: int) -> Iterator[tuple[int, Severity]]:
     """Yield the labels that the code leaves out, whether the step has some of them or not, and who could bring them: those that a loss of
     classes ignores, and those that a comparison like `labels != -100` or `labels >= 0` tells from others. What is ignored by default may
@@ -169,7 +168,7 @@ def _of_numbers(aim: Aim, content: Tensor) -> Iterator[Push]:
     finite = finite[torch.isfinite(finite)]
     bounded = base_name(aim.leaf.made_by) in CLAMPS | EXTREMA  # the code has seen to that
     ordinary = Severity.THEORY if aim.leaf.is_of_model or bounded else Severity.REACHABLE
-    if finite.numel() > 1 and bool(((finite == 0) | (finite == 1)).all()):  # a mask: nothing is selected, one is, all are
+    if finite.numel() > 1 and is_binary(finite):  # a mask: nothing is selected, one is, all are
         yield Push(aim, "set", 0.0, ordinary)
         yield Push(aim, "set", 1.0, ordinary)
         if len(aim.flat) > 2:

@@ -23,7 +23,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
-from nanscope.program.numbers import at
+from nanscope.program.numbers import at, is_binary
 from nanscope.program.ops import LOGARITHMS, carries
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
@@ -185,7 +185,7 @@ def _is_data(trace: Trace, value: int) -> bool:
     tensor = trace.values[value]
     if not tensor.is_floating_point() or tensor.numel() <= FEWEST or trace.names.named(value) is Role.MASK:
         return False
-    return not bool(((tensor == 0) | (tensor == 1)).all())
+    return not is_binary(tensor)
 
 
 def _counted(tensor: Tensor, masks: Sequence[Tensor]) -> Tensor:

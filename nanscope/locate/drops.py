@@ -18,7 +18,7 @@ from torch import Tensor
 from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Ref, refs
 from nanscope.program.flow import behind, narrowed, spread
-from nanscope.program.numbers import at
+from nanscope.program.numbers import at, is_binary
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
     CLAMPS,
@@ -286,7 +286,7 @@ class Drops:
         if role is not None or (leaf is not None and leaf.is_of_model) or self._is_label(value):
             return False
         call = self.program.maker(value)
-        binary = tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())  # of zeros only is anything
+        binary = tensor.dim() > 0 and is_binary(tensor) and bool((tensor == 1).any())  # of zeros only is anything
         if call is None or depth > 20 or (binary and not strict):
             return binary and (not strict or not tensor.is_floating_point())
         if call.name in SELECTORS:

@@ -15,7 +15,7 @@ from nanscope.locate.origin import NUMBER, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
 from nanscope.program.flow import sources
-from nanscope.program.numbers import at, smallest
+from nanscope.program.numbers import at, is_binary, smallest
 from nanscope.program.ops import (
     BOUNDING,
     CHOICES,
@@ -302,7 +302,7 @@ def _from_mask(trace: Trace, value: int) -> bool:
             return True
         if call is None:
             tensor = trace.values[value]
-            return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
+            return tensor.dim() > 0 and is_binary(tensor)
         following = next(iter(call.inputs()), None)
         if following is None:
             return False

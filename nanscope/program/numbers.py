@@ -116,6 +116,11 @@ def _widened(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.float()
 
 
+def is_binary(tensor: Tensor) -> bool:
+    """Is every element 0 or 1, as those of a mask are?"""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
 def is_finite(tensor: Tensor) -> Tensor:
     """Return a bool scalar on the tensor's device: true if every element is finite. Reads the memory once, transfers nothing."""
     part = _readable(tensor)

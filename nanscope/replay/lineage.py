@@ -17,6 +17,7 @@ import torch
 
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, refs
+from nanscope.program.numbers import is_binary
 from nanscope.program.ops import CLAMPS, DIFFERENCES, MASKINGS, MOVES, PICKS, SCALES, SUMS, UP_TO_SIGN
 from nanscope.roles import LOG_PROBS, Role
 
@@ -183,7 +184,7 @@ class Lineage:
     def is_binary(self, value: int) -> bool:
         """Is a value all zeros and ones?"""
         content = self.trace.values[value]
-        return content.dtype is torch.bool or bool(((content == 0) | (content == 1)).all())
+        return content.dtype is torch.bool or is_binary(content)
 
     def is_token_mask(self, value: int, tokens: int) -> bool:
         """Is a value zeros and ones, one for each token, and not an advantage or reward that happens to be?"""
