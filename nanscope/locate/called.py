@@ -72,7 +72,7 @@ class Called:
         if index is not None:
             call = self.program.calls[index]
             row = self._rows[call.site] if call.site >= 0 else None
-            bound = self.program.sites[call.site].name if row is not None and self._is_last(index) else None
+            bound = self.program.sites[call.site].name if row is not None and self.is_last(index) else None
             if row is not None and bound is not None:
                 return self._corrected(row.role(last_word(bound)), value)
         for index in self.program.consumers.get(value, ()):
@@ -88,7 +88,7 @@ class Called:
                         return found
         return None
 
-    def _is_last(self, index: int) -> bool:
+    def is_last(self, index: int) -> bool:
         """Of several calls that one expression stands for, the last one is what gets bound."""
         return index == len(self.program.calls) - 1 or self.program.calls[index + 1].site != self.program.calls[index].site
 
@@ -118,7 +118,7 @@ class Called:
             return None
         call = self.program.calls[index]
         site = self.program.site_of(call)
-        if site is not None and site.name is not None and (self._is_last(index) or self._is_divided(index)):
+        if site is not None and site.name is not None and (self.is_last(index) or self._is_divided(index)):
             return _unpacked(site.name, call.outs.index(value)) if len(call.outs) > 1 else site.name
         return self._read_as(value) or self._handed_over(value) or self._written_to(value)
 

@@ -29,6 +29,10 @@ class Names:
         """Return the variable a value is bound to, None for an intermediate result."""
         return self._called.name(value)
 
+    def is_last(self, index: int) -> bool:
+        """Is a call the last one of those that its expression stands for, so that what it makes is what the expression gives?"""
+        return self._called.is_last(index)
+
     def named(self, value: int) -> Role | None:
         """Return the role that a value's name tells: what the framework's row says of the function it lies in, else what the name says."""
         return self._called.named(value)

@@ -69,8 +69,13 @@ def mask_before_op(patch: Patch) -> Variant | None:
 
     def inserts(ordinal: int) -> list[Insert]:
         by = masks[ordinal] if ordinal < len(masks) else masks[0]
-        compared: list[Insert] = [("aten.ne.Scalar", (Ref(by), excluded))]
-        return [*compared, *[("aten.unsqueeze.default", (Ref(-2), -1))] * deeper, ("aten.where.ScalarOther", (Ref(-2), Ref(-1), neutral))]
+        widened: list[Insert] = [("aten.unsqueeze.default", (Ref(by if turn == 0 else -2), -1)) for turn in range(deeper)]
+        taken = -2 if deeper else by
+        if keep.dtype is torch.bool:
+            out: list[Insert] = [] if excluded else [("aten.bitwise_not.default", (Ref(taken),))]
+        else:
+            out = [("aten.eq.Scalar", (Ref(taken), excluded))]
+        return [*widened, *out, ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2 if widened or out else by), neutral))]
 
     name = mask.name or "the mask"
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
@@ -172,7 +177,7 @@ def clamp_input(patch: Patch) -> Variant | None:
     if patch.op in BOUNDS:
         return _inside(patch, position, value, dtype)
     if patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
-        high = torch.finfo(dtype).max ** 0.25
+        high = float(f"{torch.finfo(dtype).max ** 0.25:.1g}")
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
         return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, position, inserts), patch.tensors)
     low = smallest(dtype)

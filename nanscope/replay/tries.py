@@ -28,6 +28,7 @@ from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
+from nanscope.replay.diffs import diffs
 from nanscope.replay.edits import CONTROLS, EDITS
 from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following, then
 from nanscope.replay.patch import Patch, Variant
@@ -198,7 +199,7 @@ class Bench:
         for first in helped[:FIRSTS]:
             assert first.variant is not None and first.there is not None
             seconds = beside(first.variant, first.there, edits)
-            both = [_Tried(self._judged(_try(variant, "fix", self.healthy)), variant) for variant in seconds]
+            both = [_Tried(self._shown(self._judged(_try(variant, "fix", self.healthy)), variant), variant) for variant in seconds]
             working = [tried for tried in both if tried.row.works]
             if working:
                 yield min(working, key=lambda tried: math.inf if tried.row.distortion is None else tried.row.distortion)
@@ -224,7 +225,12 @@ class Bench:
                 return None
             row = row if again is variant else _try(again, kind, self.healthy)
             row, variant = replace(row, then=then(there)), again
-        return _Tried(self._judged(row), variant, there)
+        row = self._judged(row)
+        return _Tried(self._shown(row, variant) if kind == "fix" else row, variant, there)
+
+    def _shown(self, row: Row, variant: Variant) -> Row:
+        """A row with what its edit is in the source, if it works."""
+        return replace(row, diffs=diffs(self.trace.program, self.trace.names, variant.program)) if row.works else row
 
     def _was_taken_since(self, there: Patch) -> bool:
         """Is it a gradient that code took after the origin was made? It may come of that, and under an edit it would be another one."""

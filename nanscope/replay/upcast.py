@@ -32,7 +32,7 @@ def upcast_fp32(patch: Patch) -> Variant | None:
     index = patch.origin.call
     if index is None:
         return None
-    line = _line_in_float32(patch, index) if patch.values[patch.origin.value_id].dtype in HALVES else None
+    line = _line(patch, index) if patch.values[patch.origin.value_id].dtype in HALVES else None
     if not math.isfinite(patch.origin.value) or not _bad_backward(patch.program, patch.trace.run):
         return line
     halves = any(patch.values[value].dtype in HALVES for value in (patch.origin.value_id, *patch.call.inputs()))
@@ -54,7 +54,13 @@ def _heals(variant: Variant) -> bool:
     return bool(is_finite(run.values[variant.program.output])) and not _bad_backward(variant.program, run)
 
 
-def _line_in_float32(patch: Patch, index: int) -> Variant:
+def _line(patch: Patch, index: int) -> Variant:
+    """The line in float32, and what follows as far as torch makes it so by itself; all of that, where it is not enough."""
+    narrow = _line_in_float32(patch, index, only=True)
+    return narrow if _heals(narrow) else _line_in_float32(patch, index)
+
+
+def _line_in_float32(patch: Patch, index: int, *, only: bool = False) -> Variant:
     program = patch.program
     # A line is several calls: an epsilon that vanishes does so before the division, and what it met was rounded before that.
     line = _line_of(program, index)
@@ -62,7 +68,10 @@ def _line_in_float32(patch: Patch, index: int) -> Variant:
     lifted: dict[int, int] = {}
     calls: list[Call] = list(program.calls[:index])
     fresh = program.new_id()
-    for call in program.calls[index:]:
+    for at, call in enumerate(program.calls[index:], start=index):
+        if only and line is not None and _line_of(program, at) != line:
+            calls.append(call)
+            continue
         for value in call.inputs():
             half = value in patch.values and patch.values[value].dtype in HALVES
             if half and value not in lifted and _made_before(program, value, index):

@@ -224,6 +224,21 @@ FOLK = "setting"  # of a row: a setting that people advise to each other, tried
 
 
 @dataclass(frozen=True, slots=True)
+class Diff:
+    """A change of the source at one place. file: whose; line: the number of the first line that is other, or that something is put before.
+
+    removed, added: lines as they are and as they are to be. above, below: lines around them that stay.
+    """
+
+    file: str
+    line: int
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    above: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One way of running the step.
 
@@ -234,6 +249,7 @@ class Row:
     measured.
     works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
     note: why it could not be run, or what is remarkable. then: where it goes wrong next, if that is another place ("div at line 12").
+    diffs: of a fix that works, what it changes in the source; () where that cannot be written.
     """
 
     id: str
@@ -247,6 +263,7 @@ class Row:
     note: str = ""
     largest: float | None = None
     then: str = ""
+    diffs: tuple[Diff, ...] = ()
 
     @property
     def proven(self) -> bool:

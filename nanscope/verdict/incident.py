@@ -11,7 +11,7 @@ from nanscope.plain import show
 from nanscope.replay.reproduction import Reproduction
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
-from nanscope.snapshot.observation import Blame, Link, Origin, Row
+from nanscope.snapshot.observation import Blame, Diff, Link, Origin, Row
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
@@ -44,7 +44,8 @@ class Note:
 class Fix:
     """A change that was tried on the recorded step, or, with executed=False, that can only be advised.
 
-    id: class of the fix. where: file:line. label: the edit. loss, bad gradients, distortion: see `replay.Row`.
+    id: class of the fix. where: file:line. label: the edit. loss, bad gradients, distortion: see `replay.Row`. diffs: what it is in the
+    source, () where that cannot be written.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Fix:
     bad: int = 0
     total: int = 0
     distortion: float | None = None
+    diffs: tuple[Diff, ...] = ()
 
     @property
     def proven(self) -> bool:
@@ -225,6 +227,7 @@ def _fix_json(fix: Fix) -> dict[str, Any]:
         "loss": show(fix.loss),
         "bad_gradients": [fix.bad, fix.total] if fix.executed else None,
         "distortion": show(fix.distortion),
+        "diffs": [asdict(diff) for diff in fix.diffs],
     }
 
 

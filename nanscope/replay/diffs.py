@@ -1,0 +1,384 @@
+"""The fix as a change of the source: what an edit of the program is in the code that the program was recorded from.
+
+    - ratio = torch.exp(log_probs - old_log_probs)
+    + ratio = torch.exp((log_probs - old_log_probs).masked_fill(mask == 0, 0.0))
+
+Notable: the text is read off the edited program, the very one that was run forward and backward, and not written beside it: what is shown
+is what was seen to work. Where a part of that has no name in the function, or stands where the source is not known, there is no diff.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nanscope.locate.names import Names
+from nanscope.program.calls import Arg, Call, Ref, Site, refs
+from nanscope.program.idioms import Text, literal, written
+from nanscope.program.ops import COPIES
+from nanscope.program.program import Program
+from nanscope.replay.statement import Statement
+from nanscope.roles import Role, last_word, role_of
+from nanscope.snapshot.observation import Diff
+
+MOST = 4  # statements that a fix may change and still be read
+CONTEXT = 3  # lines around a change, as in any diff
+
+_NAME = re.compile(r"""[A-Za-z_][\w.]*(?:\[["'][^"'\\]+["']\])*""")
+
+
+def diffs(before: Program, names: Names, after: Program) -> tuple[Diff, ...]:
+    """Return what an edited program changes in the source, a diff for each statement; () where that cannot be written.
+
+    before, names: the program as recorded, and what its values are called.
+    """
+    try:
+        changes = list(_Comparison(before, names, after).changes())
+    except _Unwritable:
+        return ()
+    statements: dict[tuple[str, int, int], list[_Change]] = {}
+    for change in changes:
+        statement = change.statement
+        statements.setdefault((change.file, statement.first, len(statement.lines)), []).append(change)
+    found = [_diff(file, group) for (file, _, _), group in sorted(statements.items(), key=lambda item: item[0])]
+    told = tuple(diff for diff in found if diff is not None)
+    return told if 0 < len(told) == len(found) <= MOST else ()
+
+
+class _Unwritable(Exception):
+    """What an edit does cannot be said in the words of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One expression that is to be written otherwise, or, without one, a line that is put before the statement."""
+
+    file: str
+    statement: Statement
+    node: ast.expr | ast.AugAssign | None
+    text: Text
+
+
+def _diff(file: str, changes: list[_Change]) -> Diff | None:
+    statement = changes[0].statement
+    spans = {statement.span(change.node): change for change in changes if change.node is not None}
+    texts = {(change.node and statement.span(change.node), change.text.text) for change in changes}
+    added: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = statement.lines
+    if spans:
+        if len({span for span, _ in texts if span is not None}) < len([span for span, _ in texts if span is not None]):
+            return None  # one expression, and two ways to write it
+        by_node = {_same(statement, change.node): change.text for change in spans.values() if change.node is not None}
+        lines = statement.replaced(by_node)
+    if lines is None:
+        return None
+    indent = statement.lines[0][: len(statement.lines[0]) - len(statement.lines[0].lstrip())]
+    added = tuple(dict.fromkeys(indent + change.text.text for change in changes if change.node is None))
+    first, last = 0, 0
+    while first < min(len(lines), len(statement.lines)) and not added and lines[first] == statement.lines[first]:
+        first += 1
+    while last < min(len(lines), len(statement.lines)) - first and lines[-1 - last] == statement.lines[-1 - last]:
+        last += 1
+    old, new = statement.lines[first : len(statement.lines) - last], (*added, *lines[first : len(lines) - last])
+    line = statement.first + first
+    above = tuple(_lines(statement, range(line - CONTEXT, line)))
+    below = tuple(_lines(statement, range(line + len(old), line + len(old) + CONTEXT)))
+    return Diff(file, line, old, new, above, below)
+
+
+def _same(statement: Statement, node: ast.expr | ast.AugAssign) -> ast.expr | ast.AugAssign:
+    """The node of this statement's own tree: each change has parsed the lines for itself."""
+    span = statement.span(node)
+    found = (
+        other
+        for other in ast.walk(statement.tree)
+        if isinstance(other, (ast.expr, ast.AugAssign)) and type(other) is type(node) and statement.span(other) == span
+    )
+    return next(found, node)
+
+
+def _lines(statement: Statement, numbers: range) -> Iterator[str]:
+    """The lines that the file keeps next to the change, without a gap."""
+    kept = [number for number in numbers if number in statement.around]
+    whole = kept == list(range(kept[0], kept[-1] + 1)) if kept else True
+    touching = not kept or numbers[-1] in kept or numbers[0] in kept
+    yield from (statement.around[number] for number in kept) if whole and touching else ()
+
+
+@dataclass
+class _Comparison:
+    """Two programs, the second one an edit of the first."""
+
+    before: Program
+    names: Names
+    after: Program
+    _made: dict[int, Call] = field(default_factory=dict)  # the inserted call that makes a value
+
+    def changes(self) -> Iterator[_Change]:
+        """Yield what is to be written otherwise. Raises _Unwritable where that cannot be said."""
+        known = {call.outs: call for call in self.before.calls}
+        leaves = {leaf.id for leaf in self.before.leaves}
+        if any(leaf.id not in leaves for leaf in self.after.leaves):
+            raise _Unwritable  # numbers that no code has
+        self._made = {out: call for call in self.after.calls if call.outs not in known for out in call.outs if out is not None}
+        pairs = [(known[call.outs], call) for call in self.after.calls if call.outs in known and known[call.outs] != call]
+        replaced = self._replaced(pairs)
+        done = set[tuple[int, str]]()
+        for old, new in pairs:
+            changed = [position for position, arg in enumerate(new.args) if position >= len(old.args) or arg != old.args[position]]
+            if replaced and new.op == old.op and all(self._reads_replaced(old.args[p], new.args[p], replaced) for p in changed):
+                continue
+            site = self._site(new)
+            done.add((new.site, old.op))
+            yield self._operand(site, old, new, changed)
+        for value, last in replaced.items():
+            yield self._result(value, last)
+        self._only_these(done)
+
+    def _only_these(self, done: set[tuple[int, str]]) -> None:
+        """Whatever else the same expression computes has to be changed, too, as it will be in the source."""
+        after = {call.outs: call for call in self.after.calls}
+        for call in self.before.calls:
+            if (call.site, call.op) in done and after.get(call.outs) == call:
+                raise _Unwritable
+
+    def _replaced(self, pairs: list[tuple[Call, Call]]) -> dict[int, int]:
+        """Values in whose place others are read, wherever they are: what is put after a call, or onto what came in."""
+        found: dict[int, int] = {}
+        for old, new in pairs:
+            for was, now in zip(old.args, new.args, strict=False):
+                for one, other in zip(refs(was), refs(now), strict=False):
+                    maker = self._made.get(other)
+                    if one != other and maker is not None and maker.site != new.site:
+                        found[one] = other
+        return found
+
+    def _reads_replaced(self, was: Arg, now: Arg, replaced: dict[int, int]) -> bool:
+        return [replaced.get(value, value) for value in refs(was)] == list(refs(now)) and bool(list(refs(now)))
+
+    def _site(self, call: Call) -> Site:
+        site = self.before.site_of(call)
+        if site is None or not site.source:
+            raise _Unwritable
+        return site
+
+    def _statement(self, site: Site) -> Statement:
+        statement = Statement.of(site)
+        if statement is None:
+            raise _Unwritable
+        return statement
+
+    def _operand(self, site: Site, old: Call, new: Call, changed: list[int]) -> _Change:
+        """One argument of a call, or, where more than that is another one, the whole expression."""
+        statement = self._statement(site)
+        if new.op != old.op or new.kwargs != old.kwargs or len(changed) != 1:
+            return self._whole(site, statement, old, new)
+        position = changed[0]
+        if position >= len(old.args):
+            raise _Unwritable
+        was, now = old.args[position], new.args[position]
+        node = self._node(site, statement, old, position)
+        if _writes(statement.node) and position == 0:
+            raise _Unwritable  # what is read there is written to
+        own = next(refs(was), None)
+        text = self._text(now, site, {} if own is None else {own: statement.text(node)})
+        return _Change(site.file, statement, node, text)
+
+    def _whole(self, site: Site, statement: Statement, old: Call, new: Call) -> _Change:
+        """The expression of a call, written anew. It must say this operator, and nothing else."""
+        if not statement.calls_it(old.name) or _writes(statement.node):
+            raise _Unwritable
+        given: dict[int, Text] = {}
+        for position, arg in enumerate(old.args):
+            if isinstance(arg, Ref):
+                node = self._node(site, statement, old, position)
+                given[arg.id] = statement.text(node)
+        if new.name == "alias" and isinstance(new.args[0], Ref):
+            text = self._text(new.args[0], site, given)
+            if re.search(r"\d\.\d{9}", text.text):
+                raise _Unwritable  # the logarithm of how many there are: another number for another batch
+        else:
+            text = self._call(new, site, given)
+        return _Change(site.file, statement, statement.node, text)
+
+    def _result(self, value: int, last: int) -> _Change:
+        """What is put after a call, or as a statement of its own before what came in is first read."""
+        maker = self.before.maker(value)
+        if maker is not None:
+            site = self._site(maker)
+            statement = self._statement(site)
+            if not statement.calls_it(maker.name) or _writes(statement.node) or isinstance(statement.node, ast.AugAssign):
+                raise _Unwritable
+            return _Change(site.file, statement, statement.node, self._text(Ref(last), site, {value: statement.text(statement.node)}))
+        readers = [read for call in self.before.readers(value) if (read := self.before.site_of(call)) is not None]
+        name = self.names.name(value)
+        if not readers or name is None or not _NAME.fullmatch(name) or len({(read.file, read.function) for read in readers}) > 1:
+            raise _Unwritable
+        site = min(readers, key=lambda read: read.line)
+        if all(name not in read.args for read in readers):
+            raise _Unwritable
+        statement = self._statement(site)
+        text = self._text(Ref(last), site, {value: Text(name)})
+        return _Change(site.file, statement, None, Text(f"{name} = {text.text}"))
+
+    def _node(self, site: Site, statement: Statement, call: Call, position: int) -> ast.expr:
+        """The expression in the source that is an argument of a call."""
+        words = site.args[position] if position < len(site.args) else None
+        nodes = statement.operands()
+        same = [node for node in nodes if words and ast.unparse(node) == words]
+        if len(same) > 1 and position < len(nodes) and nodes[position] in same:
+            same = [nodes[position]]
+        if len(same) != 1 or not (statement.calls_it(call.name) or self._is_called(call.args[position], words or "", site)):
+            raise _Unwritable
+        return same[0]
+
+    def _is_called(self, arg: Arg, words: str, site: Site) -> bool:
+        """Is an argument what the code calls so, though the code asks for something larger (`F.cross_entropy(logits, labels)`)?"""
+        value = next(refs(arg), None)
+        while value is not None:
+            maker = self.before.maker(value)
+            made = None if maker is None else self.before.site_of(maker)
+            if self.names.name(value) == words or (made is not None and made != site and made.expression == words):
+                return True
+            value = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
+        return False
+
+    # -- expressions -----------------------------------------------------------------------------------------------------------------------
+
+    def _text(self, arg: Arg, site: Site, given: dict[int, Text]) -> Text:
+        """An argument of an edited call as it is written at a place in the source. given: values whose text is known there."""
+        if isinstance(arg, Ref):
+            if arg.id in given:
+                return given[arg.id]
+            if arg.id in self._made:
+                return self._call(self._made[arg.id], site, given)
+            return self._spelled(arg.id, site)
+        text = literal(arg)
+        if text is None:
+            raise _Unwritable
+        return text
+
+    def _call(self, call: Call, site: Site, given: dict[int, Text]) -> Text:
+        args = [None if arg is None else self._text(arg, site, given) for arg in call.args]
+        text = written(call.name, args, {key: value for key, value in call.kwargs if not list(refs(value))})
+        if text is None or any(list(refs(value)) for _, value in call.kwargs) or re.search(r"\.(half|bfloat16)\(\)\.float\(\)$", text.text):
+            raise _Unwritable
+        if "F." in text.text and not any(
+            re.search(r"\bF\.", line) for one in self.before.sites if one.file == site.file for _, line in one.source
+        ):
+            text = Text(re.sub(r"\bF\.", "torch.nn.functional.", text.text), text.atomic)
+        return text
+
+    def _spelled(self, value: int, site: Site) -> Text:
+        """What a function calls a value that is not an operand of the call: a mask that is applied further on, or a part of an operand."""
+        current: int | None = value
+        while current is not None:
+            for words in self._words(current, site):
+                roots = _roots(words)
+                if roots and all(_is_bound(root, site, self.before) for root in roots):
+                    return Text(words, not re.search(r"[~<>=!]", words))
+            if (part := self._part(current, site)) is not None:
+                return part
+            maker = self.before.maker(current)
+            current = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
+        raise _Unwritable
+
+    def _part(self, value: int, site: Site) -> Text | None:
+        """The text of a value that is computed within the very statement."""
+        index = self.before.producers.get(value)
+        made = None if index is None else self.before.site_of(self.before.calls[index])
+        if index is None or made is None or not _alike(made, site) or not self.names.is_last(index):
+            return None
+        here, there = self._statement(site), Statement.of(made)
+        if there is None or not here.first <= made.line < here.first + len(here.lines) or isinstance(there.node, ast.AugAssign):
+            return None
+        return there.text(there.node)
+
+    def _words(self, value: int, site: Site) -> Iterator[str]:
+        name, maker = self.names.name(value), self.before.maker(value)
+        made = None if maker is None else self.before.site_of(maker)
+        here = [one for call in self.before.readers(value) if (one := self.before.site_of(call)) is not None]
+        if (
+            name is not None
+            and _NAME.fullmatch(name)
+            and (maker is None or (made is not None and _alike(made, site) and made.line < site.line))
+        ):
+            yield name
+        for call in self.before.readers(value):
+            reader = self.before.site_of(call)
+            if reader is None or not _alike(reader, site):
+                continue
+            for arg, words in zip(call.args, reader.args, strict=False):
+                if arg == Ref(value) and (
+                    _NAME.fullmatch(words) is None or made is None or not _alike(made, site) or made.line < site.line
+                ):
+                    yield words
+        for reader in here:  # what the code hands to another function, which calls it something else
+            handed = {
+                words for words in _handed(site, self.before, reader.function.rpartition(".")[2]) if role_of(last_word(words)) is Role.MASK
+            }
+            if len(handed) == 1 and not _alike(reader, site):
+                yield handed.pop()
+
+
+def _alike(one: Site, other: Site) -> bool:
+    return (one.file, one.function) == (other.file, other.function)
+
+
+def _writes(node: ast.expr | ast.AugAssign) -> bool:
+    """Does an expression change what it is called on?"""
+    func = node.func if isinstance(node, ast.Call) else None
+    return isinstance(node, ast.AugAssign) or (isinstance(func, ast.Attribute) and func.attr.endswith("_") and not func.attr.endswith("__"))
+
+
+def _excerpt(site: Site, program: Program) -> dict[int, str]:
+    """The lines of a function that the program keeps, by number."""
+    return {number: line for one in program.sites if _alike(one, site) for number, line in one.source}
+
+
+_PLAIN = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Compare, ast.UnaryOp, ast.Tuple, ast.Call)
+_METHODS = frozenset(("bool", "detach", "float", "long", "squeeze", "unsqueeze", "view"))  # by which a name stays what it is
+
+
+def _roots(words: str) -> set[str]:
+    """The names that a plain expression is made of; none if it is anything else, or does something."""
+    try:
+        tree = ast.parse(words, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    if not all(isinstance(node, _PLAIN) for node in nodes) or not all(isinstance(f, ast.Attribute) and f.attr in _METHODS for f in calls):
+        return set()
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _is_bound(root: str, site: Site, program: Program) -> bool:
+    """Does the function know the name before its statement, as far as its lines are there? Then it is handed over, or bound above."""
+    lines = _excerpt(site, program)
+    if not any(re.search(rf"\b{re.escape(root)}\b", line) for line in lines.values()):
+        return False
+    binding = re.compile(rf"^\s*(?:[\w.]+\s*,\s*)*{re.escape(root)}\s*(?:,[^=]*)?(?::[^=]*)?=(?!=)")
+    bound = [number for number, line in lines.items() if binding.search(line)]
+    return not bound or min(bound) < site.line
+
+
+def _handed(site: Site, program: Program, function: str) -> Iterator[str]:
+    """What a function hands to another one of this name, as far as its lines are there."""
+    for one in program.sites:
+        if not _alike(one, site) or not function:
+            continue
+        for _, line in one.source:
+            found = re.search(rf"\b{re.escape(function)}\((.*)\)", line)
+            try:
+                parsed = ast.parse(f"f({found.group(1)})", mode="eval").body if found else None
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+            if isinstance(parsed, ast.Call):
+                yield from (
+                    ast.unparse(arg)
+                    for arg in [*parsed.args, *(keyword.value for keyword in parsed.keywords)]
+                    if isinstance(arg, (ast.Name, ast.Attribute))
+                )

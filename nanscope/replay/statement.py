@@ -1,0 +1,188 @@
+"""A statement of the source around a call, and what becomes of its text if one expression in it is written otherwise.
+
+    Statement.of(site).operand(0)           the text `ref - logps` of `kl = torch.exp(ref - logps) - 1`
+    statement.replaced({node: "…"})         the same lines, with nothing else changed
+
+The source comes out of a file and is only parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nanscope.program.calls import Site
+from nanscope.program.idioms import Text
+
+Span = tuple[int, int, int, int]  # first line, its column in bytes, last line, the column after the end
+
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """The lines of a statement, or of as much of it as can be parsed by itself, and the call's expression in it.
+
+    first: number of the first line. lines: their text. node: the expression. tree: what the lines are. shift: lines and columns, in bytes,
+    by which positions in the tree are off. around: the lines that the file keeps before and after, by number.
+    """
+
+    first: int
+    lines: tuple[str, ...]
+    node: ast.expr | ast.AugAssign
+    tree: ast.AST
+    shift: tuple[int, int]
+    around: Mapping[int, str]
+
+    @staticmethod
+    def of(site: Site) -> Statement | None:
+        """Return the statement around a call, None where the source is not there or cannot be parsed."""
+        kept = dict(site.source)
+        if site.line not in kept or not site.end_line:
+            return None
+        for first in range(site.line, min(kept) - 1, -1):
+            for last in range(site.end_line, max(kept) + 1):
+                if not all(number in kept for number in range(first, last + 1)):
+                    break
+                lines = tuple(kept[number] for number in range(first, last + 1))
+                for tree, shift in _parsed(lines):
+                    node = _at(tree, (site.line - first + 1 + shift[0], site.column - shift[1], site.end_line - first + 1 + shift[0]), site)
+                    if node is not None:
+                        return Statement(first, lines, node, tree, shift, kept)
+        return None
+
+    def span(self, node: ast.expr | ast.AugAssign) -> Span:
+        """Return where a node stands, in lines of the file and columns in bytes."""
+        down, right = self.shift
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        at = self.first - 1 - down
+        return at + node.lineno, node.col_offset + right, at + node.end_lineno, node.end_col_offset + right
+
+    def text(self, node: ast.expr | ast.AugAssign) -> Text:
+        """Return an expression as it is written."""
+        first, begin, last, end = self.span(node)
+        lines = [line.encode() for line in self.lines[first - self.first : last - self.first + 1]]
+        lines[-1] = lines[-1][:end]
+        lines[0] = lines[0][begin:]
+        parts = [part.decode(errors="replace") for part in lines]
+        plain = isinstance(node, _ATOMS) or (isinstance(node, ast.Constant) and not isinstance(node.value, (int, float)))
+        return Text("\n".join(parts), plain)
+
+    def operands(self) -> list[ast.expr]:
+        """Return the operands of the call's expression in the order in which the operator receives them."""
+        node = self.node
+        if isinstance(node, ast.AugAssign):
+            return [node.target, node.value]
+        if isinstance(node, ast.BinOp):
+            return [node.left, node.right]
+        if isinstance(node, ast.UnaryOp):
+            return [node.operand]
+        if isinstance(node, ast.Compare):
+            return [node.left, *node.comparators]
+        if isinstance(node, ast.Call):
+            if any(isinstance(arg, ast.Starred) for arg in node.args):
+                return []
+            named = [keyword.value for keyword in node.keywords if keyword.arg in ("input", "other", "exponent")]
+            return [*self._receiver(node), *node.args, *named]
+        return []
+
+    def _receiver(self, node: ast.Call) -> list[ast.expr]:
+        """`torch.exp(x)` has none, `x.exp()` has."""
+        func = node.func
+        if not isinstance(func, ast.Attribute):
+            return []
+        root = func.value
+        if isinstance(root, ast.Name) and root.id in ("self", "cls"):
+            return []
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        return [] if isinstance(root, ast.Name) and root.id in ("torch", "F", "nn", "functional") else [func.value]
+
+    def calls_it(self, name: str) -> bool:
+        """Does the expression itself say this operator, so that its operands are the operator's?"""
+        node, bare = self.node, name.strip("_")
+        if isinstance(node, (ast.BinOp, ast.AugAssign)):
+            return _SIGNS.get(type(node.op)) in (bare, None)
+        if isinstance(node, ast.UnaryOp):
+            return True
+        func = node.func if isinstance(node, ast.Call) else None
+        said = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+        return said == bare or (said.strip("_"), bare) in _SAME
+
+    def replaced(self, changes: Mapping[ast.expr | ast.AugAssign, Text]) -> tuple[str, ...] | None:
+        """Return the lines with other texts for these nodes, None if that is no source any more."""
+        text = "\n".join(self.lines).encode()
+        starts = [0]
+        for line in self.lines:
+            starts.append(starts[-1] + len(line.encode()) + 1)
+        for node, new in sorted(changes.items(), key=lambda item: self.span(item[0]), reverse=True):
+            first, begin, last, end = self.span(node)
+            low, high = starts[first - self.first] + begin, starts[last - self.first] + end
+            low, high, enclosed = _with_parentheses(text, low, high)
+            bare = enclosed is None and _stands_alone(text, low, high)
+            text = text[:low] + (new.text if bare else new.operand).encode() + text[high:]
+        lines = tuple(text.decode(errors="replace").split("\n"))
+        return lines if next(_parsed(lines), None) is not None else None
+
+
+def _parsed(lines: tuple[str, ...]) -> Iterator[tuple[ast.AST, tuple[int, int]]]:
+    """Yield the lines as trees, each with how far its positions are off: as statements, as the head of one, as a part of an expression."""
+    body = textwrap.dedent("\n".join(lines))
+    indent = len(lines[0].encode()) - len(body.split("\n")[0].encode())
+    for source, shift in (
+        (body, (0, indent)),
+        (f"{body} pass", (0, indent)),
+        ("(\n" + "\n".join(lines) + "\n)", (1, 0)),
+        ("f(\n" + "\n".join(lines) + "\n)", (1, 0)),
+    ):
+        try:
+            yield ast.parse(source), shift
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+
+
+def _at(tree: ast.AST, where: tuple[int, int, int], site: Site) -> ast.expr | ast.AugAssign | None:
+    line, column, last = where
+    end = site.end_column - (site.column - column)
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.expr, ast.AugAssign)):
+            continue
+        if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) == (line, column, last, end):
+            return node
+    return None
+
+
+def _with_parentheses(text: bytes, low: int, high: int) -> tuple[int, int, bool | None]:
+    """The parentheses that stand directly around an expression belong to it, unless they are those of a call."""
+    before, after = text[:low].rstrip(b" "), text[high:].lstrip(b" ")
+    if not before.endswith(b"(") or not after.startswith(b")"):
+        return low, high, None
+    called = before[:-1][-1:]
+    if called.isalnum() or called in (b"_", b")", b"]"):
+        return low, high, None
+    return len(before) - 1, len(text) - len(after) + 1, True
+
+
+def _stands_alone(text: bytes, low: int, high: int) -> bool:
+    """Is it an argument, or all that is bound or returned, so that no operator is beside it?"""
+    before, after = text[:low].rstrip(), text[high:].lstrip()
+    opened = before.endswith((b"(", b",", b"[")) or (before.endswith(b"=") and not before.endswith((b"==", b"!=", b"<=", b">=")))
+    closed = not after or after.startswith((b")", b",", b"]", b"#")) or text[high:].startswith(b"\n")
+    return (opened or before.endswith(b"return")) and closed
+
+
+_SIGNS: dict[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+}
+_SAME = {  # as the code says it, as the operator is called
+    ("norm", "linalg_vector_norm"), ("true_divide", "div"), ("divide", "div"), ("multiply", "mul"), ("subtract", "sub"), ("clip", "clamp"),
+    ("logsigmoid", "log_sigmoid_forward"), ("absolute", "abs"), ("vector_norm", "linalg_vector_norm"), ("negative", "neg"),
+    ("arccos", "acos"), ("arcsin", "asin"), ("arctanh", "atanh"), ("xlogy", "special_xlogy"), ("cosine_similarity", "linalg_vector_norm"),
+}  # fmt: skip
