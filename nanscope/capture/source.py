@@ -80,7 +80,7 @@ def site_of(code: CodeType, lasti: int) -> Site:
         name=name,
         within=targets,
         expression=_unparse(node) if node is not None else "",
-        args=_args(node) if node is not None else (),
+        args=_args(node, _modules(code.co_filename)) if node is not None else (),
         source=_excerpt(code.co_filename, statement),
     )
 
@@ -173,8 +173,16 @@ def _targets(statement: ast.stmt) -> str | None:
 _REFLECTED = (ast.Add, ast.Sub, ast.Mult, ast.Div)  # `1 - x` is x's rsub, `1 / x` its reciprocal: torch gets the tensor first
 
 
-def _args(node: ast.AST) -> tuple[str, ...]:
-    """The texts of an expression's operands in the order in which the operator receives them."""
+@lru_cache(maxsize=64)
+def _modules(file: str) -> frozenset[str]:
+    """The names that a file gives to modules: `th` after `import torch as th`."""
+    tree = _tree(file)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)] if tree is not None else []
+    return frozenset(alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names)
+
+
+def _args(node: ast.AST, modules: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """The texts of an expression's operands in the order in which the operator receives them. modules: names that are no operands."""
     if isinstance(node, ast.BinOp):
         turned = isinstance(node.op, _REFLECTED) and _is_number(node.left)
         return (_unparse(node.right), _unparse(node.left)) if turned else (_unparse(node.left), _unparse(node.right))
@@ -190,7 +198,7 @@ def _args(node: ast.AST) -> tuple[str, ...]:
         own = tuple(_unparse(arg) for arg in node.args)
         if _unparse(node.func).rpartition(".")[2] == "kl_divergence":
             return ()  # of two distributions, and what is calculated with is in them
-        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value) and not _is_itself(node.func.value):
+        if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value, modules) and not _is_itself(node.func.value):
             return _unparse(node.func.value) if hasattr(Tensor, node.func.attr) else "", *own  # `dist.log_prob(x)` reads no tensor dist
         return own
     return ()
@@ -200,11 +208,11 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and _is_number(node.operand))
 
 
-def _is_module(node: ast.expr) -> bool:
+def _is_module(node: ast.expr, modules: frozenset[str] = frozenset()) -> bool:
     """`torch.exp(x)` has no receiver, `x.exp()` has: told apart by the names modules go by."""
-    return (isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np", "functional")) or (
-        isinstance(node, ast.Attribute) and _is_module(node.value)
-    )
+    if isinstance(node, ast.Attribute):
+        return _is_module(node.value, modules)
+    return isinstance(node, ast.Name) and (node.id in modules or node.id in ("torch", "F", "nn", "math", "np", "functional"))
 
 
 def _is_itself(node: ast.expr) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from nanscope.frameworks.table import site_in
 from nanscope.locate.uses import Uses
-from nanscope.program.calls import Arg, Call, Ref, Site, refs
+from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.ops import COMMUTATIVE, COPIES, NATURAL_EXPONENTIALS, SETS, WRITES, carries
 from nanscope.program.program import Program
 from nanscope.roles import LOG_PROBS, Role, last_word, role_of
@@ -157,7 +157,7 @@ class Called:
             site = self.program.site_of(call)
             if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
                 continue
-            words = list(site.args)
+            words = list(words_of(call, site))
             tensors = [arg for arg in call.args if isinstance(arg, Ref)]
             if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
                 words = [word for word in words if not _NUMBER.fullmatch(word)]
@@ -181,9 +181,10 @@ class Called:
             current = stack.pop(0)
             for call in self.program.readers(current):
                 site = self.program.site_of(call)
+                words = () if site is None else words_of(call, site)
                 for position, arg in enumerate(call.args):
-                    if site is not None and isinstance(arg, Ref) and arg.id == current and position < len(site.args):
-                        role = role_of(site.args[position])
+                    if isinstance(arg, Ref) and arg.id == current and position < len(words):
+                        role = role_of(words[position])
                         if role is not None:
                             return role
                 if carries(call.op):
@@ -193,9 +194,10 @@ class Called:
     def called_by(self, reader: Call, value: int) -> Role | None:
         """The role that the code which reads a value tells: a loss may call it by another name than who has made it."""
         site = self.program.site_of(reader)
+        words = () if site is None else words_of(reader, site)
         for position, arg in enumerate(reader.args):
-            if site is not None and isinstance(arg, Ref) and arg.id == value and position < len(site.args):
-                return role_of(site.args[position]) if _PLAIN.fullmatch(site.args[position]) else None
+            if isinstance(arg, Ref) and arg.id == value and position < len(words):
+                return role_of(words[position]) if _PLAIN.fullmatch(words[position]) else None
         return None
 
     def says_mask(self, value: int) -> bool:

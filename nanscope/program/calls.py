@@ -124,6 +124,16 @@ class Call:
             yield from refs(arg)
 
 
+_TURNED = {"rsub": "rsub(", "reciprocal": "reciprocal("}  # what torch makes of `number - x` and `number / x`, and how else it is asked for
+_LITERAL = re.compile(r"[-+(]*[\d.][\w.+)-]*")
+
+
+def words_of(call: Call, site: Site) -> tuple[str, ...]:
+    """Return the texts of a call's arguments in the order in which it receives them: of `alpha / x`, with a number alpha, x comes first."""
+    turned = call.name in _TURNED and len(site.args) == 2 and _TURNED[call.name] not in site.expression
+    return site.args[::-1] if turned and not _LITERAL.fullmatch(site.args[1]) else site.args
+
+
 def refs(arg: Arg) -> Iterator[int]:
     """Yield the ids inside an argument."""
     if isinstance(arg, Ref):

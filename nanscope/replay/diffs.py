@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nanscope.locate.names import Names
-from nanscope.program.calls import Arg, Call, Ref, Site, refs
+from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.idioms import Text, literal, written
-from nanscope.program.ops import COPIES
+from nanscope.program.ops import COMMUTATIVE, COPIES, SPREADS
 from nanscope.program.program import Program
 from nanscope.replay.statement import Statement
 from nanscope.roles import Role, last_word, role_of
@@ -115,6 +115,7 @@ class _Comparison:
     names: Names
     after: Program
     _made: dict[int, Call] = field(default_factory=dict)  # the inserted call that makes a value
+    _guarded: set[tuple[int, str]] = field(default_factory=set)  # what is changed under a condition that the source states
 
     def changes(self) -> Iterator[_Change]:
         """Yield what is to be written otherwise. Raises _Unwritable where that cannot be said."""
@@ -134,14 +135,14 @@ class _Comparison:
             done.add((new.site, old.op))
             yield self._operand(site, old, new, changed)
         for value, last in replaced.items():
-            yield self._result(value, last)
+            yield from self._result(value, last)
         self._only_these(done)
 
     def _only_these(self, done: set[tuple[int, str]]) -> None:
         """Whatever else the same expression computes has to be changed, too, as it will be in the source."""
         after = {call.outs: call for call in self.after.calls}
         for call in self.before.calls:
-            if (call.site, call.op) in done and after.get(call.outs) == call:
+            if (call.site, call.op) in done - self._guarded and after.get(call.outs) == call:
                 raise _Unwritable
 
     def _replaced(self, pairs: list[tuple[Call, Call]]) -> dict[int, int]:
@@ -201,38 +202,59 @@ class _Comparison:
                 raise _Unwritable  # the logarithm of how many there are: another number for another batch
         else:
             text = self._call(new, site, given)
+        if self._of_single(old, new):
+            text = Text(
+                f"{statement.text(statement.node).text} if {next(iter(given.values())).operand}.numel() > 1 else {text.text}", False
+            )
+            self._guarded.add((new.site, new.op))
         return _Change(site.file, statement, statement.node, text)
 
-    def _result(self, value: int, last: int) -> _Change:
+    def _of_single(self, old: Call, new: Call) -> bool:
+        """Is it a deviation of everything at once, changed where there is a single element only?"""
+        same = [call for call in self.before.calls if (call.site, call.op) == (old.site, old.op)]
+        after = {call.outs: call for call in self.after.calls}
+        return old.name in SPREADS and new.name == old.name and old.args[1:] in ((), (None,)) and any(after.get(c.outs) == c for c in same)
+
+    def _result(self, value: int, last: int) -> Iterator[_Change]:
         """What is put after a call, or as a statement of its own before what came in is first read."""
         maker = self.before.maker(value)
-        if maker is not None:
-            site = self._site(maker)
-            statement = self._statement(site)
-            if not statement.calls_it(maker.name) or _writes(statement.node) or isinstance(statement.node, ast.AugAssign):
+        site = None if maker is None else self.before.site_of(maker)
+        statement = None if site is None else Statement.of(site)
+        plain = maker is not None and statement is not None and len(maker.outs) == 1 and statement.calls_it(maker.name)
+        if site is None or statement is None or not plain or _writes(statement.node):
+            yield from self._first_reads(value, last)
+            return
+        text = self._text(Ref(last), site, {value: statement.text(statement.node)})
+        yield _Change(site.file, statement, statement.node, text)
+
+    def _first_reads(self, value: int, last: int) -> Iterator[_Change]:
+        """A statement of its own in each function that reads what came in, before it does so for the first time."""
+        found: dict[tuple[str, str], tuple[Site, str]] = {}
+        for call in self.before.readers(value):
+            site = self._site(call)
+            words = next((text for arg, text in zip(call.args, words_of(call, site), strict=False) if arg == Ref(value)), "")
+            first = found.get((site.file, site.function))
+            if not _NAME.fullmatch(words) or words.isupper() or call.name in COPIES or (first is not None and first[1] != words):
                 raise _Unwritable
-            return _Change(site.file, statement, statement.node, self._text(Ref(last), site, {value: statement.text(statement.node)}))
-        readers = [read for call in self.before.readers(value) if (read := self.before.site_of(call)) is not None]
-        name = self.names.name(value)
-        if not readers or name is None or not _NAME.fullmatch(name) or len({(read.file, read.function) for read in readers}) > 1:
-            raise _Unwritable
-        site = min(readers, key=lambda read: read.line)
-        if all(name not in read.args for read in readers):
-            raise _Unwritable
-        statement = self._statement(site)
-        text = self._text(Ref(last), site, {value: Text(name)})
-        return _Change(site.file, statement, None, Text(f"{name} = {text.text}"))
+            if first is None or site.line < first[0].line:
+                found[site.file, site.function] = site, words
+        for site, words in found.values():
+            text = self._text(Ref(last), site, {value: Text(words)})
+            yield _Change(site.file, self._statement(site), None, Text(f"{words} = {text.text}"))
 
     def _node(self, site: Site, statement: Statement, call: Call, position: int) -> ast.expr:
         """The expression in the source that is an argument of a call."""
-        words = site.args[position] if position < len(site.args) else None
-        nodes = statement.operands()
-        same = [node for node in nodes if words and ast.unparse(node) == words]
-        if len(same) > 1 and position < len(nodes) and nodes[position] in same:
-            same = [nodes[position]]
-        if len(same) != 1 or not (statement.calls_it(call.name) or self._is_called(call.args[position], words or "", site)):
+        texts = words_of(call, site)
+        if call.name in COMMUTATIVE and len(texts) == 2 and sum(isinstance(arg, Ref) for arg in call.args[:2]) == 1:
+            told = [text for text in texts if self._is_called(call.args[position], text, site)]  # the number may stand first
+            words = told[0] if len(told) == 1 else ""
+        else:
+            words = texts[position] if position < len(texts) else ""
+        same = [node for node in statement.operands() if words and ast.unparse(node) == words]
+        turn = min(texts[:position].count(words), len(same) - 1)
+        if not same or not (statement.calls_it(call.name) or self._is_called(call.args[position], words, site)):
             raise _Unwritable
-        return same[0]
+        return same[turn]
 
     def _is_called(self, arg: Arg, words: str, site: Site) -> bool:
         """Is an argument what the code calls so, though the code asks for something larger (`F.cross_entropy(logits, labels)`)?"""
@@ -240,7 +262,8 @@ class _Comparison:
         while value is not None:
             maker = self.before.maker(value)
             made = None if maker is None else self.before.site_of(maker)
-            if self.names.name(value) == words or (made is not None and made != site and made.expression == words):
+            whole = maker is not None and len(maker.outs) == 1 and made != site
+            if self.names.name(value) == words or (whole and made is not None and made.expression == words):
                 return True
             value = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
         return False
@@ -289,7 +312,13 @@ class _Comparison:
         """The text of a value that is computed within the very statement."""
         index = self.before.producers.get(value)
         made = None if index is None else self.before.site_of(self.before.calls[index])
-        if index is None or made is None or not _alike(made, site) or not self.names.is_last(index):
+        if (
+            index is None
+            or made is None
+            or not _alike(made, site)
+            or not self.names.is_last(index)
+            or len(self.before.calls[index].outs) > 1
+        ):
             return None
         here, there = self._statement(site), Statement.of(made)
         if there is None or not here.first <= made.line < here.first + len(here.lines) or isinstance(there.node, ast.AugAssign):
@@ -334,11 +363,30 @@ def _writes(node: ast.expr | ast.AugAssign) -> bool:
 
 
 def _excerpt(site: Site, program: Program) -> dict[int, str]:
-    """The lines of a function that the program keeps, by number."""
-    return {number: line for one in program.sites if _alike(one, site) for number, line in one.source}
+    """The lines of a function that the program keeps, by number, without those of its neighbours."""
+    return {number: line for one in program.sites if _alike(one, site) for number, line in _own(one)}
+
+
+def _own(site: Site) -> Iterator[tuple[int, str]]:
+    """The lines around a call that are its function's: up to where that begins, and down to where the next thing does."""
+    kept = dict(site.source)
+    inner = len(kept.get(site.line, "")) - len(kept.get(site.line, "").lstrip())
+    for numbers in (range(site.line, max(kept, default=0) + 1), range(site.line - 1, min(kept, default=1) - 1, -1)):
+        for number in numbers:
+            line = kept.get(number, "")
+            outside = number != site.line and line.strip() and len(line) - len(line.lstrip()) < inner
+            begins = outside and re.match(r"\s*(async\s+def|def|class|@)\b|@", line) is not None
+            if begins and number > site.line:
+                break
+            if outside and inner and line[:1].strip() and not begins and not line.startswith((")", "]", "}")):
+                break
+            yield number, line
+            if begins:
+                break
 
 
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Compare, ast.UnaryOp, ast.Tuple, ast.Call)
+_WORDS = re.compile(r"""#.*|'[^']*'|"[^"]*\"""")  # what is no code in a line
 _METHODS = frozenset(("bool", "detach", "float", "long", "squeeze", "unsqueeze", "view"))  # by which a name stays what it is
 
 
@@ -358,10 +406,11 @@ def _roots(words: str) -> set[str]:
 def _is_bound(root: str, site: Site, program: Program) -> bool:
     """Does the function know the name before its statement, as far as its lines are there? Then it is handed over, or bound above."""
     lines = _excerpt(site, program)
-    if not any(re.search(rf"\b{re.escape(root)}\b", line) for line in lines.values()):
+    code = {number: _WORDS.sub("", line) for number, line in lines.items()}
+    if not any(re.search(rf"\b{re.escape(root)}\b", line) for line in code.values()):
         return False
     binding = re.compile(rf"^\s*(?:[\w.]+\s*,\s*)*{re.escape(root)}\s*(?:,[^=]*)?(?::[^=]*)?=(?!=)")
-    bound = [number for number, line in lines.items() if binding.search(line)]
+    bound = [number for number, line in code.items() if binding.search(line)]
     return not bound or min(bound) < site.line
 
 

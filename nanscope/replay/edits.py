@@ -65,6 +65,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
         return None
     excluded = float(shaped.expand(content.shape)[index_in(patch.origin, content)]) if content.dim() == len(patch.origin.index) else 0.0
     neutral = 1.0 if (position == 1 and patch.op not in PRODUCTS) or patch.op in NEEDS_MORE_THAN_ZERO else 0.0
+    excluded = int(excluded) if excluded.is_integer() else excluded
     masks = _masks(patch, mask)
 
     def inserts(ordinal: int) -> list[Insert]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError
 from nanscope.locate.origin import Element
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Arg, Call, Leaf, Ref, refs
+from nanscope.program.calls import Arg, Call, Leaf, Ref, refs, words_of
 from nanscope.program.program import Program
 
 
@@ -84,7 +84,7 @@ class Patch:
         if value == self.origin.value_id:
             return self.result
         position = next((p for p in range(2) if self.operand(p) == value), None)
-        words = self.origin.site.args if self.origin.site else ()
+        words = words_of(self.call, self.origin.site) if self.origin.site and self.origin.call is not None else ()
         return words[position] if position is not None and position < len(words) else "the operand"
 
     def siblings(self, index: int | None = None) -> list[int]:

@@ -85,20 +85,11 @@ class Statement:
             if any(isinstance(arg, ast.Starred) for arg in node.args):
                 return []
             named = [keyword.value for keyword in node.keywords if keyword.arg in ("input", "other", "exponent")]
-            return [*self._receiver(node), *node.args, *named]
-        return []
-
-    def _receiver(self, node: ast.Call) -> list[ast.expr]:
-        """`torch.exp(x)` has none, `x.exp()` has."""
-        func = node.func
-        if not isinstance(func, ast.Attribute):
-            return []
-        root = func.value
-        if isinstance(root, ast.Name) and root.id in ("self", "cls"):
-            return []
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        return [] if isinstance(root, ast.Name) and root.id in ("torch", "F", "nn", "functional") else [func.value]
+            receiver = (
+                [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            )  # of `torch.exp(x)` a module, which nobody asks for
+            return [*receiver, *node.args, *named]
+        return [node.value] if isinstance(node, ast.Subscript) else []
 
     def calls_it(self, name: str) -> bool:
         """Does the expression itself say this operator, so that its operands are the operator's?"""

@@ -230,7 +230,13 @@ class Bench:
 
     def _shown(self, row: Row, variant: Variant) -> Row:
         """A row with what its edit is in the source, if it works."""
-        return replace(row, diffs=diffs(self.trace.program, self.trace.names, variant.program)) if row.works else row
+        given = self.trace.tensors
+        lost = self.recorded.total > row.total  # a gradient that nobody gets any more
+        if (
+            not row.works or lost or any(given.get(leaf) is not tensor for leaf, tensor in variant.tensors.items())
+        ):  # numbers that no code has
+            return row
+        return replace(row, diffs=diffs(self.trace.program, self.trace.names, variant.program))
 
     def _was_taken_since(self, there: Patch) -> bool:
         """Is it a gradient that code took after the origin was made? It may come of that, and under an edit it would be another one."""

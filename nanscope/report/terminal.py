@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,13 +18,14 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
+from nanscope.report.diff import changed, hunks_of, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, where_in
 from nanscope.report.tried import HEADS, groups_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.arithmetic import SHOWN
-from nanscope.verdict.incident import Incident, Verdict
+from nanscope.verdict.incident import Fix, Incident, Verdict
 from nanscope.verdict.sentence import blamed
 from nanscope.verdict.standing import Ranks
 
@@ -98,6 +99,8 @@ def incident_shown(incident: Incident) -> RenderableType:
         Text(""),
         _facts(incident),
     ]
+    if (fix := written_fix(incident)) is not None:
+        parts += [Text(""), *_diff(fix)]
     if incident.rows:
         parts += [Text(""), tried_shown(incident)]
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
@@ -107,6 +110,14 @@ def incident_shown(incident: Incident) -> RenderableType:
     if incident.cause is not Cause.UNKNOWN:
         parts.append(Text.assemble(("  why   ", QUIET), (f"nanscope explain {incident.cause}", "")))
     return Group(*parts)
+
+
+def _diff(fix: Fix) -> Iterator[RenderableType]:
+    """The fix as it is in the source."""
+    for hunk in hunks_of(fix):
+        yield Text.assemble(("  fix     ", QUIET), (hunk.where, ""), (f"   {clean(fix.id)}", QUIET))
+        for line in changed(hunk):
+            yield Padding(Text(f"{line.sign} {line.text}", HARM if line.sign == "-" else PROVEN), (0, 2, 0, 10))
 
 
 def _facts(incident: Incident) -> RenderableType:
