@@ -34,6 +34,7 @@ from nanscope.report.atlas import print_atlas
 from nanscope.report.audit import print_audit
 from nanscope.report.explain import print_causes, print_explanation
 from nanscope.report.inspect import print_header
+from nanscope.report.markdown import render_markdown
 from nanscope.report.page import build
 from nanscope.report.replay import print_others, print_replay, print_sweep
 from nanscope.report.terminal import print_verdict
@@ -66,6 +67,10 @@ def still_verdict(kind: str) -> Verdict:
 
 def terminal(kind: str) -> str:
     return printed(print_verdict, still_verdict(kind), ["nanscope-runs/report.html"])
+
+
+def markdown(kind: str) -> str:
+    return render_markdown(still_verdict(kind), "report.png")
 
 
 def page(kind: str) -> str:
@@ -116,6 +121,7 @@ PAGES = ("forward masked", "backward, finite loss", "optimizer", "observed only"
 CASES: dict[str, Callable[[], str]] = {
     **{f"terminal {kind}.txt": partial(terminal, kind) for kind in KINDS},
     **{f"page {kind}.json": partial(page, kind) for kind in PAGES},
+    **{f"markdown {kind}.md": partial(markdown, kind) for kind in PAGES},
     "verdict forward masked.json": partial(verdict_json, "forward masked"),
     "replay forward masked.txt": partial(replayed, "forward masked", True),
     "replay that stays finite.txt": partial(replayed, "forward masked", False),

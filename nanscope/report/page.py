@@ -13,21 +13,14 @@ from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
 from nanscope.report.history import panels_of, panels_of_run
-from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where, where_in
+from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where_in
+from nanscope.report.segments import Segment, segments
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction, tested
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
 from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.sentence import blamed
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of a sentence. code: written as code."""
-
-    text: str
-    code: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +136,8 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
     return Section(
         anchor=f"incident-{index}",
         facts=facts_of(incident),
-        lead=_segments(lead, place, limits),
-        rest=_segments(rest, place, limits),
+        lead=segments(lead, place, limits),
+        rest=segments(rest, place, limits),
         fix=clean(best.label, limits.text) if best else "",
         fix_where=clean(PurePath(best.where).name, limits.text) if best and best.where else "",
         fix_result=fix_words(best) if best else "",
@@ -179,17 +172,6 @@ def _capital(words: str) -> str:
 
 def _command(path: str, limits: Limits) -> str:
     return f"nanscope replay {shlex.quote(clean(path, 2 * limits.text))}"
-
-
-def _segments(text: str, place: Origin, limits: Limits) -> tuple[Segment, ...]:
-    """Split a sentence into words and the code it quotes."""
-    spans = [subject(place, limits.text), where(place, limits.text), *([calculation(place, limits.text)] if place.operands else [])]
-    spans += [clean(word, limits.text) for word in (place.expression, place.variable, *(name for name, _ in place.operands[:4])) if word]
-    wanted = "|".join(re.escape(span) for span in sorted(set(spans), key=len, reverse=True) if len(span) > 2)
-    if not text or not wanted:
-        return (Segment(text, False),) if text else ()
-    pieces = re.split(rf"(?<!\w)({wanted})(?!\w)", text)
-    return tuple(Segment(piece, bool(odd % 2)) for odd, piece in enumerate(pieces) if piece)
 
 
 def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:

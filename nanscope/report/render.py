@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.files import write_whole
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
 def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision | None = None) -> None:
     """Write the report of a verdict; a reader never sees half a file. precision: of its step, where it was measured; not in a picture.
 
+    What is written for an issue has its picture beside it, under the same name.
+
     Raises NanscopeError for a suffix that no renderer has, OSError if the file cannot be written.
     """
     path = Path(path)
-    write_whole(path, choose(RENDERERS, path)(verdict, precision))
+    drawn = choose(RENDERERS, path)
+    if drawn is _md and verdict.incidents:
+        write_whole(path.with_suffix(".png"), _png(verdict, None))
+        write_whole(path, _md(verdict, precision, quote(path.with_suffix(".png").name)))
+    else:
+        write_whole(path, drawn(verdict, precision))
 
 
 T = TypeVar("T")
@@ -72,6 +80,12 @@ def _txt(verdict: Verdict, precision: Precision | None) -> bytes:
     return told.encode(errors="backslashreplace")
 
 
+def _md(verdict: Verdict, precision: Precision | None, picture: str = "") -> bytes:
+    from nanscope.report.markdown import render_markdown
+
+    return render_markdown(verdict, picture).encode(errors="backslashreplace")
+
+
 def _json(verdict: Verdict, precision: Precision | None) -> bytes:
     from nanscope.plain import show
 
@@ -88,4 +102,10 @@ def _plain(data: Any) -> Any:
     return data if isinstance(data, (str, int, float, bool, type(None))) else str(data)
 
 
-RENDERERS: dict[str, Callable[[Verdict, Precision | None], bytes]] = {".html": _html, ".png": _png, ".txt": _txt, ".json": _json}
+RENDERERS: dict[str, Callable[[Verdict, Precision | None], bytes]] = {
+    ".html": _html,
+    ".md": _md,
+    ".png": _png,
+    ".txt": _txt,
+    ".json": _json,
+}
