@@ -33,6 +33,7 @@ from nanscope.verdict.map import picture_of
 from nanscope.verdict.remedies import known, remedies
 from nanscope.verdict.sentence import sentence
 from nanscope.verdict.standing import Ranks
+from nanscope.verdict.tokens import tokens_of
 from nanscope.version import __version__
 
 
@@ -187,6 +188,7 @@ def diagnose(
         settings=snapshot.settings,
         opaque=snapshot.opaque,
         picture=None if seen.outside else picture_of(snapshot.program, replayed),
+        tokens=None if seen.outside else tokens_of(replayed, next((fix.id for fix in fixes if fix.executed and fix.proven), None)),
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
         consequence_of=snapshot.consequence_of,

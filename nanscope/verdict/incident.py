@@ -17,6 +17,7 @@ from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
 from nanscope.verdict.standing import Ranks
+from nanscope.verdict.tokens import TokenMap
 
 
 class NonFiniteError(Deliberate):
@@ -93,6 +94,7 @@ class Incident:
     settings: dict[str, Any]
     opaque: tuple[str, ...]
     picture: Picture | None = None
+    tokens: TokenMap | None = None
     objective: dict[str, Any] = field(default_factory=dict)
     loss_words: str = ""  # the objective in one line
     consequence_of: int | None = None  # the earlier step that had spoilt the weights
