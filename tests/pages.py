@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 import unicodedata
 from html.parser import HTMLParser
+from importlib import resources
 
+from nanscope.causes import Cause
 from nanscope.report.html import MOST_BYTES, render_html
+from nanscope.verdict.explain import explanation
 from nanscope.verdict.incident import Verdict
 
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "article", "section", "figure", "figcaption", "div", "p",
     "h1", "h2", "h3", "ul", "ol", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "span", "b", "i", "small", "code",
-    "mark", "a", "svg", "defs", "pattern", "path", "rect",
+    "mark", "a", "svg", "defs", "pattern", "path", "rect", "g", "pre", "details", "summary", "button", "label", "select", "script",
 }  # fmt: skip
 VOID = {"meta"}
+SCRIPT = "\n" + resources.files("nanscope.report").joinpath("page.js").read_text(encoding="utf-8")
+HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+THREADS = {link for cause in set(Cause) - {Cause.UNKNOWN} for link in explanation(cause).links}  # ours, and public
 STYLE = re.compile(r"(left|top):-?[\d.]+%|--columns:\d+;--cell:\d+px")
 
 
@@ -28,6 +38,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.texts: list[str] = []
         self.styles: list[str] = []
+        self.scripts: list[tuple[str, str]] = []
         self.feed(page)
         self.close()
         if self.open:
@@ -36,7 +47,21 @@ class Page(HTMLParser):
         if len(names) != len(set(names)):
             self.faults.append("an id is used twice")
         links = [attributes["href"] for _, attributes in self.tags if "href" in attributes]
-        self.faults += [f"link {link}" for link in links if link.removeprefix("#") not in names or not link.startswith("#")]
+        inside = {f"#{name}" for name in names}
+        self.faults += [f"link {link}" for link in links if link not in inside | THREADS]
+        self.faults += self._scripted()
+
+    def _scripted(self) -> list[str]:
+        """What is wrong with the scripts: there is one, ours, with its data, and the policy names it; or there is none."""
+        policies = [tag["content"] for tag in self.all("meta") if tag.get("http-equiv") == "Content-Security-Policy"]
+        if not self.scripts:
+            return [] if policies in ([], [POLICY]) else [f"policy {policies}"]
+        kinds = [kind for kind, _ in self.scripts]
+        if kinds != ["application/json", ""] or self.scripts[1][1] != SCRIPT or policies != [f"{POLICY}; script-src 'sha256-{HASH}'"]:
+            return [f"scripts {kinds}, policy {policies}"]
+        text = self.scripts[0][1]
+        json.loads(text, parse_constant=lambda name: self.faults.append(f"{name} in the data"))
+        return [f"{sign!r} in the data" for sign in "<>&\u2028\u2029" if sign in text]
 
     @property
     def text(self) -> str:
@@ -75,6 +100,9 @@ class Page(HTMLParser):
             pass
 
     def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.scripts.append((self.tags[-1][1].get("type", ""), data))
+            return
         (self.styles if self.open[-1:] == ["style"] else self.texts).append(data)
         self.texts.append(" " if self.open[-1:] in (["td"], ["li"], ["p"], ["dt"], ["dd"], ["th"]) else "")
 
@@ -90,6 +118,8 @@ def checked(verdict: Verdict, title: str | None = None) -> Page:
     page = Page(text)
     assert not page.faults, page.faults
     assert not odd(text), odd(text)
-    assert "://" not in text and "@import" not in text and "url(" not in "".join(page.styles)
+    links = "".join(f'"{link}"' for link in THREADS)
+    assert all(f'"{link}"' in links for link in re.findall(r'"([^"]*://[^"]*)"', text)) and "@import" not in text
+    assert "url(" not in "".join(page.styles)
     assert len(text.encode()) < MOST_BYTES
     return page

@@ -22,6 +22,7 @@ from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict import incident, standing
 from nanscope.verdict.diagnose import verdict as diagnosed
 from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.verdict.tokens import RECORDED, Histogram, TokenMap, Track, Window
 
 KINDS = (*RUNS, "observed only", "absorbed")
 
@@ -84,8 +85,21 @@ def hostile(kind: Any = Verdict, text: str = NASTY, count: int = 2) -> Any:
     return {str: text, int: 1, float: math.inf, bool: True}[kind]
 
 
+def _tokens(text: str) -> TokenMap:
+    """A map of three tokens, in which whatever is text is hostile."""
+    cells = (((math.inf, -1.0, math.nan),),)
+    track = Track(
+        text, text, False, 88.7, 2, 1, -1.0, -1.0, -1.0, -1.0, -1.0, Histogram(-1.0, 1.0, (1, 0), (0, 1)), {RECORDED: cells, text: cells}
+    )
+    window = Window(0, 0, 1, 3, ((True, False, False),))
+    return TokenMap(
+        1, 3, 0, 0, 0, (window,), (track, track), 0, ((1, 0, 1),), 1, 1, ((1.0, 0.0, 0.0),), ((0, 1, 1),), {RECORDED: text, text: text}
+    )
+
+
 def _field(owner: str, name: str, hint: Any, text: str, count: int) -> Any:
     special: dict[tuple[str, str], Any] = {
+        ("Incident", "tokens"): _tokens(text) if (owner, name) == ("Incident", "tokens") else None,
         ("Row", "kind"): "fix",
         ("Row", "works"): True,
         ("Row", "bad"): 0,

@@ -14,13 +14,17 @@ from nanscope.verdict.incident import Incident
 
 @dataclass(frozen=True, slots=True)
 class ChainItem:
-    """A link ("link", or "grad" of backward), words between links ("gap", "turn"), or what the harm came to ("end")."""
+    """A link ("link", or "grad" of backward), words between links ("gap", "turn"), or what the harm came to ("end").
+
+    at: file and line of a link, where they are known.
+    """
 
     kind: str
     text: str
     value: str = ""
     line: str = ""
     bad: bool = False
+    at: tuple[str, int] | None = None
 
 
 def chain_of(incident: Incident, most: int, limit: int = 240) -> Iterator[ChainItem]:
@@ -59,4 +63,6 @@ def _item(link: Link, origin: str | None, limit: int) -> ChainItem:
     line = f"line {clean(link.line, 12)}" if link.line is not None else ""
     if line and link.file is not None and link.file != origin:
         line = f"{clean(PurePath(str(link.file)).name, 40)}:{clean(link.line, 12)}"
-    return ChainItem("grad" if link.backward else "link", clean(link.text, limit), numeral(value), line, bad)
+    file = link.file or origin
+    at = (file, link.line) if file is not None and link.line is not None else None
+    return ChainItem("grad" if link.backward else "link", clean(link.text, limit), numeral(value), line, bad, at)

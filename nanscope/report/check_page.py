@@ -14,10 +14,10 @@ from nanscope.report.check import render_check
 from nanscope.report.check_lines import ToldLine, ToldTrigger, fixed_of, guards_of, head_of, healed_of, lines_of, nearest_of
 from nanscope.report.clean import LIMITS, clean
 from nanscope.report.headline import Fact
-from nanscope.report.page import SourceLine, source_lines
 from nanscope.report.render import choose
 from nanscope.report.sarif import sarif_of
 from nanscope.report.template import fill
+from nanscope.report.way import SourceLine, source_lines
 from nanscope.snapshot.files import write_whole
 from nanscope.version import __version__
 

@@ -70,7 +70,7 @@ class Chart:
     """A panel as drawn, in units of CHART.
 
     limit_y, limit_at: where the limit lies, in units and in percent. cross_x: where the incident lies. said: where something was said to be
-    about to happen, in units and in percent, and at which step.
+    about to happen, in units and in percent, and at which step. number: of the chart in the page.
     """
 
     title: str
@@ -85,6 +85,7 @@ class Chart:
     cross_x: str
     label: str
     said: tuple[tuple[str, str, str], ...] = ()
+    number: int = 0
 
 
 CHART = (480, 120)  # width and height of a chart in its own units
@@ -164,8 +165,8 @@ def _ticks(count: int, first: int, strong: int | None, every: int) -> tuple[Tick
     return tuple(Tick(f"{100 * (n + 0.5) / count:.2f}", str(first + n), n == strong) for n in shown)
 
 
-def chart_of(panel: Panel) -> Chart:
-    """Draw a panel of the history."""
+def chart_of(panel: Panel, number: int = 0) -> Chart:
+    """Draw a panel of the history. number: of the chart in the page."""
     scale = Scale.of(panel)
     width, height = CHART
 
@@ -196,6 +197,7 @@ def chart_of(panel: Panel) -> Chart:
             for step in panel.said
             if scale.first <= step <= scale.last
         ),
+        number=number,
     )
 
 

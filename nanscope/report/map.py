@@ -72,7 +72,7 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
     bad = tuple(tuple(_is_bad(v, limit) or ((r, c) == ring and overflowed) for c, v in enumerate(line)) for r, line in enumerate(values))
     scale, saturated = _scale(values, bad)
     inside = 0 <= ring[0] < len(lines) and 0 <= ring[1] < len(columns)
-    row_name, column_name = _axes(incident.origin)
+    row_name, column_name = axes(incident.origin)
     first_row, first_column = picture.first_row + top, picture.first_column + left
     cut = _cut(row_name, column_name, (first_row, len(lines), picture.rows), (first_column, len(columns), picture.columns))
     return Grid(
@@ -101,7 +101,7 @@ def _is_bad(value: float | None, limit: float | None) -> bool:
     return value is not None and (not math.isfinite(value) or (limit is not None and value > limit))
 
 
-def _axes(place: Origin) -> tuple[str, str]:
+def axes(place: Origin) -> tuple[str, str]:
     if len(place.shape) < 2:
         return "", "element"
     if len(place.shape) > 2:

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
-from nanscope.report.chain import ChainItem, chain_of
+from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
+from nanscope.report.diff import hunks_of, unified, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
 from nanscope.report.history import panels_of, panels_of_run
-from nanscope.report.origin import calculation, element, mask_words, source_of, subject, where_in
+from nanscope.report.lookout import Lookout, chart_data, lookout_of, map_data
+from nanscope.report.origin import calculation, element, mask_words, subject, where_in
 from nanscope.report.segments import Segment, segments
 from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction, tested
+from nanscope.report.way import Way, way_of
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
-from nanscope.snapshot.observation import Origin
-from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.verdict.explain import explanation
+from nanscope.verdict.incident import Fix, Incident, Note, Verdict
 from nanscope.verdict.sentence import blamed
 
 
 @dataclass(frozen=True, slots=True)
-class SourceLine:
-    """A line of source. before, hit, after: the marked expression within it."""
+class PatchLine:
+    """A line of the fix as a diff. sign: "-", "+", " ", or "@" of a line that says where."""
 
-    number: str
-    before: str
-    hit: str
-    after: str
-    marked: bool
+    sign: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What is known of the cause, folded in. links: public threads in which it was met, as (address, words)."""
+
+    title: str
+    mechanism: str
+    broken: str
+    mended: str
+    wrong: str
+    links: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +62,14 @@ class Section:
     calculation: str
     details: tuple[tuple[str, str], ...]
     operands: tuple[tuple[str, str], ...]
-    source: tuple[SourceLine, ...]
-    source_title: str
-    chain: tuple[ChainItem, ...]
+    way: Way
+    place: str
     map: Map | None
+    lookout: Lookout | None
+    patch: tuple[PatchLine, ...]
+    patch_file: str
+    patch_id: str
+    why: Why | None
     charts: tuple[Chart, ...]
     groups: tuple[Group, ...]
     replayed: str
@@ -95,6 +112,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     notes = [note for note in verdict.notes if (note.slug, note.text) not in told]
     bad = max(verdict.bad_steps, len({(incident.step, incident.update) for incident in verdict.incidents}))
     watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
+    charts = itertools.count()
     counts = [watched, Fact("bad", clean(bad, 24), state="harm" if bad else verdict.status.tone)]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
@@ -114,14 +132,14 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         tone=verdict.status.tone,
         sentence="" if verdict.incidents else calm(verdict, limits.long),
         heads=HEADS,
-        sections=tuple(_section(incident, index, limits) for index, incident in enumerate(shown, 1)),
+        sections=tuple(_section(incident, index, limits, charts) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
         more=f"… {len(verdict.causes) - len(listed)} more" if len(verdict.causes) > len(listed) else "",
         notes=(*(("consequences", words) for words in consequences_of(verdict)[: limits.items]), *_notes(notes, limits)),
         unseen=clean(gap_words(verdict.gaps), limits.long) if verdict.incidents else "",
         ranks=rank_rows(verdict.ranks) if verdict.ranks is not None and verdict.incidents else (),
         rank_heads=RANK_HEADS if verdict.ranks is not None else (),
-        charts=() if verdict.incidents else tuple(chart_of(panel) for panel in panels_of_run(verdict.history, limits.points)),
+        charts=() if verdict.incidents else tuple(chart_of(panel, next(charts)) for panel in panels_of_run(verdict.history, limits.points)),
     )
 
 
@@ -129,10 +147,10 @@ def _name(incident: Incident) -> str:
     return f"{clean(incident.place, 60)} · {clean(incident.process, 60)} · {clean(incident.phase, 24)}"
 
 
-def _section(incident: Incident, index: int, limits: Limits) -> Section:
+def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[int]) -> Section:
     place = incident.origin
     lead, rest = lead_and_rest(incident, limits)
-    best = best_of(incident)
+    best, written = best_of(incident), written_fix(incident)
     return Section(
         anchor=f"incident-{index}",
         facts=facts_of(incident),
@@ -145,11 +163,15 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         calculation=calculation(place, limits.text),
         details=_details(incident, limits),
         operands=tuple((clean(name, limits.text), numeral(value)) for name, value in place.operands[:12]),
-        source=tuple(source_lines(place, limits)),
-        source_title=where_in(place, limits.text),
-        chain=tuple(chain_of(incident, limits.chain, limits.text)),
+        way=way_of(incident, limits, index),
+        place=where_in(place, limits.text),
         map=map_of(incident, limits),
-        charts=tuple(chart_of(panel) for panel in panels_of(incident, limits.points)),
+        lookout=lookout_of(incident, limits, index - 1),
+        patch=tuple(_patch(written, limits)),
+        patch_file=", ".join(hunk.where for hunk in hunks_of(written, limits.text)),
+        patch_id=clean(written.id, 60) if written is not None and written is not best else "",
+        why=_why(incident.cause),
+        charts=tuple(chart_of(panel, next(charts)) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
         replayed=_capital(reproduction(incident)),
         replayed_state="proven" if incident.reproduction.exact else "" if incident.reproduces else "harm",
@@ -164,6 +186,32 @@ def _section(incident: Incident, index: int, limits: Limits) -> Section:
         tables=_tables(incident, limits),
         command=_command(incident.snapshot, limits) if incident.snapshot else "",
     )
+
+
+def _patch(fix: Fix | None, limits: Limits) -> Iterator[PatchLine]:
+    """The fix as a unified diff, line by line."""
+    for line in unified(fix, limits.text).splitlines():
+        yield PatchLine("@", line) if line.startswith(("@@", "---", "+++")) else PatchLine(line[:1], line[1:])
+
+
+def _why(cause: Cause) -> Why | None:
+    if cause not in set(Cause) - {Cause.UNKNOWN}:
+        return None
+    known = explanation(cause)
+    links = tuple((link, link.removeprefix("https://").removeprefix("github.com/")) for link in known.links if link.startswith("https://"))
+    return Why(known.title, known.mechanism, known.broken, known.mended, known.wrong, links)
+
+
+def page_data(verdict: Verdict, limits: Limits, windows: int) -> dict[str, Any]:
+    """Return what the script of the page reads: maps in the order of the sections, charts in the order of the page.
+
+    windows: of a map, how many are kept; half as many of each further one.
+    """
+    shown = verdict.causes[: limits.incidents]
+    maps = [map_data(incident, limits, max(1, windows >> n)) for n, incident in enumerate(shown)]
+    panels = [panel for incident in shown for panel in panels_of(incident, limits.points)]
+    panels += [] if verdict.incidents else panels_of_run(verdict.history, limits.points)
+    return {"maps": maps, "charts": [chart_data(panel) for panel in panels]}
 
 
 def _capital(words: str) -> str:
@@ -197,15 +245,6 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
         ("tested", tested(incident, limits.text)),
     )
     return tuple((name, clean(words, limits.text)) for name, words in pairs if words)
-
-
-def source_lines(place: Origin, limits: Limits) -> Iterator[SourceLine]:
-    """Yield the lines around an origin, its own marked."""
-    wanted = re.escape(clean((place.variable if place.op == "input" else place.expression) or "", limits.text))
-    for number, words, marked in source_of(place, 7, limits.text):
-        found = re.search(rf"(?<!\w){wanted}(?!\w)", words) if marked and wanted else None
-        start, end = found.span() if found else (len(words), len(words))
-        yield SourceLine(number, words[:start], words[start:end], words[end:], marked)
 
 
 def _some(texts: Sequence[object], limit: int, length: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from nanscope.errors import ProgramError, words_of
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
+from nanscope.program.program import Program
 from nanscope.replay.folk import folk_rows
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.roles import Role
@@ -189,6 +190,7 @@ def diagnose(
         opaque=snapshot.opaque,
         picture=None if seen.outside else picture_of(snapshot.program, replayed),
         tokens=None if seen.outside else tokens_of(replayed, next((fix.id for fix in fixes if fix.executed and fix.proven), None)),
+        lines=tuple(_lines(snapshot.program, seen)),
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
         consequence_of=snapshot.consequence_of,
@@ -198,6 +200,17 @@ def diagnose(
         blame=seen.blame,
         worker=snapshot.worker,
     )
+
+
+def _lines(program: Program, seen: Observation) -> Iterator[tuple[str, tuple[tuple[int, str], ...]]]:
+    """Yield the lines of source around the origin and around each link, by file, the origin's first."""
+    origin = seen.origin
+    wanted = {(origin.file, origin.line), *((link.file or origin.file, link.line) for link in seen.chain)}
+    found: dict[str, dict[int, str]] = {origin.file: dict(origin.source)} if origin.file else {}
+    for site in program.sites:
+        if (site.file, site.line) in wanted:
+            found.setdefault(site.file, {}).update(site.source)
+    yield from ((file, tuple(sorted(lines.items()))) for file, lines in found.items() if lines)
 
 
 def _second_fault(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

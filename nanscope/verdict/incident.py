@@ -95,6 +95,7 @@ class Incident:
     opaque: tuple[str, ...]
     picture: Picture | None = None
     tokens: TokenMap | None = None
+    lines: tuple[tuple[str, tuple[tuple[int, str], ...]], ...] = ()  # of the source that the chain goes through: file, (number, text)
     objective: dict[str, Any] = field(default_factory=dict)
     loss_words: str = ""  # the objective in one line
     consequence_of: int | None = None  # the earlier step that had spoilt the weights

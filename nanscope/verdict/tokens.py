@@ -69,10 +69,10 @@ Cells = tuple[tuple[tuple[float, ...], ...], ...]  # window → row → column; 
 class Track:
     """One role of the batch.
 
-    name: what the code calls it. role: what it means, "gradient" of one. per_row: one number for a row of tokens. limit: where exp of it
-    overflows, in nats. bad, bad_masked: elements that are not finite or beyond the limit, and how many of these the loss does not count.
-    median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %. least, most: the range of all finite ones. cells: by the way of running the step;
-    one that changes nothing here is left out.
+    name: what the code calls it. role: what it means. per_row: one number for a row of tokens. limit: where exp of it overflows, in nats.
+    bad, bad_masked: elements that are not finite or beyond the limit, and how many of these the loss does not count.
+    median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %. least, most: the range of all finite ones.
+    cells: by the way of running the step; one that changes nothing here is left out.
     """
 
     name: str

@@ -1,0 +1,278 @@
+"""The batch to look around in: what the page's script reads, and what is drawn for those who run none.
+
+Notable: numbers are rounded to what a reader needs, and NaN and the infinities are short text, so that a batch of millions of tokens stays
+a page of one or two megabytes. What comes out of a run is data in here, and never code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanscope.report.clean import Limits, clean, numeral
+from nanscope.report.history import Panel, Scale
+from nanscope.report.map import axes
+from nanscope.text import count
+from nanscope.verdict.incident import Incident
+from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
+
+DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    """What one role is at the origin. fixed: with the fix, "" where nothing is known of it."""
+
+    name: str
+    role: str
+    value: str
+    fixed: str
+    median: str
+    usual: str
+    bad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorstRow:
+    """A row of the batch with something bad in it."""
+
+    row: int
+    column: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A part of the whole, in elements. look: its class; title: what is in it."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    look: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lookout:
+    """What the template draws of a token map.
+
+    title: how large the whole is. summary: how much is bad, of all there is. tiles: from far, without the plain ones. bars: of the
+    histogram, as paths. ends: its numbers.
+    """
+
+    number: int
+    rows: int
+    columns: int
+    row_name: str
+    column_name: str
+    title: str
+    summary: str
+    tiles: tuple[Tile, ...]
+    worst: tuple[WorstRow, ...]
+    lines: tuple[ReadLine, ...]
+    where: str
+    way: str
+    counted: str
+    hidden: str
+    limit: str
+    ends: tuple[str, str]
+    bins: int
+
+
+def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | None:
+    """Return what is drawn of an incident's tokens; None where nothing is known of them. number: of the map in the page."""
+    found = incident.tokens
+    if found is None or not found.tracks or not found.windows:
+        return None
+    row_name, column_name = axes(incident.origin)
+    row_name = row_name or "row"
+    main, fixed = found.tracks[found.main], next((way for way in found.ways if way != RECORDED), "")
+    window = found.windows[0]
+    masked = window.masked is not None and window.masked[found.row - window.row][found.column - window.column]
+    known = ": masked, the loss does not count it" if masked else ": the loss counts it" if window.masked is not None else ""
+    bars = _bars(main)
+    return Lookout(
+        number=number,
+        rows=found.rows,
+        columns=found.columns,
+        row_name=row_name,
+        column_name=column_name,
+        title=f"{count(found.rows, row_name)} × {count(found.columns, column_name)}",
+        summary=_summary(main, found),
+        tiles=_tiles(found, row_name, column_name),
+        worst=tuple(_worst(row, counted, hidden, found, row_name) for row, counted, hidden in found.worst),
+        lines=tuple(_line(track, found, fixed, limits) for track in found.tracks),
+        where=f"{row_name} {found.row:,}, {column_name} {found.column:,}{known}",
+        way=clean(fixed, limits.text),
+        counted=bars[0],
+        hidden=bars[1],
+        limit=bars[2],
+        ends=(numeral(main.histogram.low), numeral(main.histogram.high)) if main.histogram else ("", ""),
+        bins=len(main.histogram.counted) if main.histogram else 0,
+    )
+
+
+def _summary(track: Track, found: TokenMap) -> str:
+    """How much is bad, of the whole and not of what is shown."""
+    kind = "beyond the limit or non-finite" if track.limit is not None else "non-finite"
+    masked = "" if not track.bad_masked else ", all masked" if track.bad_masked == track.bad else f", {track.bad_masked:,} masked"
+    return f"{track.bad:,} of {found.rows * found.columns:,} {kind}{masked}" if track.bad else "all finite"
+
+
+def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]:
+    tiles: list[Tile] = []
+    for down, line in enumerate(found.tiles):
+        for across, bad in enumerate(line):
+            share = 0.0 if found.tiles_masked is None else found.tiles_masked[down][across]
+            look = "bad" if bad else "masked" if share >= 0.5 else ""
+            if not look:
+                continue
+            y, x = down * found.tile_height, across * found.tile_width
+            height, width = min(found.tile_height, found.rows - y), min(found.tile_width, found.columns - x)
+            title = f"{row_name}s {y}–{y + height - 1}, {column_name}s {x}–{x + width - 1}: {bad} bad" if bad else ""
+            if tiles and not bad and tiles[-1].look == look and tiles[-1].y == y and tiles[-1].x + tiles[-1].width == x:
+                before = tiles.pop()  # padding is mostly of one piece
+                x, width = before.x, before.width + width
+            tiles.append(Tile(x, y, width, height, look, title))
+    return tuple(tiles)
+
+
+def _worst(row: int, counted: int, hidden: int, found: TokenMap, row_name: str) -> WorstRow:
+    parts = [f"{counted:,} bad" if counted else "", f"{hidden:,} bad and masked" if hidden else ""]
+    column = found.column if row == found.row else _first_bad(found, row)
+    return WorstRow(row, column, f"{row_name} {row:,}: {', '.join(filter(None, parts))}")
+
+
+def _first_bad(found: TokenMap, row: int) -> int:
+    """Where a row is bad, as far as its values are kept."""
+    track = found.tracks[found.main]
+    for window, cells in zip(found.windows, track.cells[RECORDED], strict=True):
+        if window.row <= row < window.row + window.height and not track.per_row:
+            for n, value in enumerate(cells[row - window.row]):
+                if not math.isfinite(value) or (track.limit is not None and value > track.limit):
+                    return window.column + n
+    return found.column
+
+
+def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine:
+    value = _at(track, found, RECORDED)
+    bad = not math.isfinite(value) or (track.limit is not None and value > track.limit)
+    return ReadLine(
+        clean(track.name, limits.text),
+        clean(track.role.replace("_", " "), 60) if track.role != track.name else "",
+        numeral(value),
+        (numeral(_at(track, found, fixed)) if fixed in track.cells else "same") if fixed else "",
+        numeral(track.median),
+        f"{numeral(track.low)} … {numeral(track.high)}",
+        bad,
+    )
+
+
+def _at(track: Track, found: TokenMap, way: str) -> float:
+    window = found.windows[0]
+    return track.cells[way][0][found.row - window.row][0 if track.per_row else found.column - window.column]
+
+
+def _bars(track: Track) -> tuple[str, str, str]:
+    """The bars of the counted and of the masked elements, and the limit, in a box of 10 a bin by 46."""
+    h = track.histogram
+    if h is None:
+        return "", "", ""
+    top = math.log1p(max(*h.counted, *h.masked))
+
+    def bars(counts: Sequence[int], shift: int) -> str:
+        drawn = ((10 * n + shift, 4 + 40 * math.log1p(size) / top) for n, size in enumerate(counts) if size)
+        return "".join(f"M{x} 46v{-high:.1f}h4v{high:.1f}z" for x, high in drawn)
+
+    at = None if track.limit is None else 10 * len(h.counted) * (track.limit - h.low) / (h.high - h.low)
+    limit = f"M{at:.1f} 0V46" if at is not None and 0 <= at <= 10 * len(h.counted) else ""
+    return bars(h.counted, 1), bars(h.masked, 5), limit
+
+
+# -- what the script reads -----------------------------------------------------------------------------------------------------------------
+
+
+def map_data(incident: Incident, limits: Limits, windows: int) -> dict[str, Any] | None:
+    """Return a token map as JSON data. windows: how many of them are kept."""
+    found = incident.tokens
+    if found is None or not found.tracks or not found.windows:
+        return None
+    row_name, column_name = axes(incident.origin)
+    return {
+        "rows": found.rows,
+        "columns": found.columns,
+        "row": found.row,
+        "column": found.column,
+        "row_name": row_name or "row",
+        "column_name": column_name,
+        "main": found.main,
+        "ways": {clean(way, 60): clean(words, limits.text) for way, words in found.ways.items()},
+        "windows": [_window(window) for window in found.windows[:windows]],
+        "tracks": [_track(track, limits, windows) for track in found.tracks],
+    }
+
+
+def _window(window: Window) -> dict[str, Any]:
+    masked = None if window.masked is None else ["".join("1" if cell else "0" for cell in line) for line in window.masked]
+    return {"row": window.row, "column": window.column, "height": window.height, "width": window.width, "masked": masked}
+
+
+def _track(track: Track, limits: Limits, windows: int) -> dict[str, Any]:
+    h = track.histogram
+    return {
+        "name": clean(track.name, limits.text),
+        "role": clean(track.role, 60),
+        "per_row": track.per_row,
+        "limit": _real(track.limit),
+        "bad": track.bad,
+        "bad_masked": track.bad_masked,
+        "median": short(track.median),
+        "low": short(track.low),
+        "high": short(track.high),
+        "histogram": None if h is None else {"low": h.low, "high": h.high, "counted": list(h.counted), "masked": list(h.masked)},
+        "cells": {clean(way, 60): _cells(cells, windows) for way, cells in track.cells.items()},
+    }
+
+
+def _cells(cells: Cells, windows: int) -> list[Any]:
+    return [[[short(value) for value in line] for line in window] for window in cells[:windows]]
+
+
+def short(value: float) -> float | int | str:
+    """Return a number in a few digits, what is none as the text that the script knows."""
+    if not math.isfinite(value):
+        return "n" if math.isnan(value) else "i" if value > 0 else "-i"
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e6 else rounded
+
+
+def chart_data(panel: Panel) -> dict[str, Any]:
+    """Return a chart as JSON data."""
+    scale = Scale.of(panel)
+    return {
+        "first": _real(scale.first),
+        "last": _real(scale.last),
+        "low": _real(scale.low),
+        "high": _real(scale.high),
+        "log": panel.log,
+        "limit": _real(panel.limit),
+        "incident": _real(panel.incident),
+        "curves": [
+            {"name": line.name, "points": [[short_step(step), short(value)] for step, value in line.points]}
+            for line in panel.series
+            if line.points
+        ],
+    }
+
+
+def _real(value: float | None) -> float | None:
+    """A number that JSON can hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def short_step(step: float) -> float | int:
+    """Return the number of a step without a fraction that it does not have."""
+    return int(step) if step.is_integer() else step
