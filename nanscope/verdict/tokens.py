@@ -329,22 +329,15 @@ def _of(
     rows = math.prod(shape[:-1])
     flats = {way: tensor.detach().reshape(rows, -1) for way, tensor in found.items() if tensor.shape == content.shape}
     flat = flats[RECORDED]
-    bad = _bad(flat, limit)
+    fine, bad = torch.isfinite(flat), _bad(flat, limit)
     hidden = None if masked is None or per_row else masked
-    fine = torch.isfinite(flat)
-    finite = flat[fine].double()
-    if finite.numel():
-        counted = flat[fine & ~hidden].double() if hidden is not None else finite
-        sample = (counted if counted.numel() else finite)[:: max(1, finite.numel() // SAMPLE)]
-        low, median, high = torch.quantile(sample, torch.tensor([0.05, 0.5, 0.95], dtype=torch.double)).tolist()
-        least, most = float(finite.min()), float(finite.max())
-    else:
-        low = median = high = least = most = math.nan
+    least, most = _range(flat, fine)
+    low, median, high = _usual(flat, fine, hidden)
     cells = {way: _cells(one, windows, per_row) for way, one in flats.items()}
     kept = {way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED])}
     return Track(
         name, role, per_row, limit, int(bad.sum()), int((bad & hidden).sum()) if hidden is not None else 0,
-        median, low, high, least, most, _histogram(flat, hidden, least, most, limit), kept,
+        median, low, high, least, most, _histogram(flat, fine, hidden, (least, most), limit), kept,
     )  # fmt: skip
 
 
@@ -353,12 +346,33 @@ def _cells(flat: Tensor, windows: Sequence[Window], per_row: bool) -> Cells:
     return tuple(tuple(tuple(line) for line in cut.double().tolist()) for cut in cuts)
 
 
-def _histogram(flat: Tensor, masked: Tensor | None, least: float, most: float, limit: float | None) -> Histogram | None:
+def _range(flat: Tensor, fine: Tensor) -> tuple[float, float]:
+    """The smallest and the largest finite number, NaN where there is none."""
+    if not bool(fine.any()):
+        return math.nan, math.nan
+    ends = torch.finfo(flat.dtype)
+    return float(torch.where(fine, flat, ends.max).min()), float(torch.where(fine, flat, ends.min).max())
+
+
+def _usual(flat: Tensor, fine: Tensor, masked: Tensor | None) -> tuple[float, float, float]:
+    """The quantiles at 5 %, 50 % and 95 % of what the loss counts, of a part of it where it is large."""
+    step = max(1, flat.numel() // SAMPLE)
+    part, kept = flat.reshape(-1)[::step], fine.reshape(-1)[::step]
+    counted = kept & ~masked.reshape(-1)[::step] if masked is not None else kept
+    sample = part[counted if bool(counted.any()) else kept].double()
+    if not sample.numel():
+        return math.nan, math.nan, math.nan
+    low, median, high = torch.quantile(sample, torch.tensor([0.05, 0.5, 0.95], dtype=torch.double)).tolist()
+    return low, median, high
+
+
+def _histogram(flat: Tensor, fine: Tensor, masked: Tensor | None, ends: tuple[float, float], limit: float | None) -> Histogram | None:
     """Counted beside masked, over the range of both and of the limit."""
-    low, high = least, max(most, limit) if limit is not None and least < limit else most
+    low, high = ends[0], max(ends[1], limit) if limit is not None and ends[0] < limit else ends[1]
     if not (math.isfinite(low) and math.isfinite(high) and 0 < high - low < math.inf):
         return None
-    finite = torch.isfinite(flat)
-    parts = (finite & ~masked, finite & masked) if masked is not None else (finite, None)
-    counts = [() if part is None else tuple(torch.histc(flat[part].double(), BINS, low, high).int().tolist()) for part in parts]
-    return Histogram(low, high, counts[0], counts[1] or (0,) * BINS)
+    bins = ((flat.double() - low).mul_(BINS / (high - low))).nan_to_num_(0.0).clamp_(0, BINS - 1).long()
+    bins += BINS * masked if masked is not None else 0
+    bins[~fine] = 2 * BINS
+    counts = torch.bincount(bins.reshape(-1), minlength=2 * BINS + 1).tolist()
+    return Histogram(low, high, tuple(counts[:BINS]), tuple(counts[BINS : 2 * BINS]))
