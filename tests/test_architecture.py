@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("snapshot", "frameworks"),
     ("locate", "native"),
     ("capture", "replay", "atlas"),
-    ("verdict", "audit"),
+    ("verdict", "audit", "compare"),
     ("foresight",),
     ("watching", "report"),
     ("integrations",),
