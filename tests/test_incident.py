@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+from verdicts import KINDS, verdict_of
 
 from nanscope.causes import Cause
 from nanscope.replay.reproduction import Reproduction
@@ -110,3 +113,26 @@ def test_an_error_carries_what_was_found() -> None:
     """Who catches it has the verdict and the file."""
     error = NonFiniteError("it overflowed.", verdict=Verdict((INCIDENT,)), snapshot="a.safetensors")
     assert (error.slug, error.snapshot, error.verdict.incidents) == ("nonfinite-step", "a.safetensors", (INCIDENT,))
+
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "verdict.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_verdict_is_as_the_published_schema_says(kind: str) -> None:
+    """Programs that read it know what they get."""
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(verdict_of(kind).to_json(), allow_nan=False)))
+
+
+def test_the_published_schema_is_whole() -> None:
+    """It is valid itself, and names the fields that are promised here."""
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    named = {"": SCHEMA, **{path: SCHEMA["$defs"][name] for path, name in PUBLISHED.items()}}
+    for path, schema in named.items():
+        assert set(FIELDS[path].split()) <= set(schema["properties"]), path
+
+
+PUBLISHED = {
+    "incidents.0": "incident", "incidents.0.origin": "origin", "incidents.0.blame": "blame", "incidents.0.chain.0": "link",
+    "incidents.0.reproduction": "reproduction", "incidents.0.fixes.0": "fix", "incidents.0.notes.0": "note", "notes.0": "note",
+}  # fmt: skip
