@@ -24,7 +24,7 @@ def picture(height: int, width: int, row: int, column: int, value: float = 120.0
 
 def test_the_map_marks_what_overflows() -> None:
     """An exponent beyond the limit of its dtype is marked although it is finite; the origin is ringed and named."""
-    incident = incident_of(picture=picture(4, 9, 2, 7))
+    incident = incident_of(picture=picture(4, 9, 2, 7), tokens=None)
     grid = grid_of(incident, 32, 72)
     assert grid is not None and grid.limit == pytest.approx(88.72, abs=0.01)
     assert [(r, c) for r in range(4) for c in range(9) if grid.bad[r][c]] == [(2, 7)]
@@ -76,3 +76,11 @@ def test_the_outline_covers_exactly_its_cells() -> None:
     runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", outline(cells))
     assert len(runs) == 3
     assert {(int(row), int(column) + n) for column, row, length in runs for n in range(int(length))} == cells
+
+
+def test_what_is_bad_is_counted_in_the_whole() -> None:
+    """Not in what is shown: one bad token and ten thousand are told apart."""
+    found = incident_of("forward masked")
+    grid = grid_of(found, 1, 2)
+    assert found.tokens is not None and grid is not None
+    assert grid.count == f"1 of {found.tokens.rows * found.tokens.columns} beyond the limit, all masked"

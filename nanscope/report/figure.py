@@ -31,6 +31,7 @@ from nanscope.report.canvas import (
     Canvas,
 )  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
+from nanscope.report.diff import hunks_of, written_fix
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of, panels_of_run
 from nanscope.report.map import LEVELS, Grid, grid_of
@@ -45,6 +46,7 @@ COLOURS = (  # of Grid.level, −LEVELS to LEVELS
 )  # fmt: skip
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN}
 ROWS = 9  # of the replay table
+EDGE, LEGEND = 44, 660  # pixels that the numbers of rows take, and the legend under a map
 SHOWN = ("largest exponent", "|Δ| between sampler and trainer", "gradient norm", "loss")  # of a run without incidents, the first two
 
 
@@ -131,34 +133,51 @@ def _source(canvas: Canvas, incident: Incident) -> None:
     shown = source_of(place, 1)
     if not any(hit for _, _, hit in shown):
         shown = [(clean("" if place.line is None else place.line, 12), subject(place), True)]
+    hunks = hunks_of(written_fix(incident))
+    mended = [line.text for line in hunks[0].lines if line.sign == "+"] if len(hunks) == 1 else []
     canvas.y += 20
     canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element(place), 60), 14, SOFT, "code", align="right")
     heading = where_in(place) or clean(place.module or "no source line", 120)
     canvas.text(MARGIN, canvas.y + 14, heading, 14, SOFT, "code", clip=canvas.width - 2 * MARGIN - 260)
     canvas.y += 24
-    top, height = canvas.y, 24 * len(shown)
+    lines = [(number, words, HARM if hit else "", HARM_VEIL) for number, words, hit in shown]
+    at = next(n for n, (_, _, hit) in enumerate(shown) if hit) + 1
+    lines[at:at] = [("+", words, PROVEN, PROVEN_VEIL) for words in mended[:3]]  # what stands in its place, or before it
+    top, height = canvas.y, 24 * len(lines)
     canvas.box(MARGIN, top, canvas.width - 2 * MARGIN, height + 12, PANEL)
-    for row, (number, words, hit) in enumerate(shown):
+    for row, (number, words, edge, veil) in enumerate(lines):
         base = top + 23 + 24 * row
-        if hit:
-            canvas.box(MARGIN, base - 17, canvas.width - 2 * MARGIN, 24, HARM_VEIL)
-            canvas.box(MARGIN, base - 17, 3, 24, HARM)
+        if edge:
+            canvas.box(MARGIN, base - 17, canvas.width - 2 * MARGIN, 24, veil)
+            canvas.box(MARGIN, base - 17, 3, 24, edge)
         canvas.text(MARGIN + 62, base, number, 13, QUIET, "code", align="right", clip=60)
-        colour, font = (INK, "code bold") if hit else (SOFT, "code")
+        colour, font = (INK, "code bold") if edge else (SOFT, "code")
         canvas.text(MARGIN + 80, base, words, 15, colour, font, clip=canvas.width - 2 * MARGIN - 100)
     canvas.y = top + height + 12
 
 
 def _pictures(canvas: Canvas, incident: Incident) -> None:
     grid = grid_of(incident, LIMITS[0].map_rows, LIMITS[0].map_columns)
-    panels = panels_of(incident)
+    panels = [panel for panel in panels_of(incident) if _is_drawn(panel)]
     panel = next((p for p in panels if p.title == "largest exponent"), panels[0] if panels else None)
     draws: list[Callable[[float, float], float]] = []
     if grid is not None:
         draws.append(partial(_map, canvas, grid, incident))
     if panel is not None:
         draws.append(partial(_history, canvas, panel))
-    _beside(canvas, draws, (0.56, 0.62))
+    whole = canvas.width - 2 * MARGIN
+    share = 0.56 if grid is None else min(0.56, max(LEGEND, _cell(grid, whole) * grid.width + EDGE) / whole)  # a narrow map leaves room
+    _beside(canvas, draws, (share, share + 0.06))
+
+
+def _is_drawn(panel: Panel) -> bool:
+    """Is there a line to be seen in it, and not an empty frame?"""
+    return any(sum(math.isfinite(value) for _, value in line.points) >= 2 for line in panel.series)
+
+
+def _cell(grid: Grid, width: float) -> float:
+    """How large an element is drawn in a column of this width."""
+    return min((width - (EDGE if grid.row_name else 0)) / grid.width, 260 / len(grid.values), 34)
 
 
 def _beside(canvas: Canvas, draws: Sequence[Callable[[float, float], float]], split: tuple[float, float]) -> None:
@@ -180,8 +199,8 @@ def _map(canvas: Canvas, grid: Grid, incident: Incident, x: float, width: float)
     from matplotlib.patches import Rectangle
 
     rows, columns = len(grid.values), grid.width
-    left = 44 if grid.row_name else 0
-    cell = min((width - left) / columns, 260 / rows, 34)
+    left = EDGE if grid.row_name else 0
+    cell = _cell(grid, width)
     top = canvas.y + 52
     end = canvas.text(x, canvas.y + 14, grid.what, 15, INK, "code bold", clip=width / 2)
     words = ", ".join(part for part in (grid.cut, grid.count) if part)

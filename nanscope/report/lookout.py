@@ -13,7 +13,7 @@ from typing import Any
 
 from nanscope.report.clean import Limits, clean, numeral
 from nanscope.report.history import Panel, Scale
-from nanscope.report.map import axes
+from nanscope.report.map import axes, whole_count
 from nanscope.text import count
 from nanscope.verdict.incident import Incident
 from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
@@ -101,7 +101,7 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
         row_name=row_name,
         column_name=column_name,
         title=f"{count(found.rows, row_name)} × {count(found.columns, column_name)}",
-        summary=_summary(main, found),
+        summary=whole_count(found),
         tiles=_tiles(found, row_name, column_name),
         worst=tuple(_worst(row, counted, hidden, found, row_name) for row, counted, hidden in found.worst),
         lines=tuple(_line(track, found, fixed, limits) for track in found.tracks),
@@ -113,13 +113,6 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
         ends=(numeral(main.histogram.low), numeral(main.histogram.high)) if main.histogram else ("", ""),
         bins=len(main.histogram.counted) if main.histogram else 0,
     )
-
-
-def _summary(track: Track, found: TokenMap) -> str:
-    """How much is bad, of the whole and not of what is shown."""
-    kind = "beyond the limit or non-finite" if track.limit is not None else "non-finite"
-    masked = "" if not track.bad_masked else ", all masked" if track.bad_masked == track.bad else f", {track.bad_masked:,} masked"
-    return f"{track.bad:,} of {found.rows * found.columns:,} {kind}{masked}" if track.bad else "all finite"
 
 
 def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]:

@@ -12,6 +12,7 @@ from nanscope.report.clean import clean, is_finite_number, real
 from nanscope.snapshot.observation import Origin
 from nanscope.text import count
 from nanscope.verdict.incident import Incident
+from nanscope.verdict.tokens import TokenMap
 
 LEVELS = 5  # steps of the colour scale on each side of 0
 
@@ -89,7 +90,7 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
         saturated=saturated,
         limit=limit,
         cut=cut,
-        count=_count(values, masked, bad, limit),
+        count=_count(values, masked, bad, limit) if incident.tokens is None else whole_count(incident.tokens),
     )
 
 
@@ -125,6 +126,14 @@ def _cut(row_name: str, column_name: str, rows: tuple[int, int, int], columns: t
         if name:
             parts.append(f"{name}s {first}–{first + shown - 1} of {whole}" if shown < whole else count(whole, name))
     return (", " if rows[1] < rows[2] or columns[1] < columns[2] else " × ").join(parts)
+
+
+def whole_count(tokens: TokenMap) -> str:
+    """Return how much is bad, of the whole and not of what is shown."""
+    track = tokens.tracks[tokens.main]
+    kind = "beyond the limit" if track.limit is not None else "non-finite"
+    masked = "" if not track.bad_masked else ", all masked" if track.bad_masked == track.bad else f", {track.bad_masked:,} masked"
+    return f"{track.bad:,} of {tokens.rows * tokens.columns:,} {kind}{masked}" if track.bad else "all finite"
 
 
 def _count(

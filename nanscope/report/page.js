@@ -152,7 +152,7 @@
       if (ends.length) { ends[0].textContent = `${saturated ? "≤ " : ""}−${numeral(scale)}`; ends[1].textContent = `${saturated ? "≥ " : ""}${numeral(scale)}`; }
       this.node.querySelector(".caption code").textContent = track.name;
       this.node.querySelector(".caption .total").textContent = track.bad
-        ? `${count(track.bad)} of ${count(track.per_row ? map.rows : map.rows * map.columns)} ${track.limit !== null ? "beyond the limit or non-finite" : "non-finite"}${track.bad_masked ? `, ${track.bad_masked === track.bad ? "all" : count(track.bad_masked)} masked` : ""}`
+        ? `${count(track.bad)} of ${count(track.per_row ? map.rows : map.rows * map.columns)} ${track.limit !== null ? "beyond the limit" : "non-finite"}${track.bad_masked ? `, ${track.bad_masked === track.bad ? "all" : count(track.bad_masked)} masked` : ""}`
         : "all finite";
       const here = this.node.querySelector(".tiles .here");
       if (here) Object.entries({ x: w.column, y: w.row, width: w.width, height: w.height }).forEach(([name, value]) => here.setAttribute(name, value));
