@@ -67,6 +67,26 @@ def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:
     return (sentence[: at + 1], sentence[at + 2 :]) if at >= 0 else (sentence, "")
 
 
+def watched_of(verdict: Verdict) -> tuple[Fact, ...]:
+    """Return what was watched of a run without incidents, and how much room it left."""
+    last = [entry for entry in verdict.history if real(entry.headroom) is not None]
+    nearest = min(last, key=lambda entry: real(entry.headroom) or 0.0, default=None)
+    facts = [
+        Fact("steps", clean(verdict.steps, 24)),
+        Fact("backward passes", clean(verdict.backwards, 24)),
+        Fact("processes", clean(verdict.processes, 24)),
+        Fact("not seen", clean(len(verdict.gaps), 24), state="doubt") if verdict.gaps else None,
+        Fact("least headroom", f"{numeral(nearest.headroom)} nat", f"step {clean(nearest.step, 24)}") if nearest is not None else None,
+        Fact("headroom now", f"{numeral(last[-1].headroom)} nat", f"step {clean(last[-1].step, 24)}") if last else None,
+        Fact("largest gradient norm", numeral(norm)) if (norm := _largest(verdict)) is not None else None,
+    ]
+    return tuple(fact for fact in facts if fact is not None)
+
+
+def _largest(verdict: Verdict) -> float | None:
+    return max((norm for entry in verdict.history if (norm := real(entry.grad_norm)) is not None), default=None)
+
+
 def calm(verdict: Verdict, limit: int = 600) -> str:
     """Return the sentence of a run without incidents, and without the note that it repeats."""
     sentence = verdict.sentence

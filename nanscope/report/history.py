@@ -74,9 +74,9 @@ def panels_of(incident: Incident, points: int = 200) -> tuple[Panel, ...]:
 
 
 def panels_of_run(entries: Sequence[Entry], points: int = 200) -> tuple[Panel, ...]:
-    """Return the charts of a run without incidents that has something to show: where it was heading, or how far its sampler is off."""
+    """Return the charts of a run without incidents, of two steps at least."""
     known = tuple(_in_order(entries))
-    if len(known) < 2 or not any(entry.forecast or entry.mismatch_mean is not None for entry in known):
+    if len(known) < 2:
         return ()
     return _Charts(known, None, {}, None, points).panels()
 

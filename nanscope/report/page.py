@@ -13,7 +13,7 @@ from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.diff import hunks_of, unified, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
-from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows
+from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows, watched_of
 from nanscope.report.history import panels_of, panels_of_run
 from nanscope.report.lookout import Lookout, chart_data, lookout_of, map_data
 from nanscope.report.origin import calculation, element, mask_words, subject, where_in
@@ -93,6 +93,7 @@ class Page:
     status: str
     tone: str
     sentence: str
+    watched: tuple[Fact, ...]
     heads: tuple[str, ...]
     sections: tuple[Section, ...]
     contents: tuple[tuple[str, str, str], ...]
@@ -131,6 +132,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         status=str(verdict.status),
         tone=verdict.status.tone,
         sentence="" if verdict.incidents else calm(verdict, limits.long),
+        watched=() if verdict.incidents or not verdict.steps else watched_of(verdict),
         heads=HEADS,
         sections=tuple(_section(incident, index, limits, charts) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
