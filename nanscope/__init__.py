@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanscope.integrations.ray import ray
     from nanscope.objective import advantages
     from nanscope.objective.settings import LossInputs, LossSettings
+    from nanscope.program.glance import show
     from nanscope.program.summary import summarise
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Check", "Forecast", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
     "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "framework_loss", "history", "load", "loss_inputs",
-    "ray", "replay_under", "summarise", "watch",
+    "ray", "replay_under", "show", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -58,6 +59,7 @@ _WHERE = {
     "loss_inputs": "nanscope.replay.batch",
     "ray": "nanscope.integrations.ray",
     "replay_under": "nanscope.replay.under",
+    "show": "nanscope.program.glance",
     "summarise": "nanscope.program.summary",
 }
 
