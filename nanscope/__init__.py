@@ -63,11 +63,15 @@ _WHERE = {
     "summarise": "nanscope.program.summary",
 }
 
+# What `shown` asks for: a result is made on a floor that knows of no renderer, and this is the one place from which all floors are seen.
+_DRAWS = {"cell": "nanscope.report.results", "write": "nanscope.report.results"}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    where = _WHERE.get(name) or _DRAWS.get(name)
+    if where is None:
         raise AttributeError(f"module 'nanscope' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    return getattr(import_module(where), name)
 
 
 if "NANSCOPE_MEMBER" in os.environ:  # a process of a watched run begins to watch at the end of `import torch`: not amid an import of ours

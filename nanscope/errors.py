@@ -23,6 +23,11 @@ def visible(text: str) -> str:
     return re.sub(r"[^\x20-\x7e]", lambda match: _spelled(match.group()), text)
 
 
+def one_line(text: str) -> str:
+    """Return text in one line that commands no terminal."""
+    return visible(" ".join(text.split()))
+
+
 @functools.lru_cache(maxsize=4096)
 def _spelled(char: str) -> str:
     return f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp") else char

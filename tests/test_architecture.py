@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "roles", "causes", "text", "plain", "version", "demo"),
+    ("errors", "roles", "causes", "text", "plain", "shown", "version", "demo"),
     ("torch_inside",),
     ("program", "objective"),
     ("snapshot", "frameworks"),

@@ -16,6 +16,8 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES, framework_loss
 from nanscope.frameworks.paths import LossPath, paths
 from nanscope.objective.settings import LossInputs
+from nanscope.shown import Shown
+from nanscope.text import count
 
 if TYPE_CHECKING:
     import pandas
@@ -130,13 +132,16 @@ def _changed(fault: Fault, harm: Harm, counted_BT: Tensor, found: Evaluated, ref
     return not found.like(reference, counted_BT)
 
 
-@dataclass(frozen=True, slots=True)
-class Atlas:
+@dataclass(frozen=True, slots=True, repr=False)
+class Atlas(Shown):
     """What every fault does on every path. cells: a row for each path, in it an entry for each fault."""
 
     paths: tuple[LossPath, ...]
     faults: tuple[Fault, ...]
     cells: tuple[tuple[Harm, ...], ...]
+
+    def __str__(self) -> str:
+        return f"{count(len(self.faults), 'fault')} on {count(len(self.paths), 'loss path')}"
 
     def cell(self, path: str, fault: str) -> Harm:
         """Return what the fault of one name does on the path of another."""

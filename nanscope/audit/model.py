@@ -7,8 +7,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from nanscope.audit.weights import Scheme
+from nanscope.errors import one_line
 from nanscope.objective.reduction import Guard
 from nanscope.plain import frame, show
+from nanscope.shown import Shown
+from nanscope.text import count, number
 
 if TYPE_CHECKING:
     import pandas
@@ -90,8 +93,8 @@ class Denominator:
     empty_batch: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
+@dataclass(frozen=True, slots=True, repr=False)
+class Audit(Shown):
     """What is known of one step.
 
     step: None for batches that came from no file. token_mean: of the loss over all valid tokens; None if there are none.
@@ -115,6 +118,27 @@ class Audit:
     reductions: tuple[Reduced, ...]
     denominators: tuple[Denominator, ...]
     findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """What the loss is, and whether that is all there is to say."""
+        value = self.recorded if self.loss is None else self.loss
+        is_it = f"the loss is {self.reduction}" if self.reduction else "which reduction the loss had is not known"
+        is_it += f": {number(value)}" if value is not None else ""
+        if value is not None and self.recorded is not None and number(self.recorded) != number(value):
+            is_it += f" (recorded {number(self.recorded)})"
+        changing = sum(finding.effect is Effect.CHANGES for finding in self.findings)
+        if changing:
+            return f"{is_it}; {count(changing, 'finding')} {'changes' if changing == 1 else 'change'} it"
+        if any(finding.effect is Effect.RISK for finding in self.findings):
+            return f"{is_it}; nothing changes it on this batch"
+        if not self.used:
+            return is_it
+        unit = "token" if Scheme.ROW_MEAN not in self.used or Scheme.TOKEN_MEAN in self.used else "row"
+        return f"{is_it}; nothing changes it, and every {unit} weighs the same"
 
     @property
     def changes_loss(self) -> bool:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanscope.causes import Cause
+from nanscope.errors import one_line
 from nanscope.foresight.pushes import Severity
 from nanscope.plain import frame, show
+from nanscope.shown import Shown
 from nanscope.snapshot.observation import Origin
 from nanscope.text import count
 from nanscope.verdict.incident import Fix
@@ -141,8 +143,8 @@ class Safeguard:
         return f"without it {dies}: {self.trigger}"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+@dataclass(frozen=True, slots=True, repr=False)
+class Check(Shown):
     """The hazards of one step, worst first.
 
     runs: how often it was run. healed: what was made ordinary first. places: where it could be pushed, left: of these not tried, since the
@@ -157,6 +159,9 @@ class Check:
     left: int = 0
     guards: tuple[Safeguard, ...] = ()
     fixed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
 
     @property
     def complete(self) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nanscope.errors import one_line
 from nanscope.foresight.precision_run import EXACT, Change
 from nanscope.foresight.precision_sums import Cancelled, Summed
 from nanscope.foresight.precision_tokens import Coarser, HeldLogProbs
 from nanscope.plain import show
 from nanscope.program.numbers import dtype_name
+from nanscope.shown import Shown
 from nanscope.text import MOST, number
 
 
@@ -56,8 +58,8 @@ class Rounds:
         return abs(self.norm) if self.alone is None else self.alone.gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+@dataclass(frozen=True, slots=True, repr=False)
+class Precision(Shown):
     """What is known of one step.
 
     loss, exact_loss: as recorded, and in float64. dtypes: of what the program computes, the most frequent first. norm: of the gradient in
@@ -84,6 +86,9 @@ class Precision:
     sums: tuple[Summed, ...]
     differences: tuple[Cancelled, ...]
     names: Mapping[int, str]
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
 
     @property
     def harmful(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope import torch_inside as inside
 from nanscope.program.local import is_wrapper, local
 from nanscope.program.numbers import dtype_name
-from nanscope.program.summary import Counts, broadcasts, checked_pair, counted, loud, span
+from nanscope.program.summary import Contents, broadcasts, checked_pair, counted, loud, span
 from nanscope.text import count, number, show_index
 
 
@@ -36,7 +36,7 @@ class Glance:
     requires_grad: bool
     kind: str
     elements: int
-    counts: Counts | None
+    counts: Contents | None
     unread: str = ""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Glance:
         head = " ".join([self.shape, self.dtype, self.device, *(["requires_grad"] if self.requires_grad else [])])
         return ", ".join(filter(None, [head, self.kind, *([self.unread] if self.counts is None else self._held(self.counts))]))
 
-    def _held(self, found: Counts) -> list[str]:
+    def _held(self, found: Contents) -> list[str]:
         """The numbers in words, what is bad last."""
         bad = found.nan + found.posinf + found.neginf
         parts = ["empty"] if not self.elements else []

@@ -120,7 +120,7 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class Contents:
     """What was counted in a tensor. minimum, median, maximum: of the finite elements, None where there are none; sampled: the median is of
     a part of them. first: of the bad elements. selected: elements that the mask reads; low, high: of the finite ones among them. masked:
     bad elements that it leaves out. None without a mask."""
@@ -140,7 +140,7 @@ class Counts:
     masked: int | None
 
 
-def counted(tensor: Tensor, mask: Tensor | None) -> Counts:
+def counted(tensor: Tensor, mask: Tensor | None) -> Contents:
     """Count what a tensor of plain memory holds, in one transfer. mask: broadcasts to it. Reads, and records nothing for autograd."""
     with torch.no_grad():
         if tensor.device.type == "mps":  # which has no float64
@@ -156,13 +156,13 @@ def counted(tensor: Tensor, mask: Tensor | None) -> Counts:
             samples.append(finite if every == 1 else finite[_spread(len(finite), every, len(rows), finite.device)])
             ends.append(ends[-1] + values.numel())
         if not rows:
-            return Counts(None, None, None, False, 0, 0, 0, 0, None, None if mask is None else 0, None, None, None if mask is None else 0)
+            return Contents(None, None, None, False, 0, 0, 0, 0, None, None if mask is None else 0, None, None, None if mask is None else 0)
         median = torch.nanmedian(torch.cat(samples))
         *found, middle = torch.cat([*rows, median[None]]).tolist()
     table = [found[n : n + WIDE] for n in range(0, len(found), WIDE)]
     low, high, zeros, nan, posinf, neginf, _, selected, low_read, high_read, masked = zip(*table, strict=True)
     first = next((end + int(line[6]) for end, line in zip(ends, table, strict=False) if sum(line[3:6])), None)
-    return Counts(
+    return Contents(
         minimum=_finite(min(low)),
         median=None if math.isnan(middle) else middle,
         maximum=_finite(max(high)),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanscope.causes import OF_A_BATCH, Cause
-from nanscope.errors import ProgramError
+from nanscope.errors import ProgramError, one_line
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.spike import spike
@@ -34,15 +34,17 @@ from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following,
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
 from nanscope.replay.reproduction import NOT_COMPARED, Reproduction
+from nanscope.shown import Shown
 from nanscope.snapshot.observation import TEST, Kind, Row
 from nanscope.snapshot.step import Snapshot
+from nanscope.text import count
 
 if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+@dataclass(frozen=True, slots=True, repr=False)
+class Replay(Shown):
     """All rows, and whether the recorded step came out again (`reproduction`).
 
     location: where the replayed step went wrong, None if it did not (the fault was transient, or lies outside the program).
@@ -55,6 +57,24 @@ class Replay:
     trace: Trace | None
     bench: Bench | None = None
     variants: Mapping[str, Variant] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """What came of it, in one line."""
+        if self.bench is None:
+            return "nothing can be run again: there is no program of this step's loss"
+        again = "" if self.reproduces is not False else "; the recorded loss does not come out again"
+        if self.location is None:
+            return f"{self.bench.snapshot.place}: the replayed loss and its gradients are finite{again}"
+        tried = [row for row in self.rows if row.kind in ("fix", "asked")]
+        works = [row.id for row in tried if row.proven] or [row.id for row in tried if row.works]
+        how = "leave healthy tokens alone" if any(row.proven for row in tried) else "make the step finite"
+        named = f"{len(works)} of {count(len(tried), 'edit')} {how}" if tried else "no edit applies"
+        named += f": {', '.join(works)}" if works else ""
+        return f"{self.bench.snapshot.place}: {self.location.origin.op} goes wrong again; {named}{again}"
 
     def without(self, cause: Cause) -> Row | None:
         """Return what comes out with the counterfactual of a cause, None if it has none here; `works` says that this origin is gone."""

@@ -13,12 +13,12 @@ import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanscope.errors import NanscopeError
+from nanscope.errors import NanscopeError, one_line
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.rows import Setting
 from nanscope.objective.evaluate import objective
@@ -26,9 +26,13 @@ from nanscope.objective.settings import Anchor, LossInputs, LossSettings, on_lea
 from nanscope.plain import show
 from nanscope.replay.batch import RecordedBatch, recorded_batch
 from nanscope.replay.own_loss import Objective, own_objective
+from nanscope.shown import Shown
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import is_spared
+from nanscope.text import count, is_spared
+
+if TYPE_CHECKING:
+    import pandas
 
 _WORDS: dict[str, Setting] = {"true": True, "false": False, "none": None}
 
@@ -96,12 +100,29 @@ def _tokens(number: int, kind: str) -> str:
     return f"{number} {kind} token{'' if number == 1 else 's'}" if number else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
+@dataclass(frozen=True, slots=True, repr=False)
+class Others(Shown):
     """The batch that was read from the file, and what every objective made of it, in the order asked."""
 
     batch: RecordedBatch
     outcomes: tuple[Outcome, ...]
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """Which objectives would have survived the batch, in one line."""
+        survived = [outcome.id for outcome in self.outcomes if outcome.works]
+        of = f"{len(survived)} of {count(len(self.outcomes), 'objective')} would have survived this batch"
+        return f"{of}: {', '.join(survived)}" if survived else of
+
+    def frame(self) -> pandas.DataFrame:
+        """Return the outcomes as a pandas frame, indexed by their ids: the fields of `Outcome`, with works, proven and sentence."""
+        import pandas
+
+        columns = [*Outcome.__slots__, "works", "proven", "sentence"]
+        return pandas.DataFrame([[getattr(one, name) for name in columns] for one in self.outcomes], columns=columns).set_index("id")
 
 
 def replay_under(snapshot: Snapshot, asked: str | Sequence[str] = (), own: str | Sequence[str] = ()) -> Others:

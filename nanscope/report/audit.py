@@ -16,10 +16,29 @@ from nanscope.audit import Audit, Effect, Finding, Reduced, Sure
 from nanscope.audit.weights import Scheme
 from nanscope.report.clean import clean
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, WIDTH, pairs, plain, show, table
+from nanscope.report.figures import FigureRow, FigureSheet, FigureTable
 from nanscope.text import count, number
 
 USES = 3  # names beside a reduction
 STYLE = {Effect.CHANGES: HARM, Effect.RISK: STRONG, Effect.NOTE: QUIET}
+
+
+def sheet_of(audit: Audit) -> FigureSheet:
+    """Return an audit as a page shows it."""
+    several = len(audit.parts) > 1
+    findings = tuple(FigureRow((str(one.effect), clean(one.sentence), str(one.sure))) for one in audit.findings)
+    figures = [*(("averaged", "in one piece") if several else ("loss",)), "× token mean", "short : long row"]
+    heads = ("the same tokens, as", *figures, *(("adds up",) if several else ()), "as in")
+    reductions = tuple(
+        FigureRow(tuple(map(str, _reduced(one, one.scheme in audit.used, several))), strong=one.scheme in audit.used)
+        for one in _told(audit)
+    )
+    tables = (
+        FigureTable("findings", ("what it does", "finding", "how sure"), findings),
+        FigureTable("the same step under every reduction", heads, reductions),
+    )
+    tone = "harm" if audit.changes_loss else "proven"
+    return FigureSheet("audit", _where(audit), clean(audit.sentence), tone, tables)
 
 
 def render_audit(audit: Audit, width: int = WIDTH) -> str:
@@ -44,30 +63,16 @@ def _page(audit: Audit) -> RenderableType:
 
 
 def _head(audit: Audit) -> Text:
+    style = HARM if audit.changes_loss else PROVEN
+    return Text.assemble(("● ", style), (_where(audit), STRONG), f"   {clean(audit.sentence)}")
+
+
+def _where(audit: Audit) -> str:
     where = [f"step {audit.step}"] * (audit.step is not None) + [count(audit.ranks, "rank")] * (audit.ranks > 1)
     if len(audit.parts) > audit.ranks:
         where.append(count(len(audit.parts), "micro-batch"))
     where.append(f"{count(audit.tokens, 'token')} in {count(audit.rows, 'row')}")
-    style = HARM if audit.changes_loss else PROVEN
-    return Text.assemble(("● ", style), (" · ".join(where), STRONG), f"   {_what(audit)}")
-
-
-def _what(audit: Audit) -> str:
-    """What the loss is, and whether that is all there is to say."""
-    value = audit.recorded if audit.loss is None else audit.loss
-    is_it = f"the loss is {clean(audit.reduction)}" if audit.reduction else "which reduction the loss had is not known"
-    is_it += f": {number(value)}" if value is not None else ""
-    if value is not None and audit.recorded is not None and number(audit.recorded) != number(value):
-        is_it += f" (recorded {number(audit.recorded)})"
-    changing = sum(finding.effect is Effect.CHANGES for finding in audit.findings)
-    if changing:
-        return f"{is_it}; {count(changing, 'finding')} {'changes' if changing == 1 else 'change'} it"
-    if any(finding.effect is Effect.RISK for finding in audit.findings):
-        return f"{is_it}; nothing changes it on this batch"
-    if not audit.used:
-        return is_it
-    unit = "token" if Scheme.ROW_MEAN not in audit.used or Scheme.TOKEN_MEAN in audit.used else "row"
-    return f"{is_it}; nothing changes it, and every {unit} weighs the same"
+    return " · ".join(where)
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:
@@ -91,10 +96,14 @@ def _reductions(audit: Audit) -> RenderableType:
     shown.columns[-1].style = QUIET
     for column in shown.columns[1 : 1 + len(figures)]:
         column.justify = "right"
-    for reduced in audit.reductions:
-        if audit.empty_rows or reduced.scheme is not Scheme.FILLED_ROW_MEAN:  # without empty rows it is the row mean
-            shown.add_row(*_reduced(reduced, reduced.scheme in audit.used, several))
+    for reduced in _told(audit):
+        shown.add_row(*_reduced(reduced, reduced.scheme in audit.used, several))
     return Padding(shown, (0, 2))
+
+
+def _told(audit: Audit) -> list[Reduced]:
+    """The reductions that say something of their own: without empty rows one of them is the row mean."""
+    return [one for one in audit.reductions if audit.empty_rows or one.scheme is not Scheme.FILLED_ROW_MEAN]
 
 
 def _reduced(reduced: Reduced, used: bool, several: bool) -> list[str | Text]:

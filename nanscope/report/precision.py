@@ -10,12 +10,11 @@ from pathlib import Path
 from nanscope.foresight.precision_model import Precision
 from nanscope.report import canvas as drawn
 from nanscope.report.clean import clean
-from nanscope.report.precision_tables import PrecisionTable, step_of, tables
+from nanscope.report.figures import FigureTable, sheet_html
+from nanscope.report.precision_tables import sheet_of, step_of, tables
 from nanscope.report.precision_text import render_precision_text
 from nanscope.report.render import choose
-from nanscope.report.template import fill
 from nanscope.snapshot.files import write_whole
-from nanscope.version import __version__
 
 DRAWN = 3  # tables of a picture
 
@@ -29,15 +28,7 @@ def render_precision(found: Precision, path: Path) -> None:
 
 
 def _html(found: Precision) -> bytes:
-    return fill(
-        "precision.html",
-        ("page.css", "precision.css"),
-        version=__version__,
-        head=step_of(found),
-        sentence=clean(found.sentence),
-        tone="harm" if found.harmful else "proven",
-        tables=tables(found),
-    ).encode()
+    return sheet_html(sheet_of(found)).encode()
 
 
 def _text(found: Precision) -> bytes:
@@ -61,7 +52,7 @@ def _png(found: Precision) -> bytes:
     return buffer.getvalue()
 
 
-def _drawn(canvas: drawn.Canvas, part: PrecisionTable) -> None:
+def _drawn(canvas: drawn.Canvas, part: FigureTable) -> None:
     """A table, the bars of its rows behind them."""
     canvas.y += 40
     canvas.text(drawn.MARGIN, canvas.y, part.title, 17, drawn.INK, "bold")

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from nanscope.errors import one_line
 from nanscope.program.program import Program
+from nanscope.shown import Shown
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import UNSEEN, Came, Observation
-from nanscope.snapshot.processes import writes_as
+from nanscope.snapshot.processes import called, writes_as
+from nanscope.text import count, number
 
 
 class Stepped(StrEnum):
@@ -48,8 +51,8 @@ class Reached:
     micro_batches: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+@dataclass(frozen=True, slots=True, repr=False)
+class Snapshot(Shown):
     """One step: the program of its loss, the tensors that go in, and what was seen.
 
     tensors: leaf id → tensor. loss: as recorded, shape []. grads: leaf id → recorded gradient, where it was small enough to keep.
@@ -84,6 +87,21 @@ class Snapshot:
     update: int = 1
     backward: int = 0
     worker: str = ""
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """Which step it is, how far the harm got, and what is held of it, in one line."""
+        bad, total, loss = self.reached.bad_gradients, self.reached.gradients, self.reached.loss
+        words = [
+            f"{self.place}, {called(self.rank, self.worker)}",
+            "" if loss is None else f"loss {number(loss)}",
+            "" if bad is None or total is None else f"{bad} of {count(total, 'gradient')} bad",
+            f"{count(len(self.program.calls), 'call')} from {count(len(self.tensors), 'tensor')}",
+        ]
+        return ": ".join(filter(None, (words[0], ", ".join(filter(None, words[1:])))))
 
     @property
     def file_name(self) -> str:

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanscope.causes import Cause
-from nanscope.errors import Deliberate
+from nanscope.errors import Deliberate, one_line
 from nanscope.plain import show
 from nanscope.replay.reproduction import Reproduction
+from nanscope.shown import Shown
 from nanscope.snapshot.coverage import Gap, Status, gap_words
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Blame, Diff, Link, Origin, Row
@@ -66,8 +67,8 @@ class Fix:
         return bool(self.works) and is_spared(self.distortion)
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
+@dataclass(frozen=True, slots=True, repr=False)
+class Incident(Shown):
     """One bad step, explained."""
 
     step: int
@@ -105,6 +106,9 @@ class Incident:
     blame: Blame | None = None  # what came in, far out of its own range, and made the origin overflow
     worker: str = ""  # what its process is called where that is not a rank alone
 
+    def __str__(self) -> str:
+        return one_line(self.sentence)
+
     @property
     def process(self) -> str:
         """What a person calls its process."""
@@ -140,8 +144,8 @@ class Picture:
     columns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verdict(Shown):
     """What one run came to. incidents: the first harmful one first. backwards: backward passes that were watched. gaps: what was not.
     aftermath: the consequences of incidents, saved or not. ranks: of several, who was first and who followed. processes: that trained.
     history: the last steps of the first of them.
@@ -159,7 +163,10 @@ class Verdict:
     ranks: Ranks | None = None
     processes: int = 1
     repaired: int = 0  # backward passes
-    history: tuple[Entry, ...] = field(default=(), compare=False, repr=False)
+    history: tuple[Entry, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        return one_line(self.sentence)
 
     @property
     def healthy(self) -> bool:

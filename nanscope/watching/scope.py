@@ -32,13 +32,15 @@ from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import BUDGET, Tape
 from nanscope.capture.threads import Instruments, Threads
 from nanscope.capture.unseen import unseen
-from nanscope.errors import NanscopeError
+from nanscope.errors import NanscopeError, one_line
 from nanscope.foresight.hazard import Check
 from nanscope.roles import Role
+from nanscope.shown import Shown
 from nanscope.snapshot.history import History
 from nanscope.snapshot.record import RunRecord
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.snapshot.step import Snapshot
+from nanscope.text import count
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Incident, Note, Verdict
@@ -76,7 +78,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Scope:
+class Scope(Shown):
     """One watched run. Made by `watch`; use it as a context manager."""
 
     def __init__(
@@ -126,6 +128,10 @@ class Scope:
         self._gates = Gates(self._threads, self._failsafe)
         self._undo = contextlib.ExitStack()
         self._entered = self._took_over = False
+
+    def __str__(self) -> str:
+        saved = count(len(self.snapshots), "bad step")
+        return one_line(f"{count(self.steps, 'step')} watched, {saved} saved, in {self.shown(self.out)}")
 
     def __enter__(self) -> Scope:
         if self._entered:
