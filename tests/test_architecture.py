@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "roles", "causes", "text", "plain", "shown", "version", "demo"),
-    ("torch_inside",),
+    ("torch_inside", "given"),
     ("program", "objective"),
     ("snapshot", "frameworks"),
     ("locate", "native"),

@@ -13,6 +13,7 @@ one of them weighs the same, or when a row, a micro-batch or a rank is empty.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ from nanscope.audit.words import use
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import framework_settings
 from nanscope.frameworks.rows import Setting
+from nanscope.given import an, several, whole
 from nanscope.objective.settings import LossInputs, LossSettings
+from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.step import Snapshot, place
 from nanscope.text import count, number
 
@@ -51,9 +54,11 @@ def audit(
     group_size: completions of one prompt, which stand together; None tries all. trainer: settings by name, where advantages are decided.
     Raises NanscopeError for no batch, for ranks that do not fit, and as `framework_loss` does.
     """
+    batches = [an("audit(…)", one, LossInputs, BATCHES) for one in several("audit(…)", batches, BATCHES)]
     if not batches:
         raise NanscopeError("an audit needs at least one batch", slug="empty-audit")
-    of_rank = list(ranks) if ranks is not None else [0] * len(batches)
+    of_rank = [0] * len(batches) if ranks is None else [whole("ranks", rank, RANKS) for rank in several("ranks", ranks, RANKS)]
+    _check_group(group_size)
     if len(of_rank) != len(batches):
         raise NanscopeError(
             f"there are {count(len(batches), 'batch')} and {count(len(of_rank), 'rank')}: give one for each", slug="shape-mismatch"
@@ -69,16 +74,33 @@ def audit(
     return _audit(None, AuditedStep.of(parts, {**dict(trainer or {}), **settings}, group_size, nothing, key))
 
 
-def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), *, group_size: int | None = None) -> Audit:
+def audit_snapshots(
+    snapshots: Sequence[Snapshot | str | os.PathLike[str]], sources: Sequence[str] = (), *, group_size: int | None = None
+) -> Audit:
     """Audit one step from its snapshots: one per rank, or several micro-batches, whose losses the trainer adds up.
 
-    sources: what to call them, usually their paths. group_size: as in `audit`.
+    snapshots: saved steps, their paths or addresses. sources: what to call them, usually their paths. group_size: as in `audit`.
     Raises NanscopeError if they are of different steps, and with the slug "missing-role" if a file does not hold its batch.
     """
-    if not snapshots:
+    given = several("audit_snapshots(…)", snapshots, "snapshots of one step, or their paths")
+    if not given:
         raise NanscopeError("an audit needs at least one snapshot", slug="empty-audit")
-    if group_size is not None and group_size < 1:
-        raise NanscopeError(f"a group has at least one completion, not {group_size}", slug="bad-argument")
+    _check_group(group_size)
+    loaded_ones = [loaded(one, "audit_snapshots(…)") for one in given]
+    sources = list(sources) or [one.file_name if isinstance(one, Snapshot) else os.fspath(one) for one in given]
+    return _audit_loaded(loaded_ones, sources, group_size)
+
+
+BATCHES = "the batches (LossInputs) of one step, in order"
+RANKS = "the rank of each batch"
+
+
+def _check_group(size: int | None) -> None:
+    if size is not None:
+        whole("group_size", size, "a number of completions, at least one, or None", 1)
+
+
+def _audit_loaded(snapshots: Sequence[Snapshot], names: Sequence[str], group_size: int | None) -> Audit:
     parts = [(snapshot.step, snapshot.rank, snapshot.part, snapshot.update) for snapshot in snapshots]
     if len(set(parts)) < len(parts):
         twice = next(known for known in parts if parts.count(known) > 1)
@@ -88,7 +110,6 @@ def audit_snapshots(snapshots: Sequence[Snapshot], sources: Sequence[str] = (), 
     if len(steps) > 1:
         message = f"these files are of the steps {', '.join(steps)}: an audit is of one step, with all its micro-batches and ranks"
         raise NanscopeError(message, slug="different-steps")
-    names = list(sources) or [snapshot.file_name for snapshot in snapshots]
     share = 1.0 / len({snapshot.rank for snapshot in snapshots})
     read = [_read(snapshot, name, share) for snapshot, name in zip(snapshots, names, strict=True)]
     named = snapshots[0].objective.get("settings")

@@ -18,6 +18,7 @@ from nanscope.errors import NanscopeError
 from nanscope.frameworks.clamps import NAMES, clamped
 from nanscope.frameworks.rows import Loss, Options, Setting
 from nanscope.frameworks.table import FRAMEWORKS
+from nanscope.given import an, spelled
 from nanscope.objective.evaluate import LossTrace, objective
 from nanscope.objective.settings import LossInputs, LossSettings
 
@@ -29,7 +30,7 @@ def framework_loss(key: str, inputs: LossInputs, **settings: Setting) -> LossTra
 
     Raises NanscopeError for a key, a setting or a value that is not known, and for a batch that lacks what the loss reads.
     """
-    return objective(inputs, framework_settings(key, **settings))
+    return objective(inputs, framework_settings(key, **settings))  # settings first: what is misspelt is told before what is missing
 
 
 def framework_settings(key: str, **settings: Setting) -> LossSettings:
@@ -41,7 +42,8 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
     known = row.names()
     for name in settings:
         if name not in (*known, *NAMES):
-            raise NanscopeError(f"{key} has no setting {name!r}: it has {', '.join((*known, *NAMES))}", slug="unknown-setting")
+            every = (*known, *NAMES)
+            raise NanscopeError(f"{key} has no setting {name!r}{spelled(name, every)}: it has {', '.join(every)}", slug="unknown-setting")
     own = {name: value for name, value in settings.items() if name in known}
     added = {name: value for name, value in settings.items() if name not in known}
     for name, value in own.items():
@@ -58,7 +60,7 @@ def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:
     """Raise NanscopeError for a text where the row declares a number, and for NaN. None is what a live config says of what is not set."""
     declared = _declared(options)[name]
     kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
-    if (isinstance(value, str) and str not in kinds) or (isinstance(value, float) and math.isnan(value)):
+    if not isinstance(value, Setting) or (isinstance(value, str) and str not in kinds) or (isinstance(value, float) and math.isnan(value)):
         words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
         raise NanscopeError(f"{key}: {name}={value!r} is not known: it is {words}", slug="unknown-setting-value")
 
@@ -100,8 +102,9 @@ def _held(config: object, name: str) -> Iterator[object]:
 
 
 def _row(key: str) -> Loss:
+    an("framework_loss(…)", key, str, "the name of a loss, as trl.grpo, then a batch")
     if key not in LOSSES:
         framework = key.split(".")[0] + "."
         near = [known for known in LOSSES if known.startswith(framework)]
-        raise NanscopeError(f"no loss is called {key!r}: there are {', '.join(near or LOSSES)}", slug="unknown-loss")
+        raise NanscopeError(f"no loss is called {key!r}{spelled(key, LOSSES)}: there are {', '.join(near or LOSSES)}", slug="unknown-loss")
     return LOSSES[key]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nanscope.errors import NanscopeError
 from nanscope.frameworks.losses import LOSSES
 from nanscope.frameworks.rows import Setting
+from nanscope.given import spelled, texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,13 @@ def paths(prefixes: Iterable[str] | None = None) -> tuple[LossPath, ...]:
 
     Raises NanscopeError for a prefix that no path has.
     """
-    wanted = tuple(prefixes or ())
+    wanted = () if prefixes is None else tuple(texts("atlas(…)", prefixes, "beginnings of names of loss paths, as trl.grpo"))
     for prefix in wanted:
         if not any(path.name.startswith(prefix) for path in PATHS):
+            near = {*(path.framework for path in PATHS), *(path.name for path in PATHS)}
             frameworks = ", ".join(dict.fromkeys(path.framework for path in PATHS))
-            message = f"no loss path begins with {prefix!r}: there are {frameworks}, and more after a dot, as in trl.grpo"
+            message = (
+                f"no loss path begins with {prefix!r}{spelled(prefix, near)}: there are {frameworks}, and more after a dot, as in trl.grpo"
+            )
             raise NanscopeError(message, slug="unknown-loss")
     return tuple(path for path in PATHS if path.name.startswith(wanted or ""))

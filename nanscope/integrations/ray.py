@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from nanscope.errors import NanscopeError
+from nanscope.given import an
 from nanscope.integrations.ray_worker import ALSO, INVITED, begin
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 from nanscope.watching.acting import MAX_REPAIRS, OnNonFinite
@@ -49,8 +50,10 @@ def ray(
 
     runtime_env: what else it is to hold; a setup hook of its own is called as well.
     The others as in `nanscope.watch`; nodes that share no disk need an `out` that all of them reach, as in "s3://bucket/runs".
-    Raises NanscopeError if nothing can be written to `out`.
+    Raises NanscopeError for an argument that is not one of these, and if nothing can be written to `out`.
     """
+    if runtime_env is not None:
+        an("runtime_env", runtime_env, Mapping, "a mapping, or None")
     invitation = Invitation.of(os.environ)
     if invitation is None:
         from nanscope.watching.launch import lead

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
+from nanscope.given import an, near
 
 
 class Baseline(StrEnum):
@@ -72,6 +73,8 @@ def relative(rewards_B: Tensor, group_B: Tensor, how: Relative) -> Tensor:
     group_B:   integers, equal where two rows answer the same prompt.
     Raises NanscopeError if the two are not one number per row.
     """
+    _check_tensors(rewards_B=rewards_B, group_B=group_B)
+    an("how", how, Relative, "a Relative, as RELATIVE holds them by name", near(how, RELATIVE) and "RELATIVE[…] is what has names")
     if rewards_B.dim() != 1 or rewards_B.shape != group_B.shape:
         message = f"rewards are {tuple(rewards_B.shape)} and groups {tuple(group_B.shape)}: both are one number per row"
         raise NanscopeError(message, slug="shape-mismatch")
@@ -102,6 +105,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, *, shift_mean: bool = True, unbiased: 
 
     shift_mean: False adds the mean again. A batch with one valid token has no unbiased variance: the result is NaN.
     """
+    _check_tensors(wide=True, x_BT=x_BT, mask_BT=mask_BT)
     mask_BT = mask_BT.to(x_BT.dtype)
     tokens = mask_BT.sum()
     valid_BT = torch.where(mask_BT > 0, x_BT, 0.0)
@@ -116,6 +120,8 @@ def returns_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float = 1.0) -> Te
 
     A masked token (a tool's answer) is stepped over: what comes after it reaches what was before it undiscounted.
     """
+    _check_tensors(wide=True, rewards_BT=rewards_BT, mask_BT=mask_BT)
+    an("gamma", gamma, (int, float), "a number")
     mask_BT = mask_BT.to(rewards_BT.dtype)
     following_B = torch.zeros_like(rewards_BT[:, 0])
     columns: list[Tensor] = []
@@ -131,6 +137,9 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float = 1
 
     A_t = δ_t + γλ·A_{t+1} with δ_t = R_t + γ·V_{t+1} − V_t; a masked token is stepped over.
     """
+    _check_tensors(wide=True, rewards_BT=rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        an(name, number, (int, float), "a number")
     mask_BT = mask_BT.to(values_BT.dtype)
     next_value_B = next_advantage_B = torch.zeros_like(values_BT[:, 0])
     columns: list[Tensor] = []
@@ -142,6 +151,18 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float = 1
         columns.append(next_advantage_B)
     advantages_BT = torch.stack(columns[::-1], dim=1)
     return advantages_BT, advantages_BT + values_BT
+
+
+def _check_tensors(*, wide: bool = False, **tensors: Tensor) -> None:
+    """Raise NanscopeError for what is no tensor, and, where they are `wide`, for what is not [B, T] like the first."""
+    for name, tensor in tensors.items():
+        an(name, tensor, Tensor, "a tensor")
+    first, shape = next((name, tensor.shape) for name, tensor in tensors.items())
+    for name, tensor in tensors.items() if wide else ():
+        if tensor.dim() != 2:
+            raise NanscopeError(f"{name} is {tuple(tensor.shape)}: it is [B, T], rows by response tokens", slug="shape-mismatch")
+        if tensor.shape != shape:
+            raise NanscopeError(f"{name} is {tuple(tensor.shape)} and {first} is {tuple(shape)}: they must be alike", slug="shape-mismatch")
 
 
 def _moments(x_B: Tensor, over_BB: Tensor) -> tuple[Tensor, Tensor]:

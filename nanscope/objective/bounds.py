@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanscope.given import check_fields
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -15,6 +17,9 @@ class Bounds:
 
     low: float | None = None
     high: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def clamp(self, x: Tensor) -> Tensor:
         """Return x within the interval. The gradient is 0 outside of it and at NaN; an open interval is not an operation at all."""

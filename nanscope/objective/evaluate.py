@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
+from nanscope.given import an
 from nanscope.objective.bounds import OPEN, Bounds
 from nanscope.objective.reduction import GUARDED, Guard, Masking, Over, Reduction, divisor, masked, reduce, tokens_B1
 from nanscope.objective.settings import Anchor, Correction, Estimator, Gate, Kl, KlWeight, Level, LossInputs, LossSettings, Ratio, Statistic
@@ -167,7 +168,7 @@ class _Batch:
 
     @classmethod
     def of(cls, inputs: LossInputs, settings: LossSettings) -> _Batch:
-        _check(inputs)
+        an("inputs", inputs, LossInputs, "a batch (LossInputs)")
         mask_BT = inputs.mask.to(inputs.log_probs.dtype)
         if settings.drop_unscored:
             mask_BT = mask_BT * torch.isfinite(_present(inputs.old_log_probs, "old_log_probs"))
@@ -195,24 +196,6 @@ class _Batch:
         if which is Anchor.SELF or self.inputs.old_log_probs is None:
             return self.log_probs_BT.detach()
         return masked(self.inputs.old_log_probs.detach(), self.mask_BT, self.mask_others)
-
-
-def _check(inputs: LossInputs) -> None:
-    for name in ("log_probs", "advantages", "mask"):
-        if not isinstance(getattr(inputs, name), Tensor):
-            raise NanscopeError(f"{name} is {type(getattr(inputs, name)).__name__}: a batch needs it as a tensor", slug="missing-input")
-    if not inputs.log_probs.is_floating_point():
-        raise NanscopeError(f"log_probs are {inputs.log_probs.dtype}: they are floating-point numbers", slug="bad-argument")
-    shape = inputs.log_probs.shape
-    if len(shape) != 2:
-        raise NanscopeError(f"log_probs is {tuple(shape)}: a batch is [B, T], rows by response tokens", slug="shape-mismatch")
-    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "mask", "entropy", "advantages"):
-        tensor: Tensor | None = getattr(inputs, name)
-        fits = tensor is None or tensor.shape == shape or (name == "advantages" and tensor.shape in (shape[:1], (shape[0], 1)))
-        if tensor is not None and not fits:
-            raise NanscopeError(
-                f"{name} is {tuple(tensor.shape)} and log_probs is {tuple(shape)}: they must be alike", slug="shape-mismatch"
-            )
 
 
 def _exponent(log_ratio_BT: Tensor, batch: _Batch, how: Ratio) -> Tensor:

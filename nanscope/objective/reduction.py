@@ -9,6 +9,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from nanscope.given import check_fields
+
 
 class Masking(StrEnum):
     """How a mask is applied. Neither helps after an exp that overflowed: inf · 0 is NaN, forward in one case and backward in both."""
@@ -55,6 +57,9 @@ class Reduction:
     row_guard: Guard = Guard.FLOOR
     horizon: float | None = 1.0
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def masked(x: Tensor, mask: Tensor, how: Masking) -> Tensor:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nanscope.errors import NanscopeError
+from nanscope.given import check_fields, refused
 from nanscope.objective.bounds import OPEN, Bounds
 from nanscope.objective.reduction import Guard, Masking, Reduction
 from nanscope.objective.surrogates import Ppo, Surrogate
@@ -72,6 +74,7 @@ class LossInputs(metaclass=_Spelled):
     advantages:    [B, T] or [B].
     mask:          [B, T], true or 1 where the loss counts a token.
     entropy:       [B, T], where the entropy enters the loss.
+    Raises NanscopeError for what is no tensor, and for shapes that do not fit.
     """
 
     log_probs: Tensor
@@ -82,12 +85,34 @@ class LossInputs(metaclass=_Spelled):
     mask: Tensor
     entropy: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for name in LossInputs.__slots__:
+            given, needed = getattr(self, name), name in ("log_probs", "advantages", "mask")
+            if not isinstance(given, Tensor) and (needed or given is not None):
+                raise refused(f"LossInputs({name}=…)", "a tensor" if needed else "a tensor or None", given)
+        _check_shapes(self)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Tensor | None:
             if name not in _FORMERLY:
                 raise AttributeError(f"a batch has no {name!r}")
             return getattr(self, _FORMERLY[name])
+
+
+def _check_shapes(inputs: LossInputs) -> None:
+    if not inputs.log_probs.is_floating_point():
+        raise NanscopeError(f"log_probs are {inputs.log_probs.dtype}: they are floating-point numbers", slug="bad-argument")
+    shape = inputs.log_probs.shape
+    if len(shape) != 2:
+        raise NanscopeError(f"log_probs is {tuple(shape)}: a batch is [B, T], rows by response tokens", slug="shape-mismatch")
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "mask", "entropy", "advantages"):
+        tensor: Tensor | None = getattr(inputs, name)
+        fits = tensor is None or tensor.shape == shape or (name == "advantages" and tensor.shape in (shape[:1], (shape[0], 1)))
+        if tensor is not None and not fits:
+            raise NanscopeError(
+                f"{name} is {tuple(tensor.shape)} and log_probs is {tuple(shape)}: they must be alike", slug="shape-mismatch"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +132,9 @@ class Ratio:
     clamp: Bounds = OPEN
     clamp_after: bool = False
     mask_ratio: Masking = Masking.NONE
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 PER_SEQUENCE = Ratio(level=Level.SEQUENCE_MEAN, mask_log_ratio=Masking.MULTIPLY)
@@ -130,6 +158,9 @@ class TrustRegion:
     low: float = 0.2
     high: float = 0.2
     nan_passes: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def holds(self, log_probs_BT: Tensor, old_BT: Tensor, advantages: Tensor) -> Tensor:
         """Return 1 where the token counts, else 0."""
@@ -170,6 +201,9 @@ class Gate:
     nan_passes: bool = False
     from_mask: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -192,6 +226,9 @@ class Correction:
     normalise: bool = False
     gates: tuple[Gate, ...] = ()
     weigh: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Estimator(StrEnum):
@@ -233,6 +270,9 @@ class Kl:
     importance: float | None = None
     reduction: Reduction | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
@@ -241,6 +281,9 @@ class Entropy:
     coef: float
     reduction: Reduction | None = None
     required: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +309,6 @@ class LossSettings:
     mean_advantages: Guard | None = None
     scale_advantages: Reduction | None = None
     drop_unscored: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, N tokens of a packed batch in one line.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
+from nanscope.given import an
 from nanscope.locate.trace import Trace
 from nanscope.objective.settings import LossInputs
 from nanscope.program.calls import Computes
@@ -28,6 +30,7 @@ from nanscope.program.ops import DIFFERENCES, PICKS, PRODUCTS, TOKEN_SUMS
 from nanscope.program.run import Run
 from nanscope.replay.lineage import RATES, Lineage
 from nanscope.roles import LOG_PROBS, ROLES, Role, role_of
+from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.step import Snapshot
 
 ANCHORS = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
@@ -45,14 +48,16 @@ class RecordedBatch:
     pushed_by: tuple[int, ...] = ()
 
 
-def loss_inputs(snapshot: Snapshot, run: Run | None = None) -> LossInputs:
+def loss_inputs(snapshot: Snapshot | str | os.PathLike[str], run: Run | None = None) -> LossInputs:
     """Return the recorded batch by role, each [B, T], advantages also [B] or [B, 1].
 
-    run: the executed program, if it is at hand.
+    snapshot: a saved step, its path or address. run: the executed program, if it is at hand.
     Raises NanscopeError with the slug "missing-role" if the file lacks the policy log-probs, the advantages or the mask, or if their
     shapes do not fit each other; it says what the file holds. A packed batch, [1, N] or [N], is one row.
     """
-    return recorded_batch(snapshot, run).inputs
+    if run is not None:
+        an("run", run, Run, "the executed program, or None")
+    return recorded_batch(loaded(snapshot, "loss_inputs(…)"), run).inputs
 
 
 def recorded_batch(snapshot: Snapshot, run: Run | None = None) -> RecordedBatch:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
+from nanscope.given import spelled
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
 from nanscope.program.calls import Arg, Ref, refs
@@ -421,7 +422,9 @@ def parse_edit(text: str) -> Callable[[Patch], Variant | None]:
     name = SHORT.get(name, name)
     known = {**EDITS, **CONTROLS}
     if name not in known:
-        raise NanscopeError(f"unknown edit {text!r}; known are {', '.join(sorted({*known, *SHORT}))}", slug="unknown-edit")
+        raise NanscopeError(
+            f"unknown edit {text!r}{spelled(name, {*known, *SHORT})}; known are {', '.join(sorted({*known, *SHORT}))}", slug="unknown-edit"
+        )
     if not bound:
         return known[name]
     if not re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", bound) or name not in ("clamp_exponent", "clamp_denominator"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, one_line
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.rows import Setting
+from nanscope.given import texts
 from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import Anchor, LossInputs, LossSettings, on_leaf, with_token_values
 from nanscope.plain import show
 from nanscope.replay.batch import RecordedBatch, recorded_batch
 from nanscope.replay.own_loss import Objective, own_objective
 from nanscope.shown import Shown
+from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.observation import Row
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import count, is_spared
@@ -125,15 +128,18 @@ class Others(Shown):
         return pandas.DataFrame([[getattr(one, name) for name in columns] for one in self.outcomes], columns=columns).set_index("id")
 
 
-def replay_under(snapshot: Snapshot, asked: str | Sequence[str] = (), own: str | Sequence[str] = ()) -> Others:
+def replay_under(snapshot: Snapshot | str | os.PathLike[str], asked: str | Sequence[str] = (), own: str | Sequence[str] = ()) -> Others:
     """Run a recorded batch under other objectives.
 
+    snapshot: a saved step, its path or address.
     asked: keys of `framework_loss` with settings, "verl.vanilla:clip_ratio=0.3,loss_agg_mode=token-mean"; a framework alone, "verl",
     stands for all its losses. own: functions of your own, "module:function", see `own_objective`.
     Of either, one may be given as it is. Raises NanscopeError for an unknown key or setting, for a function that cannot be used, and as
     `loss_inputs` does.
     """
-    asked, own = ([names] if isinstance(names, str) else names for names in (asked, own))
+    asked = texts("asked", asked, "keys of losses, as verl.vanilla:clip_ratio=0.3")
+    own = texts("own", own, "names of functions of your own, as mymodule:my_loss")
+    snapshot = loaded(snapshot, "replay_under(…)")
     objectives = [found for text in asked for found in parse_objective(text)] + [own_objective(text) for text in own]
     batch = recorded_batch(snapshot)
     return Others(batch, tuple(evaluate(objective, batch.inputs) for objective in objectives))

@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanscope.given import a_path
 from nanscope.report.exit import writing
 from nanscope.report.render import choose
 from nanscope.snapshot.files import write_whole
@@ -50,7 +51,7 @@ def write(result: object, path: str | os.PathLike[str]) -> None:
 
     Raises NanscopeError for a suffix that no renderer has, and if the file cannot be written.
     """
-    path = Path(path)
+    path = Path(a_path("report(…)", path, "the path of a file"))
     told = _told(result)
     form = choose(FORMS[_called(told)](), path)
     with writing(path):

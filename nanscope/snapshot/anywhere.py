@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nanscope.given import a_path
 from nanscope.snapshot import file
 from nanscope.snapshot import history as lines
 from nanscope.snapshot.fetched import fetched
@@ -20,7 +21,15 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
     Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release, and NanscopeError with the slug
     "no-run" for an address that nothing is at.
     """
-    with fetched(os.fspath(path)) as found:
+    with fetched(a_path("load(…)", path, "the path or address of a snapshot")) as found:
+        return file.load(found.path)
+
+
+def loaded(what: Snapshot | str | os.PathLike[str], name: str = "snapshot") -> Snapshot:
+    """Return a snapshot that was given as it is, or by its path or address. name: of the argument. Raises as `load` does."""
+    if isinstance(what, Snapshot):
+        return what
+    with fetched(a_path(name, what, "a snapshot, its path or its address")) as found:
         return file.load(found.path)
 
 
@@ -30,5 +39,6 @@ def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
     run_dir: of one run, or a folder of runs: of those the latest; a path or an address.
     Raises NanscopeError with the slug "no-run" if there is no history.
     """
-    with fetched(os.fspath(run_dir), lambda name: name.endswith(lines.SUFFIX)) as found:
+    where = a_path("history(…)", run_dir, "the path or address of a run, or of a folder of runs")
+    with fetched(where, lambda name: name.endswith(lines.SUFFIX)) as found:
         return lines.history(found.path, str(run_dir))

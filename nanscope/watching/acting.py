@@ -6,6 +6,5 @@ from typing import Literal, get_args
 
 OnNonFinite = Literal["record", "skip", "stop", "repair"]
 ACTIONS: tuple[OnNonFinite, ...] = get_args(OnNonFinite)
-ACTING = 'on_nonfinite must be "record", "skip", "stop" or "repair"'
 
 MAX_REPAIRS = 100  # backward passes of a run that are repaired by default: whoever needs as many has read of it, and mends the code

@@ -6,9 +6,11 @@ nanscope.check(my_loss, {"log_probs": log_probs, "old_log_probs": old, "advantag
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from nanscope.capture.tape import Tape
 from nanscope.errors import NanscopeError
 from nanscope.foresight.hazard import Check
 from nanscope.foresight.search import check as search
+from nanscope.given import an, refused, several
 from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import loss_inputs
 from nanscope.replay.own_loss import on_batch, own_objective
-from nanscope.snapshot.anywhere import load
+from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.step import Reached, Snapshot
 
 
@@ -31,28 +34,48 @@ def check(
     what: Snapshot | str | os.PathLike[str] | Callable[..., Tensor],
     inputs: Mapping[str, Any] | None = None,
     *,
-    dtypes: Sequence[torch.dtype] = (),
+    dtypes: torch.dtype | Sequence[torch.dtype] = (),
 ) -> Check:
     """Return what would kill a loss, although it has not happened yet.
 
     what:   a saved step, its path or address, or a function that returns a loss (a tensor with one number).
     inputs: what that function is called with, by name; without them a batch of ours, by the roles that its parameters are called.
     dtypes: torch.bfloat16, torch.float16: in which it is checked, too.
-    Raises NanscopeError if there is nothing to check: no program, no gradient, or a step that no ordinary numbers heal.
+    Raises NanscopeError for an argument that is not one of these, and if there is nothing to check: no program, no gradient, or a step
+    that no ordinary numbers heal.
     """
-    if isinstance(what, Snapshot):
-        return search(what, dtypes)
-    if callable(what):
-        return search(recorded(what, inputs) if inputs is not None else _on_ours(what), dtypes)
-    return search(load(os.fspath(what)), dtypes)
+    dtypes = [_dtype(one) for one in ([dtypes] if isinstance(dtypes, torch.dtype) else several("dtypes", dtypes, DTYPES))]
+    if callable(what) and not isinstance(what, Snapshot):
+        if inputs is None:
+            return search(_on_ours(what), dtypes)
+        return search(recorded(what, an("inputs", inputs, Mapping, "a mapping of names to what the loss is called with")), dtypes)
+    if inputs is not None:
+        raise refused("inputs", "nothing beside a saved step: they are what a function is called with", inputs)
+    if not isinstance(what, (Snapshot, str, os.PathLike)):
+        raise refused("check(…)", "a saved step, its path or address, or a function that returns a loss", what)
+    return search(loaded(what, "check(…)"), dtypes)
+
+
+DTYPES = "floating-point dtypes, as torch.bfloat16"
+
+
+def _dtype(given: object) -> torch.dtype:
+    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+        raise refused("dtypes", DTYPES, given)
+    return given
 
 
 def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snapshot:
     """Call a loss once under the tape and return its step. Raises NanscopeError if it returns no loss that can be differentiated."""
+    name = getattr(function, "__qualname__", str(function))
+    with suppress(ValueError, AttributeError):  # what has no signature is called all the same
+        try:
+            inspect.signature(function).bind(**inputs)
+        except TypeError as error:
+            raise NanscopeError(f"{name} cannot be called with these inputs: {error}", slug="bad-loss") from None
     tape = Tape(patience=sys.maxsize)  # what is called once is kept whole
     with torch.enable_grad(), TapeMode(tape):
         loss = function(**inputs)
-    name = getattr(function, "__qualname__", str(function))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise NanscopeError(f"{name} returned no loss: one number that a gradient flows back from", slug="bad-loss")
     try:

@@ -10,7 +10,6 @@ The gates tell a `Step`, the step asks `examine`, what that returns is kept by t
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +33,7 @@ from nanscope.capture.threads import Instruments, Threads
 from nanscope.capture.unseen import unseen
 from nanscope.errors import NanscopeError, one_line
 from nanscope.foresight.hazard import Check
+from nanscope.given import a_call, a_flag, a_path, an, one_of, refused, several, spelled, told, whole
 from nanscope.roles import Role
 from nanscope.shown import Shown
 from nanscope.snapshot.history import History
@@ -44,7 +44,7 @@ from nanscope.text import count
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Incident, Note, Verdict
-from nanscope.watching.acting import ACTING, ACTIONS, MAX_REPAIRS, OnNonFinite
+from nanscope.watching.acting import ACTIONS, MAX_REPAIRS, OnNonFinite
 from nanscope.watching.ambience import AMBIENCE
 from nanscope.watching.counts import Tally
 from nanscope.watching.examine import Examiner
@@ -101,25 +101,24 @@ class Scope(Shown):
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
-        if on_nonfinite not in ACTIONS:
-            raise NanscopeError(f"{ACTING}, not {on_nonfinite!r}", slug="bad-argument")
-        if isinstance(max_repairs, bool) or not isinstance(max_repairs, int) or max_repairs < 0:
-            raise NanscopeError(f"max_repairs is a whole number of backward passes, not {max_repairs!r}", slug="bad-argument")
-        if budget <= 0:
-            raise NanscopeError(f"budget is a number of bytes above 0, not {budget!r}", slug="bad-argument")
-        if max_bytes <= 0:
-            raise NanscopeError(f"max_bytes is a number of bytes above 0, not {max_bytes!r}", slug="bad-argument")
-        if isinstance(deep_every, bool) or not isinstance(deep_every, int) or deep_every < 0:
-            raise NanscopeError(f"deep_every is a whole number of steps, 0 for no deep looks, not {deep_every!r}", slug="bad-argument")
-        self.on_nonfinite, self._max_repairs = on_nonfinite, max_repairs
-        self._targets, self._place, self._invitation = targets, place, invitation
-        self._name = name_of([name] if name else sys.argv, targets)
-        self._on_incident, self._on_warning = on_incident, on_warning
+        one_of("on_nonfinite", on_nonfinite, ACTIONS)
+        budget = whole("budget", budget, "a number of bytes above 0", 1)
+        max_bytes = whole("max_bytes", max_bytes, "a number of bytes above 0", 1)
+        limit = whole("limit", limit, "a number of steps")
+        steps = [whole("save_steps", step, "numbers of steps") for step in several("save_steps", save_steps, "numbers of steps")]
+        self.on_nonfinite, self._max_repairs = on_nonfinite, whole("max_repairs", max_repairs, "a whole number of backward passes")
+        self._targets, self._place, self._invitation = tuple(map(_target, targets)), place, invitation
+        self._name = name_of([an("name", name, str, "text")] if name is not None and name != "" else sys.argv, targets)
+        self._on_incident, self._on_warning = (
+            a_call("on_incident", on_incident, "an Incident"),
+            a_call("on_warning", on_warning, "a Forecast"),
+        )
         told = self._announce if on_incident is not None else None, self.leave, self._warn if on_warning is not None else None
-        self._logbook = Logbook(Folder.of(out), limit, max_bytes, *told)
+        self._logbook = Logbook(Folder.of(a_path("out", out, "the path or address of a folder")), limit, max_bytes, *told)
         self._failsafe = Failsafe(self._logbook.gap)
-        self._budget, self._save_tokens, self._asked = budget, save_tokens, frozenset(save_steps)
-        self._deep_every, self._check = deep_every, check
+        self._budget, self._save_tokens, self._asked = budget, a_flag("save_tokens", save_tokens), frozenset(steps)
+        self._deep_every = whole("deep_every", deep_every, "a whole number of steps, 0 for no deep looks")
+        self._check = a_flag("check", check)
         self._tally, self._optimizers = Tally(), Optimizers()
         self._own = self._instruments()
         self._mode, self._modules, self._step = self._own.mode, self._own.modules, self._own.observer
@@ -247,9 +246,8 @@ class Scope(Shown):
         """
         for name, tensor in tensors.items():
             if name not in set(Role):
-                raise NanscopeError(f"no role is called {name!r}; known are {', '.join(Role)}", slug="unknown-role")
-            if not isinstance(tensor, Tensor):
-                raise NanscopeError(f"tag({name}=…) takes a tensor, not {type(tensor).__name__}", slug="bad-argument")
+                raise NanscopeError(f"no role is called {name!r}{spelled(name, Role)}; known are {', '.join(Role)}", slug="unknown-role")
+            an(f"tag({name}=…)", tensor, Tensor, "a tensor")
             self._failsafe("tag", self._tag, name, tensor)
         if "response_ids" in tensors:
             self._failsafe("tag", self._look_at_tokens, tensors["response_ids"], tensors.get("mask"))
@@ -259,13 +257,7 @@ class Scope(Shown):
 
         From here on every line, file and sentence says this number. Raises NanscopeError for something that is no whole number.
         """
-        try:
-            whole = operator.index(number)
-        except TypeError:
-            whole = None
-        if whole is None or isinstance(number, bool):
-            raise NanscopeError(f"step(…) takes a whole number, not {number!r}", slug="bad-argument")
-        self._tally.tell(whole)
+        self._tally.tell(whole("step(…)", number, "a whole number", least=-sys.maxsize))
 
     def _tag(self, name: str, tensor: Tensor) -> None:
         tape = self._mine().mode.tape
@@ -433,6 +425,14 @@ def watch(
         deep_every=deep_every,
         check=check,
     )
+
+
+def _target(given: Any) -> Any:
+    """What is to be watched. Raises NanscopeError for what surely is no part of a training run."""
+    if given is None or isinstance(given, (str, bytes, os.PathLike, int, float, Tensor, type)):
+        hint = f"a folder is out={told(given)}" if isinstance(given, str) else ""
+        raise refused("watch(…)", "a trainer, an nn.Module, an optimizer, or nothing at all", given, hint)
+    return given
 
 
 def _modules_of(target: Any) -> Iterator[nn.Module]:
