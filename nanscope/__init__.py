@@ -23,20 +23,22 @@ if TYPE_CHECKING:
     from nanscope.objective.settings import LossInputs, LossSettings
     from nanscope.program.glance import show
     from nanscope.program.summary import summarise
+    from nanscope.replay.anywhere import replay
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
     from nanscope.replay.under import replay_under
     from nanscope.snapshot.anywhere import history, load
     from nanscope.snapshot.step import Snapshot
+    from nanscope.verdict.anywhere import diagnose
     from nanscope.verdict.forecast import Forecast
-    from nanscope.verdict.incident import NonFiniteError, Verdict
+    from nanscope.verdict.incident import Incident, NonFiniteError, Verdict
     from nanscope.watching.checking import check
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
-    "Check", "Forecast", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
-    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "framework_loss", "history", "load", "loss_inputs",
-    "ray", "replay_under", "show", "summarise", "watch",
+    "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
+    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history", "load",
+    "loss_inputs", "ray", "replay", "replay_under", "show", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -44,6 +46,7 @@ _WHERE = {
     "Scope": "nanscope.watching.scope",
     "watch": "nanscope.watching.scope",
     "Verdict": "nanscope.verdict.incident",
+    "Incident": "nanscope.verdict.incident",
     "Forecast": "nanscope.verdict.forecast",
     "NonFiniteError": "nanscope.verdict.incident",
     "Snapshot": "nanscope.snapshot.step",
@@ -52,6 +55,7 @@ _WHERE = {
     "Replay": "nanscope.replay.tries",
     "Check": "nanscope.foresight.hazard",
     "check": "nanscope.watching.checking",
+    "diagnose": "nanscope.verdict.anywhere",
     "advantages": "nanscope.objective",
     "LossInputs": "nanscope.objective.settings",
     "LossSettings": "nanscope.objective.settings",
@@ -68,6 +72,8 @@ _DRAWS = {"cell": "nanscope.report.results", "write": "nanscope.report.results"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "replay":  # the room itself, which can be called
+        return import_module("nanscope.replay")
     where = _WHERE.get(name) or _DRAWS.get(name)
     if where is None:
         raise AttributeError(f"module 'nanscope' has no attribute {name!r}")

@@ -35,6 +35,8 @@ def told(given: object) -> str:
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     if isinstance(given, type):
         return f"the class {given.__qualname__}"
+    if type(given).__module__ == "torch" and not hasattr(given, "shape"):
+        return str(given)
     shape = getattr(given, "shape", None)
     if isinstance(shape, tuple):
         return f"a {type(given).__name__} of shape {list(shape)}"
@@ -48,14 +50,14 @@ def told(given: object) -> str:
 
 def near(word: object, known: Iterable[str]) -> str:
     """Return "did you mean 'stop'?" for a word that is misspelt, "" where nothing is like it."""
-    found = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.7) if isinstance(word, str) else []
+    found = difflib.get_close_matches(word, [str(name) for name in known], n=1) if isinstance(word, str) else []
     return f"did you mean {found[0]!r}?" if found else ""
 
 
 def spelled(word: object, known: Iterable[str]) -> str:
-    """Return the same as the end of a message: "; did you mean 'stop'?"."""
+    """Return the same amid a message: " (did you mean 'stop'?)"."""
     found = near(word, known)
-    return f"; {found}" if found else ""
+    return f" ({found})" if found else ""
 
 
 def a_path(name: str, given: object, takes: str = "a path or an address") -> str:
@@ -69,7 +71,10 @@ def a_path(name: str, given: object, takes: str = "a path or an address") -> str
 
 
 def whole(name: str, given: Any, takes: str, least: int = 0) -> int:
-    """Return a whole number, also one that is written as 1e9. takes: what it counts. Raises NanscopeError for anything else, and below `least`."""
+    """Return a whole number, also one that is written as 1e9. takes: what it counts.
+
+    Raises NanscopeError for anything else, and for what is below `least`.
+    """
     number = int(given) if isinstance(given, float) and given.is_integer() else given
     try:
         if isinstance(given, bool):

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from nanscope.errors import NanscopeError
-from nanscope.given import an
+from nanscope.given import a_path, an
 from nanscope.integrations.ray_worker import ALSO, INVITED, begin
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
 from nanscope.watching.acting import MAX_REPAIRS, OnNonFinite
@@ -54,6 +54,7 @@ def ray(
     """
     if runtime_env is not None:
         an("runtime_env", runtime_env, Mapping, "a mapping, or None")
+    a_path("out", out, "the path or address of a folder")
     invitation = Invitation.of(os.environ)
     if invitation is None:
         from nanscope.watching.launch import lead

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, one_line
 from nanscope.frameworks.losses import LOSSES, framework_settings
 from nanscope.frameworks.rows import Setting
-from nanscope.given import texts
+from nanscope.given import refused, several, texts
 from nanscope.objective.evaluate import objective
 from nanscope.objective.settings import Anchor, LossInputs, LossSettings, on_leaf, with_token_values
 from nanscope.plain import show
 from nanscope.replay.batch import RecordedBatch, recorded_batch
-from nanscope.replay.own_loss import Objective, own_objective
+from nanscope.replay.own_loss import Objective, on_batch, own_objective
 from nanscope.shown import Shown
 from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.observation import Row
@@ -128,21 +128,36 @@ class Others(Shown):
         return pandas.DataFrame([[getattr(one, name) for name in columns] for one in self.outcomes], columns=columns).set_index("id")
 
 
-def replay_under(snapshot: Snapshot | str | os.PathLike[str], asked: str | Sequence[str] = (), own: str | Sequence[str] = ()) -> Others:
+Own = str | Callable[..., object]
+
+
+def replay_under(snapshot: Snapshot | str | os.PathLike[str], asked: str | Sequence[str] = (), own: Own | Sequence[Own] = ()) -> Others:
     """Run a recorded batch under other objectives.
 
     snapshot: a saved step, its path or address.
     asked: keys of `framework_loss` with settings, "verl.vanilla:clip_ratio=0.3,loss_agg_mode=token-mean"; a framework alone, "verl",
-    stands for all its losses. own: functions of your own, "module:function", see `own_objective`.
+    stands for all its losses. own: losses of your own, as functions or as "module:function", see `own_objective`.
     Of either, one may be given as it is. Raises NanscopeError for an unknown key or setting, for a function that cannot be used, and as
     `loss_inputs` does.
     """
     asked = texts("asked", asked, "keys of losses, as verl.vanilla:clip_ratio=0.3")
-    own = texts("own", own, "names of functions of your own, as mymodule:my_loss")
+    mine = [own] if isinstance(own, str) or callable(own) else several("own", own, OWN)
     snapshot = loaded(snapshot, "replay_under(…)")
-    objectives = [found for text in asked for found in parse_objective(text)] + [own_objective(text) for text in own]
+    objectives = [found for text in asked for found in parse_objective(text)] + [_own(one) for one in mine]
     batch = recorded_batch(snapshot)
     return Others(batch, tuple(evaluate(objective, batch.inputs) for objective in objectives))
+
+
+OWN = "losses of your own: functions, or their names, as mymodule:my_loss"
+
+
+def _own(given: Own) -> Objective:
+    if isinstance(given, str):
+        return own_objective(given)
+    if not callable(given):
+        raise refused("own", OWN, given)
+    name = getattr(given, "__qualname__", type(given).__qualname__)
+    return Objective(name, f"your own, {name}", on_batch(given, name))
 
 
 def parse_objective(text: str) -> list[Objective]:

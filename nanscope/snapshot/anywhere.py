@@ -36,9 +36,9 @@ def loaded(what: Snapshot | str | os.PathLike[str], name: str = "snapshot") -> S
 def history(run_dir: str | os.PathLike[str]) -> pandas.DataFrame:
     """Return the history of a run as a pandas frame: one row per step and rank, indexed by step, a column for each field of `Entry`.
 
-    run_dir: of one run, or a folder of runs: of those the latest; a path or an address.
+    run_dir: of one run, or a folder of runs: of those the latest; a path or an address. A file of a run stands for its folder.
     Raises NanscopeError with the slug "no-run" if there is no history.
     """
     where = a_path("history(…)", run_dir, "the path or address of a run, or of a folder of runs")
     with fetched(where, lambda name: name.endswith(lines.SUFFIX)) as found:
-        return lines.history(found.path, str(run_dir))
+        return lines.history(found.path.parent if found.path.is_file() else found.path, where)

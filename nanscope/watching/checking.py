@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from nanscope.capture.tape import Tape
 from nanscope.errors import NanscopeError
 from nanscope.foresight.hazard import Check
 from nanscope.foresight.search import check as search
-from nanscope.given import an, refused, several
+from nanscope.given import an, refused, several, spelled
 from nanscope.objective.settings import LossInputs
 from nanscope.replay.batch import loss_inputs
 from nanscope.replay.own_loss import on_batch, own_objective
@@ -53,6 +53,8 @@ def check(
         raise refused("inputs", "nothing beside a saved step: they are what a function is called with", inputs)
     if not isinstance(what, (Snapshot, str, os.PathLike)):
         raise refused("check(…)", "a saved step, its path or address, or a function that returns a loss", what)
+    if isinstance(what, str) and re.fullmatch(r"[\w.]+:\w+", what) and not os.path.exists(what):  # noqa: PTH110 - an address is no Path
+        raise refused("check(…)", "a function itself, and not its name", what, "import it")
     return search(loaded(what, "check(…)"), dtypes)
 
 
@@ -68,11 +70,7 @@ def _dtype(given: object) -> torch.dtype:
 def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snapshot:
     """Call a loss once under the tape and return its step. Raises NanscopeError if it returns no loss that can be differentiated."""
     name = getattr(function, "__qualname__", str(function))
-    with suppress(ValueError, AttributeError):  # what has no signature is called all the same
-        try:
-            inspect.signature(function).bind(**inputs)
-        except TypeError as error:
-            raise NanscopeError(f"{name} cannot be called with these inputs: {error}", slug="bad-loss") from None
+    _check_inputs(function, name, inputs)
     tape = Tape(patience=sys.maxsize)  # what is called once is kept whole
     with torch.enable_grad(), TapeMode(tape):
         loss = function(**inputs)
@@ -83,6 +81,23 @@ def recorded(function: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Snap
     except LookupError as error:
         raise NanscopeError(f"what {name} computes could not be recorded: {error}", slug="nothing-to-check") from error
     return Snapshot(0, 0, program, tensors, loss.detach().clone(), {}, Reached(float(loss.detach())))
+
+
+def _check_inputs(function: Callable[..., Tensor], name: str, inputs: Mapping[str, Any]) -> None:
+    """Raise NanscopeError if a function cannot be called with these; what has no signature is called all the same."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    known = signature.parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for one in inputs:
+            if one not in known:
+                raise NanscopeError(f"{name} takes no {one!r}{spelled(one, known)}: it takes {', '.join(known)}", slug="bad-loss")
+    try:
+        signature.bind(**inputs)
+    except TypeError as error:
+        raise NanscopeError(f"{name} cannot be called with these inputs: {error}", slug="bad-loss") from None
 
 
 def check_own(spec: str, of: Snapshot | None = None, dtypes: Sequence[torch.dtype] = ()) -> Check:

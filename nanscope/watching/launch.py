@@ -28,7 +28,7 @@ from nanscope.watching.job import Job
 from nanscope.watching.leading import Leading
 from nanscope.watching.outlasting import show, wait
 from nanscope.watching.place import name_of
-from nanscope.watching.scope import abandon
+from nanscope.watching.scope import Scope, abandon
 from nanscope.watching.target import Target, run_command
 
 log = logging.getLogger("nanscope")
@@ -133,10 +133,11 @@ def lead(
 ) -> Invitation:
     """Begin a run in this process that ends with it, and return the invitation to it; at the end the log tells the verdict on all of it.
 
-    Raises NanscopeError if nothing can be written to `out`.
+    Raises NanscopeError for an argument that `watch` does not take, before anything is written, and if nothing can be written to `out`.
     """
-    name = name_of(sys.argv, ())
-    leading = Leading(out, name, on_nonfinite, save_steps, max_bytes, deep_every=deep_every, max_repairs=max_repairs, check=check)
+    name, act, steps, most, deep = name_of(sys.argv, ()), on_nonfinite, save_steps, max_repairs, deep_every
+    Scope(out=out, on_nonfinite=act, save_steps=steps, max_bytes=max_bytes, deep_every=deep, max_repairs=most, check=check)  # or raises
+    leading = Leading(out, name, act, steps, int(max_bytes), deep_every=deep, max_repairs=most, check=check)
 
     def tell() -> None:
         if leading.tells:
