@@ -34,8 +34,8 @@ def sheet_of(audit: Audit) -> FigureSheet:
         for one in _told(audit)
     )
     tables = (
-        FigureTable("findings", ("what it does", "finding", "how sure"), findings),
-        FigureTable("the same step under every reduction", heads, reductions),
+        FigureTable("findings", ("what it does", "finding", "how sure"), findings, words=True),
+        FigureTable("the same step under every reduction", heads, reductions, words=True),
     )
     tone = "harm" if audit.changes_loss else "proven"
     return FigureSheet("audit", _where(audit), clean(audit.sentence), tone, tables)

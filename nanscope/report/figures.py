@@ -28,13 +28,15 @@ class FigureRow:
 
 @dataclass(frozen=True, slots=True)
 class FigureTable:
-    """One table of the report. title: what its rows are. more: how many are left out. note: how its figures were made."""
+    """One table of the report. title: what its rows are. more: how many are left out. note: how its figures were made.
+    words: its cells are sentences, and not figures, and may be broken."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[FigureRow, ...]
     more: int = 0
     note: str = ""
+    words: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def sheet_of(snapshot: Snapshot) -> FigureSheet:
     head = f"{snapshot.place} · {clean(called(snapshot.rank, snapshot.worker), NAME)}"
     rows = [FigureRow((clean(name, NAME), clean(role, NAME), clean(show(tensor, mask)))) for name, role, tensor, mask in _held(snapshot)]
     note = "What a mask of the same shape leaves out is told apart. nanscope.diagnose(snapshot) says what went wrong, and which fix works."
-    tables = FigureTable("its tensors", ("tensor", "role", "holds"), tuple(rows[:MOST]), len(rows[MOST:]), note)
+    tables = FigureTable("its tensors", ("tensor", "role", "holds"), tuple(rows[:MOST]), len(rows[MOST:]), note, words=True)
     tone = "harm" if not snapshot.asked and any("!" in row.cells[2] for row in rows) else "quiet"
     data = {
         "step": snapshot.step,
@@ -49,7 +49,7 @@ def rows_sheet(replay: Replay) -> FigureSheet:
         FigureRow((clean(row.id, NAME), clean(row.label), numeral(row.loss), f"{row.bad} of {row.total} bad" if row.bad else "finite"))
         for row in replay.rows
     )
-    table = FigureTable("what was run", ("replay", "what", "loss", "gradients"), rows)
+    table = FigureTable("what was run", ("replay", "what", "loss", "gradients"), rows, words=True)
     head = "nothing to run" if replay.bench is None else clean(replay.bench.snapshot.place)
     tone = "proven" if rows and replay.reproduces is not False else "doubt"
     data = {"sentence": clean(replay.sentence), "rows": show_plain([asdict(row) for row in replay.rows])}
@@ -63,8 +63,8 @@ def others_sheet(others: Others) -> FigureSheet:
     )
     of = tuple(FigureRow((field, clean(name))) for field, name in others.batch.sources)
     tables = (
-        FigureTable("the batch under each of them", ("objective", "what it makes of the batch", "counted tokens off by"), rows),
-        FigureTable("the batch", ("part", "what the training code calls it"), of),
+        FigureTable("the batch under each of them", ("objective", "what it makes of the batch", "counted tokens off by"), rows, words=True),
+        FigureTable("the batch", ("part", "what the training code calls it"), of, words=True),
     )
     tone = "proven" if any(one.proven for one in others.outcomes) else "harm" if others.outcomes else "quiet"
     shape = f"batch {list(others.batch.inputs.log_probs.shape)}"
@@ -75,14 +75,15 @@ def others_sheet(others: Others) -> FigureSheet:
 def _held(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
     """Yield name, role and content of every tensor, with the mask that it is to be read with."""
     leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
-    names = {value: (leaves[value].name if value in leaves else None) or f"value {value}" for value in snapshot.tensors}
+    called_by = {value: leaves[value].name if value in leaves else None for value in snapshot.tensors}
+    names = {value: name or f"value {value}" for value, name in called_by.items()}
     roles = {value: str((leaves[value].role if value in leaves else None) or role_of(names[value]) or "") for value in snapshot.tensors}
     masks = [tensor for value, tensor in snapshot.tensors.items() if roles[value] == Role.MASK]
 
     def mask_of(tensor: Tensor) -> Tensor | None:
         return next((mask for mask in masks if mask is not tensor and mask.shape == tensor.shape), None)
 
-    for value, tensor in snapshot.tensors.items():
+    for value, tensor in sorted(snapshot.tensors.items(), key=lambda held: not called_by[held[0]]):  # what has a name stands first
         yield names[value], roles[value], tensor, mask_of(tensor)
     for value, grad in snapshot.grads.items():
         yield f"gradient of {names.get(value, value)}", str(Role.GRAD), grad, mask_of(grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from html import escape
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from nanscope.verdict.incident import Incident, Verdict
 
 LOWEST, HIGHEST = 160, 720  # CSS pixels of a cell
-HEAD, LINE, DRAWING = 110, 27, 200  # of what is above and below the text of a page, of a line, and of a map or a chart
+HEAD = 110  # of what is above and below the text of a page
+HEIGHTS = {"<p": 27, "<li": 27, "<dt": 27, "<h3": 27, "<h2": 40, "<tr": 44, "<svg": 200}  # of what stands in it
 
 FRAME = (
     '<div style="height:{height}px;min-height:120px;resize:vertical;overflow:hidden">'
     '<iframe sandbox="" title="nanscope" srcdoc="{page}" '
-    'style="width:100%;height:100%;border:1px solid #8884;border-radius:6px"></iframe></div>'
+    'style="width:100%;height:100%;box-sizing:border-box;border:1px solid #8884;border-radius:6px"></iframe></div>'
 )
 
 Forms = Mapping[str, Callable[[Any], bytes]]
@@ -43,6 +45,7 @@ def cell(result: object) -> str:
     """Return what a notebook shows of a result: its page in a frame."""
     told = _told(result)
     page = FORMS[_called(told)]()[".html"](told).decode()
+    page = re.sub(r'(<a [^>]*?)href="#[^"]*"', r"\1", page)  # in a frame some browsers would look for it in the notebook's address
     return FRAME.format(height=_height(page), page=escape(page, quote=True))
 
 
@@ -72,8 +75,7 @@ def _called(result: object) -> str:
 def _height(page: str) -> int:
     """Return how high a page is shown, in CSS pixels: by what is in it, roughly."""
     body = page.partition("<body>")[2]
-    lines = sum(body.count(tag) for tag in ("<p", "<tr", "<li", "<h2", "<h3", "<dt"))
-    return max(LOWEST, min(HIGHEST, HEAD + LINE * lines + DRAWING * body.count("<svg")))
+    return max(LOWEST, min(HIGHEST, HEAD + sum(each * body.count(tag) for tag, each in HEIGHTS.items())))
 
 
 def _incident(incident: Incident) -> Verdict:
