@@ -146,8 +146,9 @@ class Audit(Shown):
         return any(finding.effect is Effect.CHANGES for finding in self.findings)
 
     def frame(self) -> pandas.DataFrame:
-        """Return the findings as a pandas frame, indexed by their slugs."""
-        return frame(Finding, self.findings)
+        """Return the findings as a pandas frame, indexed by their slugs: the fields of `Finding`, effect and sure in words."""
+        found = frame(Finding, self.findings)
+        return found.assign(effect=found["effect"].map(str), sure=found["sure"].map(str))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""

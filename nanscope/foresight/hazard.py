@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanscope.causes import Cause
 from nanscope.errors import one_line
 from nanscope.foresight.pushes import Severity
-from nanscope.plain import frame, show
+from nanscope.plain import show
 from nanscope.shown import Shown
 from nanscope.snapshot.observation import Origin
 from nanscope.text import count
@@ -228,5 +228,35 @@ class Check(Shown):
         return data
 
     def frame(self) -> pandas.DataFrame:
-        """Return the hazards as a pandas frame."""
-        return frame(Hazard, self.hazards)
+        """Return the hazards as a pandas frame, worst first: one row each, of numbers and text; the columns are those of `COLUMNS`."""
+        import pandas
+
+        return pandas.DataFrame([[of(hazard) for of in COLUMNS.values()] for hazard in self.hazards], columns=list(COLUMNS))
+
+
+COLUMNS: dict[str, Callable[[Hazard], object]] = {  # of the frame
+    "severity": lambda hazard: hazard.severity.name.lower(),
+    "cause": lambda hazard: str(hazard.cause),
+    "phase": lambda hazard: str(hazard.phase),
+    "op": lambda hazard: hazard.origin.op,
+    "code": lambda hazard: hazard.line,
+    "file": lambda hazard: hazard.origin.file or "",
+    "line": lambda hazard: hazard.origin.line,
+    "dtype": lambda hazard: hazard.dtype,
+    "tensor": lambda hazard: hazard.trigger.tensor,
+    "role": lambda hazard: hazard.trigger.role or "",
+    "masked": lambda hazard: hazard.trigger.masked,  # None where nothing selects
+    "trigger": lambda hazard: hazard.trigger.kind,
+    "value": lambda hazard: hazard.trigger.value,  # that was put in
+    "recorded": lambda hazard: hazard.trigger.recorded,  # that stands in the step
+    "distance": lambda hazard: hazard.trigger.distance,  # between the two, in the units of the tensor
+    "spoils_loss": lambda hazard: hazard.spoils.loss,
+    "spoils_counted": lambda hazard: hazard.spoils.counted,
+    "spoils_masked": lambda hazard: hazard.spoils.masked,
+    "silent": lambda hazard: hazard.spoils.silent,
+    "fix": lambda hazard: "" if hazard.fix is None else hazard.fix.label,
+    "works": lambda hazard: None if hazard.fix is None else hazard.fix.works,
+    "change": lambda hazard: hazard.change,  # of the step's gradient by the fix, relative to its largest element
+    "headroom": lambda hazard: hazard.headroom,
+    "sentence": lambda hazard: hazard.sentence,
+}

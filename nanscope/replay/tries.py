@@ -92,8 +92,10 @@ class Replay(Shown):
         return self.trace.run if self.trace is not None else None
 
     def frame(self) -> pandas.DataFrame:
-        """Return the rows as a pandas frame, indexed by their ids."""
-        return frame(Row, self.rows)
+        """Return the rows as a pandas frame, indexed by their ids: the fields of `Row`, and whether it is proven."""
+        found = frame(Row, self.rows)
+        found["proven"] = [row.proven for row in self.rows]
+        return found
 
 
 NOTHING = Replay((), NOT_COMPARED, None, None)  # what cannot be run
