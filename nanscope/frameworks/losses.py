@@ -9,7 +9,7 @@ A row says which settings a loss has and what they mean as an objective; the row
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
@@ -60,7 +60,7 @@ def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:
     """Raise NanscopeError for a text where the row declares a number, and for NaN. None is what a live config says of what is not set."""
     declared = _declared(options)[name]
     kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
-    several = isinstance(value, (list, tuple)) and not {list, tuple} & {get_origin(kind) or kind for kind in kinds}
+    several = isinstance(value, (list, tuple)) and not {list, tuple, Sequence} & {get_origin(kind) or kind for kind in kinds}
     text = isinstance(value, str) and str not in kinds
     if several or text or not isinstance(value, Setting) or (isinstance(value, float) and math.isnan(value)):
         words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)

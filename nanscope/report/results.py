@@ -1,8 +1,8 @@
 """Any result, as a notebook's cell and as a file: which renderer it has, by its class.
 
-Notable: a cell is a frame (`<iframe srcdoc=… sandbox>`): the page's style stays in it, the notebook's does not get in, and nothing that a
-run has put into a page could run a script or open an address, even if it came through. A frame without scripts cannot tell its height, so
-that it is given one by how much is in it; what is longer scrolls, and the corner can be pulled.
+Notable: a cell is a frame (`<iframe srcdoc=… sandbox>`): the page's style stays in it, and the notebook's does not get in. The one
+script that the page's own policy names may run there, in an origin of its own, from which the notebook cannot be reached. So the frame
+cannot be told its height by it: it is given one by how much is in it; what is longer scrolls, and the corner can be pulled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEIGHTS = {"<p": 27, "<li": 27, "<dt": 27, "<h3": 27, "<h2": 40, "<tr": 44, "<sv
 
 FRAME = (
     '<div style="height:{height}px;min-height:120px;resize:vertical;overflow:hidden">'
-    '<iframe sandbox="" title="nanscope" srcdoc="{page}" '
+    '<iframe sandbox="allow-scripts" title="nanscope" srcdoc="{page}" '
     'style="width:100%;height:100%;box-sizing:border-box;border:1px solid #8884;border-radius:6px"></iframe></div>'
 )
 
