@@ -98,7 +98,7 @@ CASES: tuple[tuple[Callable[[World], Any], str], ...] = (
     (lambda w: watch().tag(log_probs=[1]), "tag(log_probs=…) takes a tensor, not a list"),  # type: ignore[arg-type]
     (lambda w: watch().step("x"), "step(…) takes a whole number, not 'x'"),  # type: ignore[arg-type]
     (lambda w: watch().report(3), "report(…) takes the path of a file, not 3"),  # type: ignore[arg-type]
-    (lambda w: watch().report("x.docx"), "no renderer for '.docx'; known are .html, .png, .txt, .json"),
+    (lambda w: watch().report("x.docx"), "no renderer for '.docx'; known are .html, .md, .png, .txt, .json"),
     (lambda w: nanscope.load(None), "load(…) takes the path or address of a snapshot, not None"),  # type: ignore[arg-type]
     (lambda w: nanscope.load(w.step), "load(…) takes the path or address of a snapshot, not a Snapshot"),  # type: ignore[arg-type]
     (lambda w: nanscope.load("a\0b"), "load(…) takes the path or address of a snapshot, not 'a\\x00b'"),

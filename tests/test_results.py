@@ -131,6 +131,8 @@ def test_a_run_shows_its_verdict(scope: nanscope.Scope, tmp_path: Path) -> None:
     page = re.sub(r'(<a [^>]*?)href="#[^"]*"', r"\1", page)  # the frame has no address that these could be of
     assert page_in(scope._repr_html_() or "") == page == page_in(scope.verdict._repr_html_() or "")
     assert scope.verdict.incidents[0].phase in page
+    scope.report("y.md")
+    assert (tmp_path / "y.png").read_bytes().startswith(b"\x89PNG") and "y.png" in (tmp_path / "y.md").read_text(encoding="utf-8")
     scope.report("x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 

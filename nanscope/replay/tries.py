@@ -92,8 +92,10 @@ class Replay(Shown):
         return self.trace.run if self.trace is not None else None
 
     def frame(self) -> pandas.DataFrame:
-        """Return the rows as a pandas frame, indexed by their ids: the fields of `Row`, and whether it is proven."""
-        found = frame(Row, self.rows)
+        """Return the rows as a pandas frame, indexed by their ids: the fields of `Row`, what is added to the source as text, and whether it
+        is proven."""
+        found = frame(Row, self.rows).drop(columns="diffs")
+        found["added"] = ["\n".join(line for diff in row.diffs for line in diff.added) for row in self.rows]
         found["proven"] = [row.proven for row in self.rows]
         return found
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanscope.given import a_path
 from nanscope.report.exit import writing
-from nanscope.report.render import choose
+from nanscope.report.render import choose, render
 from nanscope.snapshot.files import write_whole
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def write(result: object, path: str | os.PathLike[str]) -> None:
     told = _told(result)
     form = choose(FORMS[_called(told)](), path)
     with writing(path):
-        write_whole(path, form(told))
+        if _called(told) == "Verdict":
+            render(cast("Verdict", told), path)  # which may leave a picture beside it
+        else:
+            write_whole(path, form(told))
 
 
 def _told(result: object) -> object:
