@@ -9,7 +9,7 @@ from nanscope.plain import show
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Difference:
     """How far two tensors are apart.
 
     elements: that differ, of how many. largest: difference of two finite ones. relative: of it to the largest finite magnitude. index: of
@@ -33,7 +33,7 @@ class ComparedLeaf:
 
     name: str
     role: str
-    apart: Apart | None
+    apart: Difference | None
     note: str = ""
 
 
@@ -48,7 +48,7 @@ class ComparedCall:
     op: str
     where: str
     fed: bool
-    apart: Apart | None
+    apart: Difference | None
     settings: str = ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.compare.model import Apart, ComparedCall, ComparedLeaf, ComparedStep, Comparison
+from nanscope.compare.model import ComparedCall, ComparedLeaf, ComparedStep, Comparison, Difference
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, refs
 from nanscope.program.program import Program
@@ -88,7 +88,7 @@ def histories(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[ComparedStep, ...
     return tuple(sorted(found.values(), key=lambda one: one.step))
 
 
-def apart(a: Tensor, b: Tensor) -> Apart | None:
+def apart(a: Tensor, b: Tensor) -> Difference | None:
     """Return how far two tensors of one shape are apart, None if they are the same bit by bit (a NaN is one like the other)."""
     x, y = (tensor.detach().cpu() for tensor in (a, b))
     x, y = (tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (x, y))
@@ -105,7 +105,7 @@ def apart(a: Tensor, b: Tensor) -> Apart | None:
     size = max((float(t.double().abs()[torch.isfinite(t)].max()) for t in (x, y) if bool(torch.isfinite(t).any())), default=0.0)
     largest = float(far.max()) if far.numel() else 0.0
     bad = [int((~torch.isfinite(t)).sum()) for t in (x, y)]
-    return Apart(
+    return Difference(
         int(differ.sum()), x.numel(), largest, largest / size if size else 0.0, unravel(flat, tuple(x.shape)),
         float(x.reshape(-1)[flat]), float(y.reshape(-1)[flat]), *bad,
     )  # fmt: skip

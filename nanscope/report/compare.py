@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from nanscope.compare.model import Apart, ComparedCall, Comparison
+from nanscope.compare.model import ComparedCall, Comparison, Difference
 from nanscope.report.clean import clean, numeral
 from nanscope.report.console import HARM, PROVEN, QUIET, STRONG, pairs, show, table
 from nanscope.text import show_index
@@ -73,7 +73,7 @@ def _call(call: ComparedCall) -> Text:
     return told
 
 
-def _apart(gap: Apart) -> tuple[str, str, str, str, str]:
+def _apart(gap: Difference) -> tuple[str, str, str, str, str]:
     largest = f"{numeral(gap.largest)} ({numeral(gap.relative)} of the largest)"
     return f"{gap.elements:,} of {gap.of:,}", largest, show_index(gap.index), numeral(gap.a), numeral(gap.b)
 
