@@ -61,7 +61,8 @@ class Logbook:
 
     runs: the folder of them. folder: the run directory, once the run has begun. limit: bad steps with a cause of their own saved per run,
     and bad backward passes per step; later ones are counted. max_bytes: see `Disk`. on_incident: called with each bad step that was kept,
-    after it was written; on_warning: with what was said to be about to happen. warnings: all of that.
+    after it was written; on_warning: with what was said to be about to happen; on_line: with the line of each step. warnings: all that was
+    said so.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Logbook:
         on_incident: Callable[[Snapshot, str | None], None] | None = None,
         leave: Callable[[str], None] | None = None,
         on_warning: Callable[[Forecast], None] | None = None,
+        on_line: Callable[[Entry], None] | None = None,
     ) -> None:
         self.runs, self.folder, self.limit, self.rank, self.worker = runs, runs.path, limit, 0, ""
-        self._max_bytes, self._on_incident, self._on_warning = max_bytes, on_incident, on_warning
+        self._max_bytes, self._on_incident, self._on_warning, self._on_line = max_bytes, on_incident, on_warning, on_line
         self._record = RunRecord()
         self._pid = os.getpid()
         self.turns = Turns()
@@ -211,6 +213,8 @@ class Logbook:
             self.history.append(entry)
         except OSError as error:
             self._disk.failed("the history could not be written", error)
+        if self._on_line is not None:
+            self._on_line(entry)
         self._ask_peers(0.0)
 
     @in_turn

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from nanscope.watching.place import Place, name_of, settle_somewhere
 from nanscope.watching.step import Step
 from nanscope.watching.surroundings import find_trainer
 from nanscope.watching.telling import tell_lacks
+from nanscope.watching.trackers import Tracker, Tracking
 
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
 
@@ -98,6 +99,7 @@ class Scope(Shown):
         on_warning: Callable[[Forecast], None] | None = None,
         deep_every: int = DEEP_EVERY,
         check: bool = False,
+        trackers: Sequence[Tracker] = (),
         place: Place | None = None,
         invitation: Invitation | None = None,
     ) -> None:
@@ -113,8 +115,12 @@ class Scope(Shown):
             a_call("on_incident", on_incident, "an Incident"),
             a_call("on_warning", on_warning, "a Forecast"),
         )
-        told = self._announce if on_incident is not None else None, self.leave, self._warn if on_warning is not None else None
-        self._logbook = Logbook(Folder.of(a_path("out", out, "the path or address of a folder")), limit, max_bytes, *told)
+        self._tracking = Tracking(trackers) if trackers else None
+        line = None if self._tracking is None else self._tracking.line
+        announce = self._announce if on_incident is not None or line is not None else None
+        warn = self._warn if on_warning is not None or line is not None else None
+        folder = Folder.of(a_path("out", out, "the path or address of a folder"))
+        self._logbook = Logbook(folder, limit, max_bytes, announce, self.leave, warn, line)
         self._failsafe = Failsafe(self._logbook.gap)
         self._budget, self._save_tokens, self._asked = budget, a_flag("save_tokens", save_tokens), frozenset(steps)
         self._deep_every = whole("deep_every", deep_every, "a whole number of steps, 0 for no deep looks")
@@ -162,6 +168,8 @@ class Scope(Shown):
             return
         _OPEN.discard(self)
         with contextlib.ExitStack() as rest:  # whatever finishing a step raises that was asked for
+            if self._tracking is not None:
+                rest.callback(self._failsafe, "trackers", self._tracking.end)  # last: the book is closed by then
             rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
             rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
@@ -227,10 +235,14 @@ class Scope(Shown):
         self._failsafe("fork", self._unseen, self._logbook.forked)
 
     def _announce(self, snapshot: Snapshot, path: str | None) -> None:
+        if self._tracking is not None:
+            self._tracking.found(snapshot, path, self._logbook.folder.absolute() / Path(path).name if path is not None else None)
         if self._on_incident is not None:
             self._failsafe("on-incident", lambda call: call(diagnose(snapshot, path)), self._on_incident)
 
     def _warn(self, forecast: Forecast) -> None:
+        if self._tracking is not None:
+            self._tracking.foretold(forecast)
         if self._on_warning is not None:
             self._failsafe("on-warning", self._on_warning, forecast)
 
@@ -384,6 +396,7 @@ def watch(
     on_warning: Callable[[Forecast], None] | None = None,
     deep_every: int = DEEP_EVERY,
     check: bool = False,
+    trackers: Sequence[Tracker] = (),
 ) -> Scope:
     """Return a scope that watches a training run.
 
@@ -407,6 +420,8 @@ def watch(
                   that a later call makes a finite and wrong number of. 0: never.
     check:        each loss is checked when it is first seen healthy, as `nanscope.check` does, while training waits: what would kill it is
                   told on the log, and that step is saved.
+    trackers:     get the numbers of each step, a word and a page of each bad one: `nanscope.integrations.WandB()` and others, or anything
+                  with the methods of `nanscope.watching.trackers.Tracker`. A thread calls them: training waits for none.
     Raises NanscopeError for an argument that is not one of these.
     """
     return Scope(
@@ -424,6 +439,7 @@ def watch(
         on_warning=on_warning,
         deep_every=deep_every,
         check=check,
+        trackers=trackers,
     )
 
 

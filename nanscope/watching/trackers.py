@@ -1,0 +1,163 @@
+"""What is known of a run, for experiment trackers: the numbers of each step, and each hit with its page.
+
+    class Tracker:  # three methods, whatever it is
+        def log(self, step, scalars): ...       # {"nanscope/headroom_nats": 61.2, …}
+        def alert(self, title, text): ...       # "nanscope: step 412", "ratio = torch.exp(log_ratio) overflowed to +inf …"
+        def artifact(self, path): ...           # nanscope-runs/…/step-000412.rank0.html
+
+    nanscope.watch(trainer, trackers=[nanscope.integrations.WandB()])
+
+Notable: training only puts the line of a step on a queue. A thread of its own reads it, so that a tracker may be slow, wait for a network,
+or fail: that is said once, and after a few failures in a row it is not called any more. Pages are made in a process of their own: to
+diagnose a step is to run it, and random numbers and memory are the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from nanscope.capture.unseen import unseen
+from nanscope.errors import visible, words_of
+from nanscope.snapshot.history import Entry
+from nanscope.snapshot.processes import called
+from nanscope.snapshot.scalars import Scalars
+from nanscope.snapshot.step import Snapshot
+from nanscope.verdict.forecast import Forecast
+from nanscope.verdict.sentence import what
+from nanscope.watching.telling import NOT_SEEN
+
+log = logging.getLogger("nanscope")
+
+PERIOD = 0.1  # seconds between two looks at the queue
+WAITING = 10_000  # lines that wait for trackers that are slower than training
+PATIENCE = 20.0  # seconds for what is left when the run ends
+FAILURES = 5  # in a row, after which a tracker is not called any more
+PAGE_PATIENCE = 300.0  # seconds for a page
+
+PAGE = """
+import sys
+from pathlib import Path
+from nanscope.report.render import render
+from nanscope.snapshot.anywhere import load
+from nanscope.verdict.diagnose import verdict
+render(verdict([load(sys.argv[1])], [sys.argv[1]]), Path(sys.argv[2]))
+"""
+
+
+class Tracker(Protocol):
+    """Where the numbers of a run go. All three are called from one thread, which is not that of the training."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """A step is over. scalars: by name, "nanscope/headroom_nats" and so on; not all of them are finite."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Something was found. title: a few words; text: one line."""
+
+    def artifact(self, path: Path) -> None:
+        """The page of a bad step was written."""
+
+
+class Tracking:
+    """Tells the trackers of a run what happens in it."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self._failures = [0] * len(self._trackers)
+        self._queue: deque[Callable[[], None]] = deque(maxlen=WAITING)
+        self._scalars = Scalars()
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._pid = os.getpid()
+
+    def line(self, entry: Entry) -> None:
+        """The line of a step was written."""
+        self._put(lambda: self._line(entry))
+
+    def found(self, snapshot: Snapshot, shown: str | None, file: Path | None) -> None:
+        """A bad step was kept. shown: where, as a person would write it; file: itself. None if it could not be written."""
+        self._put(lambda: self._found(snapshot, shown, file))
+
+    def foretold(self, forecast: Forecast) -> None:
+        """Something is about to happen."""
+        self._put(
+            lambda: self._tell(lambda tracker: tracker.alert(f"nanscope: forecast, step {forecast.step}", visible(forecast.sentence)))
+        )
+
+    def end(self) -> None:
+        """The run is over: tell what is left, and wait for that, though not for ever."""
+        if self._thread is None or self._pid != os.getpid():
+            return
+        self._over.set()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            log.warning("nanscope [trackers-late]: the trackers did not take all of the run within %d seconds; its folder has it", PATIENCE)
+
+    def _put(self, event: Callable[[], None]) -> None:
+        if self._pid != os.getpid():
+            return  # a forked process: connections and writers are its parent's
+        self._queue.append(event)
+        if self._thread is None:
+            within = contextvars.copy_context()  # some trackers keep their run there
+            self._thread = threading.Thread(target=within.run, args=(self._go_on,), name="nanscope-trackers", daemon=True)
+            self._thread.start()
+
+    def _go_on(self) -> None:
+        with unseen():
+            while not self._over.wait(PERIOD):
+                self._empty()
+            self._empty()
+
+    def _empty(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+    def _line(self, entry: Entry) -> None:
+        scalars = self._scalars.of(entry)
+        self._tell(lambda tracker: tracker.log(entry.step, scalars))
+
+    def _found(self, snapshot: Snapshot, shown: str | None, file: Path | None) -> None:
+        seen = snapshot.found
+        process = f" on {called(snapshot.rank, snapshot.worker)}" if snapshot.rank or snapshot.worker else ""
+        next_ = f"; next: nanscope replay {shown}" if shown is not None else ""
+        text = visible(f"{what(seen) if seen.phase is not None else NOT_SEEN}{next_}")
+        self._tell(lambda tracker: tracker.alert(f"nanscope: {snapshot.place}{process}", text))
+        page = _page(file) if file is not None else None
+        if page is not None:
+            self._tell(lambda tracker: tracker.artifact(page))
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for index, tracker in enumerate(self._trackers):
+            if self._failures[index] >= FAILURES:
+                continue
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - a tracker may fail in any way, and nobody is to notice
+                self._failures[index] += 1
+                if self._failures[index] in (1, FAILURES):
+                    so = "it gets no more of this run" if self._failures[index] == FAILURES else "training goes on"
+                    log.warning("nanscope [tracker-failed]: %s: %s; %s", type(tracker).__name__, words_of(error), so)
+            else:
+                self._failures[index] = 0
+
+
+def _page(file: Path) -> Path | None:
+    """Write the page of a saved step beside it, and return where; None if it cannot be made here."""
+    page = file.with_suffix(".html")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NANSCOPE_")}  # it takes part in no run
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PAGE, str(file), str(page)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=PAGE_PATIENCE, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.info("nanscope: no page of %s: %s", file, words_of(error))
+        return None
+    return page if done.returncode == 0 and page.exists() else None
