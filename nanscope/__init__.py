@@ -16,6 +16,7 @@ from nanscope.errors import NanscopeError, ProgramError, SnapshotError
 from nanscope.version import __version__
 
 if TYPE_CHECKING:
+    from nanscope import integrations
     from nanscope.foresight.hazard import Check
     from nanscope.frameworks.losses import framework_loss
     from nanscope.integrations.ray import ray
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
-    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history", "load",
-    "loss_inputs", "ray", "replay", "replay_under", "show", "summarise", "watch",
+    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history", "integrations",
+    "load", "loss_inputs", "ray", "replay", "replay_under", "show", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -72,8 +73,8 @@ _DRAWS = {"cell": "nanscope.report.results", "write": "nanscope.report.results"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "replay":  # the room itself, which can be called
-        return import_module("nanscope.replay")
+    if name in ("replay", "integrations"):  # rooms: the first can be called, the second holds the doors
+        return import_module(f"nanscope.{name}")
     where = _WHERE.get(name) or _DRAWS.get(name)
     if where is None:
         raise AttributeError(f"module 'nanscope' has no attribute {name!r}")

@@ -190,6 +190,7 @@ def make_trainer(
     dtype: torch.dtype | None = None,
     config_class: type[Any] | None = None,
     peft_config: Any = None,
+    callbacks: list[Any] | None = None,
     **config_overrides: Any,
 ) -> Any:
     """A trainer that is ready to train: two calls with the same arguments give bit-identical runs. Sets torch to one thread.
@@ -200,6 +201,7 @@ def make_trainer(
     reward:           the reward function, `mean_token_id` if None.
     dtype:            of all weights; float32 if None.
     peft_config:      of the adapters that are trained; all weights are if None.
+    callbacks:        beside those of the trainer.
     config_class:     GRPOConfig, or RLOOConfig for an RLOOTrainer, if None.
     config_overrides: fields of the config. Defaults: 4 steps of 8 completions (2 prompts × 4 generations), num_iterations 2, beta 0.
     """
@@ -235,6 +237,7 @@ def make_trainer(
         train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
         processing_class=tokenizer,
         peft_config=peft_config,
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # comes with disable_tqdm and prints a dict per step
     if isinstance(trainer, FaultyTrainer):

@@ -50,5 +50,5 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"nanscope.integrations.{module}"), name)
     except ModuleNotFoundError as error:
-        message = f"nanscope.integrations.{name} needs {error.name}, which is not installed: pip install {package}"
+        message = f"nanscope.integrations.{name} needs {(error.name or module).partition('.')[0]}, which is not installed: pip install {package}"
         raise NanscopeError(message, slug="door-not-installed") from None

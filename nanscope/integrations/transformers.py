@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
-import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -83,15 +79,17 @@ class Callback(TrainerCallback):
             self.scope.__exit__(None if raised is None else type(raised), raised, None if raised is None else raised.__traceback__)
 
     def _wrap(self, trainer: Any) -> None:
-        train, leave = _behind(trainer.train), weakref.WeakMethod(self.leave)
+        train = trainer.train
 
-        @functools.wraps(trainer.train)
+        @functools.wraps(train)
         def watched(*args: Any, **kwargs: Any) -> Any:
             try:
-                return train()(*args, **kwargs)
+                done = train(*args, **kwargs)
             except BaseException as error:
-                (leave() or _nothing)(error)
+                self.leave(error)
                 raise
+            self.leave()
+            return done
 
         trainer.train = watched
 
@@ -100,16 +98,3 @@ class Callback(TrainerCallback):
         if isinstance(callbacks, list) and self in callbacks:
             callbacks.remove(self)
             callbacks.insert(0, self)
-
-
-def _behind(train: Callable[..., Any]) -> Callable[[], Any]:
-    """Return what leads to a method without a circle: its trainer goes as it would without us."""
-    return weakref.WeakMethod(train) if inspect.ismethod(train) else partial(_same, train)
-
-
-def _same(what: Any) -> Any:
-    return what
-
-
-def _nothing(_: BaseException) -> None:
-    pass
