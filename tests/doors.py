@@ -1,6 +1,6 @@
 """A short run with a loss of GRPO, for what follows a run from outside: healthy, or with one overflow at a masked token in its third step.
 
-    weights = train([nanscope.integrations.WandB()], tmp_path, fault=True)
+weights = train([nanscope.integrations.WandB()], tmp_path, fault=True)
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -221,15 +220,3 @@ def test_several_steps_come_to_the_worst_of_them(name: str, values: list[float],
     """Of headroom the least, of extremes the extreme, of distances the mean; NaN is not lost."""
     (found,) = folded([{f"nanscope/{name}": value} for value in values]).values()
     assert str(found) == str(comes_to)
-
-
-def cost(tmp_path: Path) -> float:
-    """Return the seconds that the line of a step costs training (python -c "import …; print(cost(…))"); not asserted."""
-    tracking = Tracking([Told()])
-    entry = Entry(1, 0, 0.0, loss=1.0, grad_norm=1.0, headroom=60.0)
-    began = time.perf_counter()
-    for _ in range(5000):
-        tracking.line(entry)
-    took = (time.perf_counter() - began) / 5000
-    tracking.end()
-    return took

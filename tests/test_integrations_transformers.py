@@ -82,7 +82,9 @@ def test_what_the_trainer_reports_to_gets_it(tmp_path: Path, monkeypatch: pytest
     faulty(tmp_path, watching, report_to=["tensorboard"]).train()
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert {"train/loss", "train/nanscope/headroom_nats", "train/nanscope/log_ratio_max", "train/nanscope/kl_old"} <= set(events.Tags()["scalars"])
+    assert {"train/loss", "train/nanscope/headroom_nats", "train/nanscope/log_ratio_max", "train/nanscope/kl_old"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [(event.step, event.value) for event in events.Scalars("train/nanscope/bad_steps")] == [(1, 0), (2, 0), (3, 1), (4, 2)]
     headroom = [event.value for event in events.Scalars("train/nanscope/headroom_nats")]
     entries = [entry.headroom for entry in read(watching.scope.out / "history.rank0.jsonl") if entry.headroom is not None]

@@ -50,5 +50,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"nanscope.integrations.{module}"), name)
     except ModuleNotFoundError as error:
-        message = f"nanscope.integrations.{name} needs {(error.name or module).partition('.')[0]}, which is not installed: pip install {package}"
+        missing = (error.name or package).partition(".")[0]
+        message = f"nanscope.integrations.{name} needs {missing}, which is not installed: pip install {package}"
         raise NanscopeError(message, slug="door-not-installed") from None
