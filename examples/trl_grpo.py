@@ -47,7 +47,7 @@ class StaleToolTokens(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def build_trainer(trainer_class: type[GRPOTrainer], steps: int, output_dir: str) -> GRPOTrainer:
+def build_trainer(trainer_class: type[GRPOTrainer], steps: int, output_dir: str, callbacks: Any = (), report_to: Any = ()) -> GRPOTrainer:
     """A GRPO trainer on a random policy of a few thousand parameters; the tokenizer lives in memory."""
     set_seed(0)
     vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS.values(), *WORDS])}
@@ -74,14 +74,15 @@ def build_trainer(trainer_class: type[GRPOTrainer], steps: int, output_dir: str)
         max_completion_length=16,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        report_to=list(report_to),
         use_cpu=True,
         bf16=False,
         dataloader_pin_memory=False,
         disable_tqdm=True,
     )
     dataset = Dataset.from_dict({"prompt": PROMPTS})
-    trainer = trainer_class(Qwen2ForCausalLM(config), distinct_words, args, dataset, processing_class=tokenizer)
+    parts = {"processing_class": tokenizer, "callbacks": list(callbacks)}
+    trainer = trainer_class(Qwen2ForCausalLM(config), distinct_words, args, dataset, **parts)
     trainer.remove_callback(PrinterCallback)  # prints a long dict per step
     return trainer
 

@@ -80,8 +80,17 @@ def third_party(source: str) -> set[str]:
 def test_the_declared_dependencies_are_the_imported_ones() -> None:
     """Nothing is used that only happens to be installed, and nothing is installed that is not used."""
     declared = {re.split(r"[^\w-]", line)[0] for line in PROJECT["dependencies"]}
-    imported = set().union(*(third_party(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")))
-    assert declared == imported - {"pytest"}  # which imports its plugin, and not the other way round
+    inside = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "integrations"]
+    assert declared == set().union(*(third_party(path.read_text(encoding="utf-8")) for path in inside))
+
+
+def test_what_the_doors_lead_into_is_tried() -> None:
+    """Each of them imports only what the test extra or tests/native/doors.txt installs, beside what nanscope needs itself."""
+    doors = [*(ROOT / "tests" / "native" / "doors.txt").read_text(encoding="utf-8").splitlines()]
+    installed = {re.split(r"[^\w-]", line)[0] for line in (*doors, *PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"])}
+    installed |= {"mlflow", "opentelemetry"}  # whose distributions are called mlflow-skinny and opentelemetry-sdk
+    for path in (PACKAGE / "integrations").glob("*.py"):
+        assert third_party(path.read_text(encoding="utf-8")) <= installed, path.name
 
 
 def test_the_types_are_published() -> None:

@@ -98,9 +98,9 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SESSION = ROOT / "docs" / "session.md"
+SESSIONS = [ROOT / "docs" / "session.md", ROOT / "docs" / "trackers.md"]  # each command after the one before it
 OUTPUTS = [block for block in BLOCKS if block.language == "text" and block.text.startswith("$ ")]
-SHOWN = [block for block in OUTPUTS if block.page != SESSION]
+SHOWN = [block for block in OUTPUTS if block.page not in SESSIONS]
 COMMANDS = [
     pytest.param(line.partition("  #")[0].strip(), id=f"{block}: {line.partition('  #')[0].strip()}")
     for block in BLOCKS
@@ -273,14 +273,17 @@ def compare(block: Block, output: str, accept: bool) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_a_session_goes_as_it_is_shown(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
+def test_a_session_goes_as_it_is_shown(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Each command after the one before it, in processes of their own."""
+    if page.stem == "trackers":
+        pytest.importorskip("trl")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "PATH": path}
-    for block in (block for block in OUTPUTS if block.page == SESSION):
-        words = shlex.split(block.text.splitlines()[0].removeprefix("$ nanscope "))
-        line = [sys.executable, "-m", "nanscope", *words]
+    for block in (block for block in OUTPUTS if block.page == page):
+        name, *words = shlex.split(block.text.splitlines()[0].removeprefix("$ "))
+        line = [sys.executable, *{"nanscope": ["-m", "nanscope"], "python": []}[name], *words]
         ran = subprocess.run(
             line, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
         )

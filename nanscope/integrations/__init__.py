@@ -1,7 +1,8 @@
 """Other people's doors: each is imported only by who asks for it.
 
-nanscope.integrations.Callback()     the `callbacks=` of a transformers or TRL trainer
-nanscope.integrations.WandB()        the `trackers=` of `nanscope.watch`; TensorBoard, MLflow, Trackio, Prometheus, OpenTelemetry, Live
+nanscope.integrations.Callback()       the `callbacks=` of a transformers or TRL trainer; LightningCallback, AccelerateTracker
+nanscope.integrations.WandB()          the `trackers=` of `nanscope.watch`; TensorBoard, MLflow, Trackio, Prometheus, OpenTelemetry, Live
+nanscope.integrations.Logged(logger)   the logger of torchtitan, SkyRL, verl, or one of your own
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from nanscope.integrations.accelerate import AccelerateTracker
     from nanscope.integrations.lightning import LightningCallback
     from nanscope.integrations.live import Live
+    from nanscope.integrations.logged import Logged
     from nanscope.integrations.mlflow import MLflow
     from nanscope.integrations.opentelemetry import OpenTelemetry
     from nanscope.integrations.prometheus import Prometheus
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from nanscope.integrations.wandb import WandB
 
 __all__ = [
-    "AccelerateTracker", "Callback", "LightningCallback", "Live", "MLflow", "OpenTelemetry", "Prometheus", "TensorBoard", "Trackio",
-    "WandB",
+    "AccelerateTracker", "Callback", "LightningCallback", "Live", "Logged", "MLflow", "OpenTelemetry", "Prometheus", "TensorBoard",
+    "Trackio", "WandB",
 ]  # fmt: skip
 
 # name: the file that has it, and what is to be installed for it
@@ -40,6 +42,7 @@ _WHERE = {
     "Prometheus": ("prometheus", "prometheus-client"),
     "OpenTelemetry": ("opentelemetry", "opentelemetry-sdk"),
     "Live": ("live", ""),
+    "Logged": ("logged", ""),
 }
 
 

@@ -168,8 +168,8 @@ class Scope(Shown):
             return
         _OPEN.discard(self)
         with contextlib.ExitStack() as rest:  # whatever finishing a step raises that was asked for
-            if self._tracking is not None:
-                rest.callback(self._failsafe, "trackers", self._tracking.end)  # last: the book is closed by then
+            if (tracking := self._tracking) is not None:
+                rest.callback(lambda: self._failsafe("trackers", tracking.end))  # last: the book is closed by then
             rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
             rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
