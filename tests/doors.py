@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.watching import trackers as following
 from nanscope.watching.scope import Scope
 
+following.PATIENCE = 300.0  # seconds: on a machine with much else to do a page takes its time
 STEPS = 5
 BAD = 3
 

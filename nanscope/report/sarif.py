@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from nanscope.causes import ADVICE, CAUSES
 from nanscope.foresight.hazard import Check, Hazard
@@ -28,10 +30,16 @@ def sarif_of(check: Check) -> dict[str, Any]:
 
 def _result(hazard: Hazard) -> dict[str, Any]:
     fix = f" {ADVICE.get(hazard.fix.id, hazard.fix.label).capitalize()}." if hazard.fix is not None else ""
-    place = {"artifactLocation": {"uri": hazard.origin.file}, "region": {"startLine": hazard.origin.line}}
+    place = {"artifactLocation": {"uri": _uri(hazard.origin.file or "")}, "region": {"startLine": hazard.origin.line}}
     return {
         "ruleId": str(hazard.cause),
         "level": LEVELS[hazard.severity],
         "message": {"text": f"{hazard.trigger.words}: {hazard.spoils.words}. {hazard.sentence}{fix}"},
         "locations": [{"physicalLocation": place}],
     }
+
+
+def _uri(file: str) -> str:
+    """Return a file as a code host finds it: from the root of the checkout, which is where we are; another one as it is called."""
+    path = Path(file)
+    return quote(path.relative_to(Path.cwd()).as_posix()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else file

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-import subprocess
-import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -33,24 +33,15 @@ from nanscope.snapshot.scalars import Scalars
 from nanscope.snapshot.step import Snapshot
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.sentence import what
+from nanscope.watching.draft import Draft
 from nanscope.watching.telling import NOT_SEEN
 
 log = logging.getLogger("nanscope")
 
 PERIOD = 0.1  # seconds between two looks at the queue
 WAITING = 10_000  # lines that wait for trackers that are slower than training
-PATIENCE = 20.0  # seconds for what is left when the run ends
+PATIENCE = 20.0  # seconds for what is left when the run ends, pages too
 FAILURES = 5  # in a row, after which a tracker is not called any more
-PAGE_PATIENCE = 300.0  # seconds for a page
-
-PAGE = """
-import sys
-from pathlib import Path
-from nanscope.report.render import render
-from nanscope.snapshot.anywhere import load
-from nanscope.verdict.diagnose import verdict
-render(verdict([load(sys.argv[1])], [sys.argv[1]]), Path(sys.argv[2]))
-"""
 
 
 class Tracker(Protocol):
@@ -74,6 +65,7 @@ class Tracking:
         self._failures = [0] * len(self._trackers)
         self._queue: deque[Callable[[], None]] = deque(maxlen=WAITING)
         self._scalars = Scalars()
+        self._pages: list[Draft] = []  # that are being made
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._pid = os.getpid()
@@ -114,7 +106,11 @@ class Tracking:
         with unseen():
             while not self._over.wait(PERIOD):
                 self._empty()
+                self._deliver()
             self._empty()
+            while self._pages:
+                time.sleep(PERIOD)
+                self._deliver()
 
     def _empty(self) -> None:
         while self._queue:
@@ -130,9 +126,15 @@ class Tracking:
         next_ = f"; next: nanscope replay {shown}" if shown is not None else ""
         text = visible(f"{what(seen) if seen.phase is not None else NOT_SEEN}{next_}")
         self._tell(lambda tracker: tracker.alert(f"nanscope: {snapshot.place}{process}", text))
-        page = _page(file) if file is not None else None
-        if page is not None:
-            self._tell(lambda tracker: tracker.artifact(page))
+        if file is not None:
+            self._pages += [page] if (page := Draft.begin(file)) is not None else []
+
+    def _deliver(self) -> None:
+        """Hand over the pages that are ready."""
+        ready = [page for page in self._pages if page.is_over]
+        self._pages = [page for page in self._pages if page not in ready]
+        for path in (page.path for page in ready if page.is_there):
+            self._tell(partial(_give, path))
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for index, tracker in enumerate(self._trackers):
@@ -149,15 +151,5 @@ class Tracking:
                 self._failures[index] = 0
 
 
-def _page(file: Path) -> Path | None:
-    """Write the page of a saved step beside it, and return where; None if it cannot be made here."""
-    page = file.with_suffix(".html")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NANSCOPE_")}  # it takes part in no run
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", PAGE, str(file), str(page)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=PAGE_PATIENCE, check=False, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.info("nanscope: no page of %s: %s", file, words_of(error))
-        return None
-    return page if done.returncode == 0 and page.exists() else None
+def _give(path: Path, tracker: Tracker) -> None:
+    tracker.artifact(path)
