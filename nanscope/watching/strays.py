@@ -7,7 +7,6 @@ memory with a name: a fork inherits it, and a program that takes the process's p
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -16,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanscope.watching.invitation import CHILDREN, MEMBER
+from nanscope.watching.marked import MARK
 
 PERIOD = 0.5  # seconds between two looks; importing torch takes longer
 SHARE = 0.01  # of the time that looking may take, where there are thousands of processes
 
-MARK = "nanscope-watches"
 TORCH = b"/libtorch_python."  # in the memory of every Python that has loaded torch
 
 _PROC = Path("/proc")
@@ -32,18 +31,6 @@ TAKES_A_WORD = {"-W", "-X", "--check-hash-based-pycs"}  # options of Python with
 NOT_TOLD = "it was started without the environment of the run"
 REPLACED = "its PYTHONPATH has taken the place of the run's; put the old one after the new"
 SWITCHED_OFF = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps nanscope from it"
-
-
-def mark() -> mmap.mmap | None:
-    """Mark this process as one that watches itself, as long as what is returned is held."""
-    with contextlib.suppress(OSError, AttributeError):  # the latter elsewhere than on Linux
-        number = os.memfd_create(MARK)
-        try:
-            os.ftruncate(number, mmap.PAGESIZE)
-            return mmap.mmap(number, mmap.PAGESIZE)
-        finally:
-            os.close(number)
-    return None
 
 
 @dataclass(slots=True)
