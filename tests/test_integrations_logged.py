@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,3 +158,46 @@ def test_the_tracking_of_a_driver(module: str, word: str, tmp_path: Path, monkey
     found = events(folder)
     assert [event.step for event in found.Scalars("actor/loss")] == [*range(1, STEPS + 1)]
     assert [event.value for event in found.Scalars("nanscope/bad_steps")] == [0, 0, 1, 2, 3]
+
+
+DRIVER = """
+import json, sys
+import ray
+sys.path.insert(0, {tests!r})
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def train(self):
+        sys.path.insert(0, {tests!r})
+        from doors import loop
+        loop(True)
+
+@ray.remote(num_cpus=0)
+class TaskRunner:
+    def run(self, trainer):
+        sys.path.insert(0, {tests!r})
+        import nanscope
+        from test_integrations_logged import Keeps
+        keeps = Keeps()
+        logged = nanscope.integrations.Logged(keeps)
+        ray.get(trainer.train.remote())
+        logged.log({{"actor/loss": 1.0}}, step=1)
+        return keeps.lines
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+print("told", json.dumps(ray.get(TaskRunner.remote().run.remote(Trainer.remote()))), flush=True)
+"""
+
+
+def test_under_ray_the_process_that_logs_finds_what_another_one_wrote(tmp_path: Path) -> None:
+    """As in verl and SkyRL: `nanscope run --ray`, an actor that trains, and one that logs."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    (tmp_path / "driver.py").write_text(DRIVER.format(tests=str(Path(__file__).parent)))
+    command = [sys.executable, "-m", "nanscope", "run", "--ray", "--", sys.executable, "driver.py"]
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    told = [line.removeprefix("told ") for line in done.stdout.splitlines() if line.startswith("told ")]
+    assert done.returncode == 3 and told, done.stdout + done.stderr
+    ((line, step),) = json.loads(told[0])
+    assert step == 1 and line["actor/loss"] == 1.0
+    assert line["nanscope/Trainer/first_bad_step"] == BAD and line["nanscope/Trainer/bad_steps"] == 3

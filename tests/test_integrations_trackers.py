@@ -161,6 +161,21 @@ def test_a_tracker_that_never_answers_does_not_hold_the_end(
     assert "nanscope [trackers-late]" in caplog.text and scope.verdict.healthy and len(read(scope.out / "history.rank0.jsonl")) == STEPS
 
 
+def test_a_queue_that_ran_over_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The oldest lines go, the newest arrive, and the log says so."""
+    monkeypatch.setattr(trackers, "WAITING", 3)
+    slow = Slow()
+    tracking = Tracking([slow])
+    tracking.line(Entry(1, 0, 0.0))
+    assert slow.waits.wait(60)
+    for step in range(2, 8):
+        tracking.line(Entry(step, 0, 0.0))
+    slow.go.set()
+    with caplog.at_level(logging.WARNING, "nanscope"):
+        tracking.end()
+    assert [step for step, _ in slow.lines] == [1, 5, 6, 7] and "nanscope [trackers-late]" in caplog.text
+
+
 def test_a_forked_process_tells_nobody(tmp_path: Path) -> None:
     """The connections are its parent's."""
     told = Told()

@@ -65,11 +65,16 @@ def test_what_happened_between_two_logs_comes_as_its_extremes(tmp_path: Path) ->
 
 
 def test_an_evaluation_is_left_alone(tmp_path: Path) -> None:
-    """Only what was trained is told of."""
+    """Its log has nothing of ours, and takes nothing away from the next one of the training."""
     watching = callback(tmp_path)
-    trainer = make_trainer(tmp_path, callbacks=[watching], max_steps=2, num_iterations=1)
+    trainer = make_trainer(tmp_path, callbacks=[watching], max_steps=2, num_iterations=1, logging_steps=2, per_device_eval_batch_size=8)
+    trainer.eval_dataset, trainer.args.eval_strategy, trainer.args.eval_steps = trainer.train_dataset, "steps", 1
     trainer.train()
-    assert [sorted(ours(line)) != [] for line in trainer.state.log_history] == ["loss" in line for line in trainer.state.log_history]
+    history = trainer.state.log_history
+    assert [bool(ours(line)) for line in history] == [False, True, False, False]
+    assert ["eval_loss" in line for line in history] == [True, False, True, False] and "train_runtime" in history[3]
+    seen = [entry.headroom for entry in read(watching.scope.out / "history.rank0.jsonl") if entry.headroom is not None]
+    assert ours(history[1]).get("headroom_nats") == min(seen)
 
 
 def test_what_the_trainer_reports_to_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ class Callback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what the steps since the last log came to."""
-        if self._stretch is None or logs is None:
+        """Add what the steps since the last log came to; an evaluation has a log of its own."""
+        if self._stretch is None or logs is None or any(name.startswith("eval_") for name in logs):
             return
         scalars = self._stretch.scalars()
         logs.update(scalars)

@@ -65,6 +65,7 @@ class Tracking:
         self._failures = [0] * len(self._trackers)
         self._queue: deque[Callable[[], None]] = deque(maxlen=WAITING)
         self._scalars = Scalars()
+        self._lost = 0  # lines that went out of the queue at its other end
         self._pages: list[Draft] = []  # that are being made
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -90,12 +91,13 @@ class Tracking:
             return
         self._over.set()
         self._thread.join(PATIENCE)
-        if self._thread.is_alive():
-            log.warning("nanscope [trackers-late]: the trackers did not take all of the run within %d seconds; its folder has it", PATIENCE)
+        if self._thread.is_alive() or self._lost:
+            log.warning("nanscope [trackers-late]: the trackers were too slow for all of the run; its folder has it")
 
     def _put(self, event: Callable[[], None]) -> None:
         if self._pid != os.getpid():
             return  # a forked process: connections and writers are its parent's
+        self._lost += len(self._queue) == WAITING
         self._queue.append(event)
         if self._thread is None:
             within = contextvars.copy_context()  # some trackers keep their run there
