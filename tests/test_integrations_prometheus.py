@@ -26,3 +26,11 @@ def test_names_are_such_that_it_takes_them(tmp_path: Path) -> None:
     registry = client.CollectorRegistry()
     nanscope.integrations.Prometheus(registry).log(1, {"nanscope/rank3.actor/AdamW of Critic/kl": 0.5})
     assert registry.get_sample_value("nanscope_rank3_actor_AdamW_of_Critic_kl") == 0.5
+
+
+def test_a_second_run_goes_on_with_the_same_gauges(tmp_path: Path) -> None:
+    """A registry refuses two metrics of one name, and a process may train more than once."""
+    registry = client.CollectorRegistry()
+    for _ in range(2):
+        train([nanscope.integrations.Prometheus(registry)], tmp_path, fault=True)
+    assert registry.get_sample_value("nanscope_alerts_total") == 2 and registry.get_sample_value("nanscope_step") == STEPS
