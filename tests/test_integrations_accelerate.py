@@ -36,7 +36,7 @@ def test_the_trackers_behind_it_get_the_numbers(tmp_path: Path, fresh: None) -> 
     accelerator.init_trackers("doors")
 
     def after(step: int, loss: torch.Tensor) -> None:
-        accelerator.log({"loss": float(loss)}, step=step)
+        accelerator.log({"loss": loss.item()}, step=step)
 
     watched = loop(True, after)
     accelerator.end_training()
