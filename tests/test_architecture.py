@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("foresight",),
     ("watching", "report"),
     ("integrations",),
+    ("commands",),
     ("__init__", "__main__"),
 )  # lowest first; a folder imports from lower floors only
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
@@ -115,6 +116,7 @@ def loaded_by(code: str) -> set[str]:
     [
         "nanscope",
         "nanscope.__main__",
+        "nanscope.commands.application",
         "nanscope.snapshot.header",
         "nanscope.snapshot.history",
         "nanscope.snapshot.files",
