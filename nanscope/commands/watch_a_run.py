@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanscope.commands.application import RUNS, app, leave_with
+from nanscope.commands.application import RUNS, WATCH, app, leave_with
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
 from nanscope.report.exit import FOUND, HEALTHY, finish, say, settled, write_json, writing
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from nanscope.watching.leading import Leading
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    rich_help_panel=WATCH, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 def run(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script; with -m a module, after -- a command.")],
@@ -46,7 +48,7 @@ def run(
     on_ray: Annotated[bool, typer.Option("--ray", help="Watch the workers of a Ray cluster, too.")] = False,
     after: Annotated[str, typer.Option("--after", hidden=True)] = "",
 ) -> None:
-    """Run a training script and watch it, with all the processes that it starts.
+    """Run a training script and watch it, with all it starts.
 
     Everything after the script's name belongs to it. Ends with the verdict: status 3 if something harmful was found, 4 if nothing was
     and not all seen.
@@ -118,13 +120,15 @@ def _tell(leading: Leading, json_file: Path | None) -> None:
         write_json(json_file, verdict.to_json())
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def report(
     context: typer.Context,
     path: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or one snapshot.")] = RUNS,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
 ) -> None:
-    """Draw the report of a run, also of one that was killed; the suffix of the output chooses its form.
+    """Draw the report of a run, also of one that was killed.
+
+    The suffix of the output chooses its form: a page, a picture, text or data.
 
     Example: nanscope report nanscope-runs -o report.html
     """
@@ -169,13 +173,15 @@ def _read(here: Fetched, given: str) -> Verdict:
     return verdict_of(run_dir, lambda files: track(files, "reading", file=sys.stderr), shown=here.address)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def runs(
     context: typer.Context,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of runs.")] = RUNS,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the list as JSON.")] = None,
 ) -> None:
-    """List the runs of a folder: when, what, how they ended, and the command that goes on from there.
+    """List the runs of a folder, and how they ended.
+
+    When, what, how far, and the command that goes on from there.
 
     Example: nanscope runs nanscope-runs
     """
@@ -195,14 +201,15 @@ def runs(
     print_runs(found, folder, file=sys.stdout)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets a directory in it.")] = Path("nanscope-demo"),
     seed: Annotated[int | None, typer.Option("--seed", help="Another run.")] = None,
 ) -> None:
-    """Watch a tiny policy learn with GRPO until it dies of NaN by itself.
+    """Watch a tiny policy learn until it dies of NaN by itself.
 
-    Nothing is staged: log-ratios at padding positions, which the loss does not count, drift until exp overflows. Takes seconds.
+    It learns with GRPO. Nothing is staged: log-ratios at padding positions, which the loss does not count, drift until exp overflows.
+    Takes seconds.
 
     Example: nanscope demo --out nanscope-demo
     """

@@ -49,11 +49,11 @@ def framework_settings(key: str, **settings: Setting) -> LossSettings:
     for name, value in own.items():
         _check(key, name, value, row.options)
     try:
-        meant = row.options(**dict(row.fixed), **own).settings()
+        intended = row.options(**dict(row.fixed), **own).settings()
     except (ArithmeticError, TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in own.items())
         raise NanscopeError(f"{key} cannot be computed with {given}: {error}", slug="unknown-setting-value") from None
-    return clamped(meant, added)
+    return clamped(intended, added)
 
 
 def _check(key: str, name: str, value: Setting, options: type[Options]) -> None:

@@ -13,6 +13,7 @@ from nanscope.frameworks.rows import Loss, Setting
 from nanscope.objective.bounds import Bounds
 from nanscope.replay.edits import CONTROLS, EDITS, SHORT
 from nanscope.replay.patch import Patch, Variant
+from nanscope.text import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def variants(prefix: str = "") -> Variants:
     losses = tuple(_known(row) for key, row in LOSSES.items() if key.startswith(prefix))
     if not losses:
         families = dict.fromkeys(key.split(".")[0] for key in LOSSES)
-        raise NanscopeError(f"no loss begins with {prefix!r}: there are {', '.join(families)}", slug="unknown-loss")
+        near = meant(prefix, (*LOSSES, *families)) or f": there are {', '.join(families)}"
+        raise NanscopeError(f"no loss begins with {prefix!r}{near}", slug="unknown-loss")
     return Variants(losses, () if prefix else (*_edits(EDITS, False), *_edits(CONTROLS, True)))
 
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import IO
 
@@ -21,10 +22,13 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from nanscope.causes import Cause
 from nanscope.foresight.hazard import Check
 from nanscope.foresight.pushes import Severity
+from nanscope.replay.edits import EDITS
 from nanscope.report.check_lines import ToldLine, fixed_of, guards_of, head_of, healed_of, lines_of
-from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, WIDTH, pairs, plain, show
+from nanscope.report.clean import clean
+from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, WIDTH, Command, pairs, plain, show
 
 STYLE = {Severity.REACHABLE: HARM, Severity.BROKEN_DATA: DOUBT, Severity.THEORY: QUIET}
 STATES = {"proven": PROVEN, "doubt": DOUBT, "harm": HARM, "quiet": QUIET}
@@ -35,9 +39,19 @@ def render_check(check: Check, width: int = WIDTH) -> str:
     return plain(_page(check), width)
 
 
-def print_check(check: Check, *, file: IO[str]) -> None:
-    """Print a check."""
-    show(_page(check), file=file)
+def print_check(check: Check, snapshot: str | None = None, *, file: IO[str]) -> None:
+    """Print a check, and what to ask next. snapshot: the file that was checked, None where it was a function."""
+    show(Group(_page(check), *_next(check, snapshot)), file=file)
+
+
+def _next(check: Check, snapshot: str | None) -> list[RenderableType]:
+    """The replay of the first fix where the step was bad; else why its first hazard kills."""
+    causes = [hazard.cause for hazard in check.hazards[:1] if hazard.cause is not Cause.UNKNOWN]
+    fix = next((hazard.fix.id for hazard in check.hazards if hazard.fix is not None and hazard.fix.id in EDITS), None)
+    if snapshot is not None and check.healed:
+        edit = f" --edit {fix}" if fix else ""
+        return [Text(""), Command(f"nanscope replay {shlex.quote(clean(snapshot))}{edit}", lead="  next  ")]
+    return [Text(""), *(Command(f"nanscope explain {cause}", lead="  why   ") for cause in causes)]
 
 
 def _page(check: Check) -> RenderableType:

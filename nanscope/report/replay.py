@@ -21,16 +21,16 @@ from nanscope.verdict.incident import Incident
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def print_replay(incident: Incident, failing: bool, *, file: IO[str]) -> None:
-    """Print what replaying a snapshot gave."""
-    show(Group(*_replayed(incident, failing)), file=file)
+def print_replay(incident: Incident, failing: bool, next_verb: str = "", *, file: IO[str]) -> None:
+    """Print what replaying a snapshot gave. next_verb: which is proposed to go on with."""
+    show(Group(*_replayed(incident, failing, next_verb)), file=file)
 
 
-def _replayed(incident: Incident, failing: bool) -> list[RenderableType]:
+def _replayed(incident: Incident, failing: bool, next_verb: str) -> list[RenderableType]:
     if not incident.rows:
-        return [incident_shown(incident), Text("  nothing can be run again: the file holds no program of this step's loss", QUIET)]
+        return [incident_shown(incident, ""), Text("  nothing can be run again: the file holds no program of this step's loss", QUIET)]
     if failing:
-        return [incident_shown(incident)]
+        return [incident_shown(incident, next_verb)]
     head = f"{incident.place} · {clean(incident.process)}: the replayed loss and its gradients are finite"
     parts: list[RenderableType] = [Text.assemble(("● ", PROVEN), head)]
     if incident.reproduces is False:

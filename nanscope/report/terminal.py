@@ -17,7 +17,7 @@ from rich.text import Text
 from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
-from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, pairs, plain, show, table
+from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, Command, pairs, plain, show, table
 from nanscope.report.diff import changed, hunks_of, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, where_in
@@ -90,8 +90,8 @@ def _ranks(ranks: Ranks) -> RenderableType:
     return Padding(shown, (0, 2))
 
 
-def incident_shown(incident: Incident) -> RenderableType:
-    """Return the report of one bad step."""
+def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableType:
+    """Return the report of one bad step. next_verb: which is proposed to go on with, "" for none."""
     parts: list[RenderableType] = [
         Text.assemble(("● ", HARM), (clean(incident.headline), STRONG)),
         Text(""),
@@ -105,10 +105,12 @@ def incident_shown(incident: Incident) -> RenderableType:
         parts += [Text(""), tried_shown(incident)]
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
     parts += [Padding(Text(f"note: {clean(note.text)}", QUIET), (0, 2)) for note in incident.notes]
-    if incident.snapshot:
-        parts += [Text(""), Text.assemble(("  next  ", QUIET), (f"nanscope replay {shlex.quote(clean(incident.snapshot))}", ""))]
+    proposed = []
+    if incident.snapshot and next_verb:
+        proposed.append(Command(f"nanscope {next_verb} {shlex.quote(clean(incident.snapshot))}", lead="  next  "))
     if incident.cause is not Cause.UNKNOWN:
-        parts.append(Text.assemble(("  why   ", QUIET), (f"nanscope explain {incident.cause}", "")))
+        proposed.append(Command(f"nanscope explain {incident.cause}", lead="  why   "))
+    parts += [Text(""), *proposed] if proposed else []
     return Group(*parts)
 
 
@@ -171,7 +173,7 @@ def _chain(incident: Incident) -> Text:
 
 def tried_shown(incident: Incident) -> RenderableType:
     """Return the table of what was tried."""
-    shown = table(*HEADS[:-1], "")
+    shown = table(*HEADS[:-1], "", under="what")
     for name in ("replay", "loss", "gradients"):
         shown.columns[HEADS.index(name)].no_wrap = True
     for row in (row for group in groups_of(incident, WHOLE) for row in group.rows):
@@ -184,12 +186,12 @@ def tried_shown(incident: Incident) -> RenderableType:
 def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     """Print what to try next."""
     if not verdict.incidents:
-        words = [Text(f"  This run stayed healthy: {verdict.steps} steps. Try another one: nanscope demo --seed 1")]
+        words: list[RenderableType] = [Text(f"  This run stayed healthy: {verdict.steps} steps. Try another one: nanscope demo --seed 1")]
     else:
         snapshot = shlex.quote(clean(verdict.incidents[0].snapshot or out))
         words = [
             Text("\n  The picture and the page are in the folder above. Try next:"),
-            Text(f"    nanscope replay {snapshot} --sweep clamp", STRONG),
-            Text("    nanscope run your_training_script.py", STRONG),
+            Command(f"nanscope replay {snapshot} --sweep clamp", lead="    ", style=STRONG),
+            Command("nanscope run your_training_script.py", lead="    ", style=STRONG),
         ]
     show(Group(*words), file=file)

@@ -24,7 +24,7 @@ def print_variants(found: Variants, detailed: bool, *, file: IO[str]) -> None:
         for loss in found.losses:
             lines = [Text(loss.site, QUIET), *(Text(f"⚠ {flaw}") for flaw in loss.flaws)]
             losses.add_row(Text(loss.key, STRONG), loss.version, Text("\n").join(lines))
-        hint = "nanscope variants verl shows the settings; nanscope replay FILE --as verl.vanilla:clip_ratio=0.3 uses them"
+        hint = "nanscope replay --list verl shows the settings; nanscope replay FILE --as verl.vanilla:clip_ratio=0.3 uses them"
         parts += [losses, Text(f"\n{hint}", QUIET)]
     if found.edits:
         edits = _table("edit of the recorded step", "short", "what it does")

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from nanscope.errors import NanscopeError
+from nanscope.text import meant
 from nanscope.watching.place import name_of
 
 # What is meant for the command, by whoever sends it to the process that was started in its place: most of it would end that process.
@@ -52,7 +53,7 @@ class Target:
         is_file = Path(target).is_file()
         found = str(Path(target).absolute()) if is_file and os.access(target, os.X_OK) else None if is_file else shutil.which(target)
         if found is None and not is_file:
-            raise NanscopeError(f"there is no script and no command {target!r}", slug="no-script")
+            raise NanscopeError(f"there is no script and no command {target!r}{_near(target)}", slug="no-script")
         if found is None or (is_file and Path(target).suffix == ".py"):
             return Target((target, *args))
         interpreter = _interpreter(Path(found))
@@ -87,6 +88,15 @@ class Target:
             if not _module_exists(self.argv[0]):
                 raise NanscopeError(f"there is no module {self.argv[0]!r}", slug="no-module")
         return partial(_run_module, self.argv)
+
+
+def _near(target: str) -> str:
+    """Which script of the same folder a person can have meant."""
+    folder = Path(target).parent
+    try:
+        return meant(target, [str(folder / path.name) for path in folder.glob("*.py")])
+    except (OSError, ValueError):  # the latter for a name that no path can have
+        return ""
 
 
 def _interpreter(path: Path) -> Path | None:
