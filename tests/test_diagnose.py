@@ -233,7 +233,7 @@ def test_a_framework_is_recognised_by_its_files_or_by_the_objective() -> None:
 
 
 HEADLINES = {
-    "everything is bad": (Reached(NAN, 3, 2, 3, 1, "taken"), "loss NaN · 2 of 3 gradients non-finite · 1 of 3 weights non-finite · optimizer stepped"),
+    "everything is bad": (Reached(NAN, 3, 2, 3, 1, "taken"), "loss NaN · 2 of 3 gradients and 1 of 3 weights non-finite · optimizer stepped"),
     "the loss is finite": (Reached(0.25, 3, 3, 3, 0, "skipped"), "loss 0.25 (finite) · 3 of 3 gradients non-finite · weights clean · optimizer step skipped"),
     "stopped": (Reached(INF, 3, 0, stepped="stopped"), "loss +inf · gradients clean · run stopped before the optimizer step"),
     "no optimizer": (Reached(NAN, 3, 3), "loss NaN · 3 of 3 gradients non-finite"),

@@ -104,7 +104,7 @@ def test_a_watched_run_needs_torch_and_safetensors_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "overflowed to +inf at [0, 1]" in done.stdout and "step-000001.rank0.safetensors" in done.stdout
     (line,) = done.stderr.splitlines()  # what was found, and no other word
-    assert line.startswith("nanscope [bad-step]: step 1: exp overflowed to +inf at [0, 1]")
+    assert line.startswith("nanscope [bad-step]: step 1: exp overflowed to +inf at row 0, token 1 ([0, 1] of [")
 
 
 def test_a_watched_script_keeps_its_verdict_where_nothing_can_be_drawn(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_run_says_it_at_the_hit(tmp_path: Path, said: Callable[[], list[str]])
         grpo_steps(policy(), 8, spoil)
     assert [len(found) for found in lines] == [0, 0, 0, 1, 1, 0, 0, 0] and said() == []
     (line,) = lines[3]
-    assert line.startswith("step 3: ratio = torch.exp(log_ratio) overflowed to +inf at [0, 3] of [4, 6]")
+    assert line.startswith("step 3: ratio = torch.exp(log_ratio) overflowed to +inf at row 0, token 3 ([0, 3] of [4, 6])")
     assert Path(line.rpartition(" ")[2]).is_file()
 
 

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nanscope.report.exit import FOUND, HEALTHY, STATUSES
+from nanscope.text import meant
 
 if TYPE_CHECKING:
     from nanscope.verdict.incident import Verdict
@@ -30,7 +31,18 @@ NARROW = 60  # characters: in a narrower terminal what an option does stands und
 
 
 class Verb(TyperCommand):
-    """A verb, whose help folds in a narrow terminal."""
+    """A verb, whose help folds in a narrow terminal, and which knows what a mistyped option was to be."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read its options. Raises what click raises for one that there is not."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "possibilities", None) is not None:
+                name = getattr(error, "option_name", "")
+                error.possibilities = None  # type: ignore[attr-defined] # as click lists them
+                error.message = no_option(ctx, name)  # type: ignore[attr-defined]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write its arguments and options."""
@@ -47,6 +59,13 @@ class Verb(TyperCommand):
 class Verbs(TyperGroup):
     """All of them, in groups."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb that is meant. Raises click's usage error, with the one that was perhaps meant, if there is none."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            shown = [name for name, verb in self.commands.items() if not verb.hidden]
+            ctx.fail(f"there is no verb {args[0]!r}{meant(args[0], shown)}")
+        return super().resolve_command(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the verbs, a line each, and then the options that have no verb."""
         shown = [(name, verb) for name, verb in self.commands.items() if not verb.hidden]
@@ -60,6 +79,11 @@ class Verbs(TyperGroup):
         options = ", ".join(param.opts[-1] for param in self.get_params(ctx) if param.opts[-1] != "--show-completion")
         formatter.write_paragraph()
         formatter.write_text(f"{options}; VERB --help tells more")
+
+
+def no_option(ctx: Any, name: str) -> str:
+    """Return that a verb has no such option, and which was perhaps meant."""
+    return f"there is no option {name}{meant(name, [option for param in ctx.command.params for option in param.opts])}"
 
 
 def _first_line(verb: Any) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanscope.commands.application import RUNS, WATCH, app, leave_with
+from nanscope.commands.application import RUNS, WATCH, app, leave_with, no_option
+from nanscope.commands.given import refuse_missing
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
 from nanscope.report.exit import FOUND, HEALTHY, finish, say, settled, write_json, writing
@@ -59,6 +60,8 @@ def run(
 
     Example: nanscope run --ray --out s3://bucket/runs -- python ppo.py
     """
+    if target.startswith("-") and not Path(target).exists():
+        raise typer.BadParameter(no_option(context, target), param_hint="SCRIPT")
     if on_nonfinite not in ACTIONS:
         raise typer.BadParameter("must be record, skip, stop or repair", param_hint="--on-nonfinite")
     from nanscope.integrations.ray import by_environment
@@ -134,14 +137,21 @@ def report(
     """
     from nanscope.report.console import progress
     from nanscope.report.render import RENDERERS, choose, render
+    from nanscope.report.terminal import print_next
     from nanscope.snapshot.fetched import fetched
+    from nanscope.snapshot.remote import is_remote
 
     choose(RENDERERS, output)
+    if not is_remote(path):
+        refuse_missing(path)
     here = context.with_resource(fetched(path))
     verdict = _read(here, path)
-    with writing(output), progress(f"drawing {output.name}", file=sys.stderr):
-        render(verdict, output, _precision_of(here.path))
-    print(clean(str(output)))
+    with writing(output), progress("measuring the precision of the step", file=sys.stderr) as now:
+        precision = _precision_of(here.path)
+        now(f"drawing {output.name}")
+        render(verdict, output, precision)
+    print(clean(str(output)), flush=True)
+    print_next(verdict, output, file=sys.stderr)
     leave_with(verdict)
 
 
@@ -159,18 +169,55 @@ def _precision_of(path: Path) -> Precision | None:
 
 def _read(here: Fetched, given: str) -> Verdict:
     """Return the verdict on a run directory or a snapshot. given: how a person called it."""
-    from nanscope.report.console import track
+    from nanscope.report.console import progress, track
     from nanscope.snapshot.file import load
     from nanscope.snapshot.runs import find_run
     from nanscope.verdict.diagnose import verdict
     from nanscope.verdict.run import verdict_of
 
     if here.path.is_file():
-        return verdict([load(here.path)], [given])
+        with progress(f"reading and replaying {here.path.name}", file=sys.stderr):
+            return verdict([load(here.path)], [given])
     run_dir, runs = find_run(here.path)
     if runs:
         print(f"nanscope: {run_dir.name}, the latest of {here.runs or len(runs)} in {given}", file=sys.stderr)
-    return verdict_of(run_dir, lambda files: track(files, "reading", file=sys.stderr), shown=here.address)
+    return verdict_of(run_dir, lambda files: track(files, "replaying what was saved", file=sys.stderr), shown=here.address)
+
+
+@app.command("open", rich_help_panel=WATCH)
+def open_page(
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or a page.")] = RUNS,
+) -> None:
+    """Show the page of a run in the browser.
+
+    It is drawn first where there is none, or where the run has gone on since. Over ssh, and where there is no display, you are told
+    where it lies and how to fetch it.
+
+    Example: nanscope open nanscope-runs
+    """
+    from nanscope.report.browse import PAGE, far, how_to_fetch, is_stale, opened
+    from nanscope.report.console import progress
+    from nanscope.report.render import render
+    from nanscope.snapshot.fetched import fetched
+    from nanscope.snapshot.remote import is_remote
+    from nanscope.snapshot.runs import find_run
+
+    if is_remote(path):
+        raise NanscopeError(f"{path} is an address: nanscope report {path} -o {PAGE}, then nanscope open {PAGE}", slug="no-page")
+    refuse_missing(path)
+    page = Path(path)
+    if page.suffix != ".html":
+        run_dir = find_run(page if page.is_dir() else page.parent)[0]
+        page = run_dir / PAGE
+        if is_stale(run_dir):
+            verdict = _read(context.with_resource(fetched(path)), path)
+            with writing(page), progress(f"drawing {page}", file=sys.stderr):
+                render(verdict, page)
+    print(clean(str(page)), flush=True)
+    why = far() or ("" if opened(page) else "no browser could be started")
+    if why:
+        say(f"nanscope: {why}: on your own machine, {how_to_fetch(page)}")
 
 
 @app.command(rich_help_panel=WATCH)

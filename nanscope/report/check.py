@@ -45,13 +45,13 @@ def print_check(check: Check, snapshot: str | None = None, *, file: IO[str]) -> 
 
 
 def _next(check: Check, snapshot: str | None) -> list[RenderableType]:
-    """The replay of the first fix where the step was bad; else why its first hazard kills."""
-    causes = [hazard.cause for hazard in check.hazards[:1] if hazard.cause is not Cause.UNKNOWN]
-    fix = next((hazard.fix.id for hazard in check.hazards if hazard.fix is not None and hazard.fix.id in EDITS), None)
+    """The replay of the first fix where the step was bad; else why the first hazard that training reaches kills."""
     if snapshot is not None and check.healed:
-        edit = f" --edit {fix}" if fix else ""
+        fixes = [hazard.fix.id for hazard in check.hazards if hazard.fix is not None and hazard.fix.id in EDITS]
+        edit = f" --edit {fixes[0]}" if fixes else ""
         return [Text(""), Command(f"nanscope replay {shlex.quote(clean(snapshot))}{edit}", lead="  next  ")]
-    return [Text(""), *(Command(f"nanscope explain {cause}", lead="  why   ") for cause in causes)]
+    causes = [hazard.cause for hazard in check.reachable[:1] if hazard.cause is not Cause.UNKNOWN]
+    return [Text(""), Command(f"nanscope explain {causes[0]}", lead="  why   ")] if causes else []
 
 
 def _page(check: Check) -> RenderableType:

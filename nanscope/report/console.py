@@ -101,7 +101,7 @@ class Columns(Table):
         width = options.max_width
         spelling = console.spelling if isinstance(console, Folding) else "utf-8"
         texts = [[in_characters(_text(cell), spelling) for cell in column._cells] for column in self.columns]
-        heads = [str(column.header) if self.show_header else "" for column in self.columns]
+        heads = [spelled(str(column.header), spelling) if self.show_header else "" for column in self.columns]
         whole = list(range(len(self.columns)))
         widths = self._widths(texts, heads, whole, width)
         if widths is not None:

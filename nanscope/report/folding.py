@@ -63,11 +63,9 @@ def command(words: str, width: int, indent: int = 0) -> list[str]:
 
 def _parts(word: str, room: int) -> list[str]:
     """A word in parts that are read as the one word, each quoted for itself."""
-    quoted = shlex.quote(word)
-    if cell_len(quoted) <= room:
-        return [quoted]
-    free = max(LEAST, room - 2 * (quoted != word))
-    fitting = len(chop_cells(word, free)[0])
+    if cell_len(shlex.quote(word)) <= room:
+        return [shlex.quote(word)]
+    fitting = next(length for length in range(len(word) - 1, 0, -1) if length == 1 or cell_len(shlex.quote(word[:length])) <= room)
     cut = _joint(word[:fitting]) or fitting
     return [shlex.quote(word[:cut]), *_parts(word[cut:], room)]
 

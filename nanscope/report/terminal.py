@@ -183,6 +183,16 @@ def tried_shown(incident: Incident) -> RenderableType:
     return Padding(shown, (0, 2))
 
 
+def print_next(verdict: Verdict, page: Path, *, file: IO[str]) -> None:
+    """Print what to do with a report that was written: look at the page, and replay its first incident."""
+    proposed = [f"nanscope open {shlex.quote(clean(page))}"] if page.suffix == ".html" else []
+    saved = [clean(incident.snapshot) for incident in verdict.causes if incident.snapshot]
+    proposed += [f"nanscope replay {shlex.quote(saved[0])}"] if saved else []
+    lines = [Command(words, lead="        " if index else "  next  ") for index, words in enumerate(proposed)]
+    if lines:
+        show(Group(*lines), file=file)
+
+
 def print_demo_end(verdict: Verdict, out: Path, *, file: IO[str]) -> None:
     """Print what to try next."""
     if not verdict.incidents:

@@ -32,7 +32,7 @@ from nanscope.verdict.fixes import fixes_of
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.map import picture_of
 from nanscope.verdict.remedies import known, remedies
-from nanscope.verdict.sentence import sentence
+from nanscope.verdict.sentence import sentence, token_of
 from nanscope.verdict.standing import Ranks
 from nanscope.verdict.tokens import tokens_of
 from nanscope.version import __version__
@@ -169,7 +169,7 @@ def diagnose(
         rank=snapshot.rank,
         phase=phase,
         cause=cause,
-        headline=_headline(snapshot, phase),
+        headline=_headline(snapshot, phase, token_of(snapshot, seen.origin)),
         sentence=sentence(snapshot, seen, cause),
         origin=seen.origin,
         chain=seen.chain,
@@ -233,16 +233,24 @@ _STEPPED = {
 }
 
 
-def _headline(snapshot: Snapshot, phase: str) -> str:
+_LEFT_ALONE = {"skipped by the trainer", "skipped by the scaler"}  # that the weights are clean goes without saying
+
+
+def _headline(snapshot: Snapshot, phase: str, token: str) -> str:
     """Where it happened and how far it got, in figures."""
     r = snapshot.reached
     parts = []
     if r.loss is not None:
         parts.append(f"loss {number(r.loss)}" + (" (finite)" if math.isfinite(r.loss) else ""))
-    if r.bad_gradients is not None and r.gradients:
-        parts.append(f"{r.bad_gradients} of {r.gradients} gradients non-finite" if r.bad_gradients else "gradients clean")
-    if r.bad_weights is not None:
-        parts.append(f"{r.bad_weights} of {r.weights} weights non-finite" if r.bad_weights else "weights clean")
+    bad = [f"{r.bad_gradients} of {r.gradients} gradients"] if r.bad_gradients and r.gradients else []
+    bad += [f"{r.bad_weights} of {r.weights} weights"] if r.bad_weights else []
+    if r.bad_gradients == 0 and r.gradients:
+        parts.append("gradients clean")
+    if bad:
+        parts.append(f"{' and '.join(bad)} non-finite")
+    if r.bad_weights == 0 and r.stepped not in _LEFT_ALONE:
+        parts.append("weights clean")
     if r.stepped in _STEPPED:
         parts.append(_STEPPED[r.stepped].format(r.optimizer or "optimizer"))
-    return f"{snapshot.place} · {called(snapshot.rank, snapshot.worker)} · {phase}   " + " · ".join(parts)
+    where = f"{snapshot.place} · {called(snapshot.rank, snapshot.worker)} · {phase}" + (f" at {token}" if token else "")
+    return f"{where}   " + " · ".join(parts)

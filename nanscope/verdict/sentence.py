@@ -269,6 +269,25 @@ def _at(p: Origin) -> str:
     return f" at {'global index ' if p.sharded else ''}{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
 
 
+_OF_TOKENS = {Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.MASK}
+
+
+def token_of(snapshot: Snapshot, p: Origin) -> str:
+    """Return where in the batch an element stands, as one says it: "row 16, token 31"; "" where that is no tensor of rows and tokens."""
+    if len(p.shape) != 2 or len(p.index) != 2 or p.sharded or snapshot.observation.suspect:
+        return ""
+    leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
+    if p.masked is None and p.shape not in {tuple(snapshot.tensors[leaf.id].shape) for leaf in leaves}:
+        return ""
+    return f"row {p.index[0]}, token {p.index[1]}"
+
+
+def what_and_where(snapshot: Snapshot) -> str:
+    """Return what happened, its place in words before its index: for a line that has no picture beside it."""
+    told, at, token = what(snapshot.found), _at(snapshot.found.origin), token_of(snapshot, snapshot.found.origin)
+    return told.replace(at, f" at {token} ({at.removeprefix(' at ')})", 1) if token else told
+
+
 def _inside(p: Origin) -> str:
     """That the loss does not count an element, and why."""
     if not p.masked:

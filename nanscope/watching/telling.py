@@ -1,7 +1,7 @@
 """What is said on the log while a run goes on: one line for each origin, when it is found.
 
-nanscope [bad-step]: step 412: ratio = torch.exp(log_ratio) overflowed to +inf at [2, 27] of [4, 64], loss.py:206: exp(89.05) = +inf,
-float32 ends at exp(88.72); next: nanscope replay nanscope-runs/2026-11-21T20-15-03-train/step-000412.rank0.safetensors
+nanscope [bad-step]: step 412: ratio = torch.exp(log_ratio) overflowed to +inf at row 2, token 27 ([2, 27] of [4, 64]), loss.py:206:
+exp(89.05) = +inf, float32 ends at exp(88.72); next: nanscope replay nanscope-runs/2026-11-21T20-15-03-train/step-000412.rank0.safetensors
 
 nanscope [forecast]: step 38: ref_log_ratio at masked tokens gains 1.6 nats a step: at this pace exp overflows in about 12 steps …
 
@@ -20,7 +20,7 @@ from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_round
 from nanscope.torch_inside import LACKS
 from nanscope.verdict.forecast import Forecast
-from nanscope.verdict.sentence import what
+from nanscope.verdict.sentence import what_and_where
 
 log = logging.getLogger("nanscope")
 
@@ -63,7 +63,7 @@ class Teller:
             return
         next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
         next_ = f"other ranks write it: nanscope report {self.directory}" if left else next_
-        log.warning(LINE, f"{step}: {what(seen) if seen.phase is not None else NOT_SEEN}; {next_}")
+        log.warning(LINE, f"{step}: {what_and_where(snapshot) if seen.phase is not None else NOT_SEEN}; {next_}")
 
     def forecast(self, forecast: Forecast) -> None:
         """Something is about to happen."""
