@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from nanscope.commands.application import ASK, app, is_verb, leave
-from nanscope.commands.given import Answer, ask_each, no_page, or_latest, refuse_missing, snapshots_near, step_of
+from nanscope.commands.given import Answer, ask_each, load_torch, no_page, or_latest, refuse_missing, snapshots_near, step_of
 from nanscope.commands.learn import variants
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
@@ -72,6 +72,7 @@ def replay(
 
 def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], given: str) -> Answer:
     """Replay one step, and show it."""
+    load_torch()
     from nanscope.replay.edits import parse_edit
     from nanscope.replay.tries import replay as execute
     from nanscope.replay.under import replay_under
@@ -131,6 +132,7 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Answer:
 
 def _swept(file: Path, what: str, under: list[str]) -> tuple[dict[str, Any], Callable[[], None], Callable[[Path], None]]:
     """Return a sweep as JSON, what prints it, and what draws it."""
+    load_torch()
     from nanscope.replay.correction import sweep_correction
     from nanscope.replay.sweep import sweep_clamp
     from nanscope.replay.under import named_loss
@@ -190,6 +192,7 @@ def check(
 
 def _check(context: typer.Context, dtype: list[str], batch: str | None, output: Path | None, sarif: Path | None, given: str) -> Answer:
     """Check one step, or one function, and show what was found."""
+    load_torch()
     import torch
 
     from nanscope.report.check import print_check
@@ -248,6 +251,7 @@ def precision(
 
 def _precision(context: typer.Context, output: Path | None, given: str) -> Answer:
     """Measure one step, and show what rounding does to it."""
+    load_torch()
     from nanscope.foresight.precision import precision as measured
     from nanscope.report import precision as shown
     from nanscope.report.console import progress
@@ -291,6 +295,7 @@ def audit(
 
     Example: nanscope audit step-000412.rank0.safetensors step-000412.rank1.safetensors
     """
+    load_torch()
     from nanscope.audit import audit_snapshots
     from nanscope.report.audit import print_audit
     from nanscope.report.console import progress, track

@@ -5,6 +5,7 @@ nanscope: step-000060.rank0.safetensors, the first of 3 bad steps saved in nansc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,15 @@ class Answer:
     status: int
     data: dict[str, Any]
     show: Callable[[], object]
+
+
+def load_torch() -> None:
+    """Load torch with a word about it: it takes seconds."""
+    from nanscope.report.console import progress
+
+    if "torch" not in sys.modules:
+        with progress("loading torch", file=sys.stderr):
+            import torch  # noqa: F401
 
 
 def step_of(context: typer.Context, given: str) -> Given:

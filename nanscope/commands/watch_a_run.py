@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanscope.commands.application import RUNS, WATCH, app, leave_with, no_option
-from nanscope.commands.given import refuse_missing
+from nanscope.commands.given import load_torch, refuse_missing
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
 from nanscope.report.exit import FOUND, HEALTHY, finish, say, settled, write_json, writing
@@ -65,6 +65,7 @@ def run(
     if on_nonfinite not in ACTIONS:
         raise typer.BadParameter("must be record, skip, stop or repair", param_hint="--on-nonfinite")
     from nanscope.integrations.ray import by_environment
+    from nanscope.report.console import progress
     from nanscope.watching import launch
     from nanscope.watching.dying import die
 
@@ -93,7 +94,8 @@ def run(
     if outcome.said:
         say(outcome.said)
     if outcome.leading is not None:
-        verdict = outcome.leading.verdict
+        with progress("replaying what was saved", file=sys.stderr):
+            verdict = outcome.leading.verdict
         _tell(outcome.leading, json_file)
     if outcome.interrupted:  # a shell that runs one training after another ends its loop only where one dies of it
         settled(HEALTHY)
@@ -110,14 +112,14 @@ def run(
 def _last_words(leading: Leading, json_file: Path | None) -> None:
     """Tell what was found when the process is about to be ended."""
     with legible():
-        _tell(leading, json_file)
+        _tell(leading, json_file, busy=False)
 
 
-def _tell(leading: Leading, json_file: Path | None) -> None:
-    """Show the verdict of a run and leave its pages; of several nodes one does, and the others have a line."""
+def _tell(leading: Leading, json_file: Path | None, busy: bool = True) -> None:
+    """Show the verdict of a run and leave its pages; of several nodes one does, and the others have a line. busy: say what is drawn."""
     verdict, where = leading.verdict, leading.scope.shown(leading.scope.out)
     if leading.reports:
-        finish(verdict, leading.scope.out, leading.scope.shown, json_file)
+        finish(verdict, leading.scope.out, leading.scope.shown, json_file, busy)
     else:
         say(f"nanscope: {leading.invitation.node}: {verdict.sentence.rstrip('.')}; next: nanscope report {where}")
         write_json(json_file, verdict.to_json())
@@ -135,6 +137,7 @@ def report(
 
     Example: nanscope report nanscope-runs -o report.html
     """
+    load_torch()
     from nanscope.report.console import progress
     from nanscope.report.render import RENDERERS, choose, render
     from nanscope.report.terminal import print_next
@@ -211,6 +214,7 @@ def open_page(
         run_dir = find_run(page if page.is_dir() else page.parent)[0]
         page = run_dir / PAGE
         if is_stale(run_dir):
+            load_torch()
             verdict = _read(context.with_resource(fetched(path)), path)
             with writing(page), progress(f"drawing {page}", file=sys.stderr):
                 render(verdict, page)
@@ -261,7 +265,7 @@ def demo(
     Example: nanscope demo --out nanscope-demo
     """
     from nanscope import demo as training
-    from nanscope.report.console import steps_bar
+    from nanscope.report.console import progress, steps_bar
     from nanscope.report.terminal import print_demo_end
     from nanscope.watching.scope import watch
 
@@ -271,6 +275,7 @@ def demo(
             advance(f"reward {record.mean_reward:.2f}  loss {record.loss:+.4f}")
             if scope.snapshots:
                 break
-    verdict = scope.verdict
+    with progress("replaying what was saved", file=sys.stderr):
+        verdict = scope.verdict
     finish(verdict, scope.out, scope.shown)
     print_demo_end(verdict, scope.out, file=sys.stderr)

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Span, Text
 
 from nanscope.report.clean import clean
@@ -211,18 +211,18 @@ def pairs(*, style: str = QUIET) -> Table:
 
 @contextmanager
 def progress(what: str, *, file: IO[str]) -> Iterator[Callable[[str], None]]:
-    """Show that something is running, on a terminal only; what is yielded says that something else is now."""
+    """Show what is running, and for how long, on a terminal only; what is yielded says that something else is now."""
     if not file.isatty():
         yield lambda now: None
         return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = console_for(file)
-    with console.status(_short(what, console), spinner="line" if console.options.ascii_only else "dots") as status:
-        yield lambda now: status.update(_short(now, console))
-
-
-def _short(what: str, console: Console) -> Text:
-    """In one line, whatever a file is called."""
-    return Text(clean(what), no_wrap=True, overflow="ellipsis", end="")
+    words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    spinner = SpinnerColumn("line" if console.options.ascii_only else "dots")
+    with Progress(spinner, words, TimeElapsedColumn(), console=console, transient=True) as shown:
+        task = shown.add_task(clean(what))
+        yield lambda now: shown.update(task, description=clean(now))
 
 
 @contextmanager
@@ -242,8 +242,16 @@ def steps_bar(what: str, total: int, *, file: IO[str]) -> Iterator[Callable[[str
 
 def track(items: Sequence[T], what: str, *, file: IO[str]) -> Iterable[T]:
     """Yield items, with a progress bar on a terminal."""
-    if not file.isatty() or len(items) < 2:
+    if not file.isatty() or not items:
         return items
+    if len(items) == 1:
+        return _one(items[0], what, file)
     from rich.progress import track as bar
 
     return bar(items, what, console=console_for(file), transient=True)
+
+
+def _one(item: T, what: str, file: IO[str]) -> Iterator[T]:
+    """Yield one item, and say what is running until the next one is asked for."""
+    with progress(what, file=file):
+        yield item

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,11 +102,12 @@ def write_json(path: Path | None, data: dict[str, Any]) -> None:
             path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def finish(verdict: Verdict, out: Path, shown: Callable[[Path], str] = str, json_file: Path | None = None) -> None:
+def finish(verdict: Verdict, out: Path, shown: Callable[[Path], str] = str, json_file: Path | None = None, busy: bool = True) -> None:
     """Show a verdict, then write it, then leave the page and the picture beside the snapshots: what fails keeps nothing else back.
 
-    out: the directory of the run. shown: its paths as a person would write them.
+    out: the directory of the run. shown: its paths as a person would write them. busy: say what is being drawn, on a terminal.
     """
+    from nanscope.report.console import progress
     from nanscope.report.render import render
     from nanscope.report.terminal import print_verdict, print_written
 
@@ -116,7 +117,9 @@ def finish(verdict: Verdict, out: Path, shown: Callable[[Path], str] = str, json
         if json_file is not None:
             _attempt(str(json_file), lambda: write_json(json_file, verdict.to_json()))
         for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
-            if _attempt(shown(path), lambda path=path: render(verdict, path)):  # type: ignore[misc]
+            with progress(f"drawing {path.name}", file=sys.stderr) if busy else nullcontext():
+                drawn = _attempt(shown(path), lambda path=path: render(verdict, path))  # type: ignore[misc]
+            if drawn:
                 with suppress(OSError):
                     print_written(shown(path), file=sys.stderr)
 
