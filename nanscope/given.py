@@ -8,7 +8,6 @@ What is wrong is said before anything is installed, opened or run: after a night
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nanscope.errors import NanscopeError, one_line
+from nanscope.text import nearest
 
 LONGEST = 80  # characters of a value that is quoted
 
@@ -50,8 +50,8 @@ def told(given: object) -> str:
 
 def near(word: object, known: Iterable[str]) -> str:
     """Return "did you mean 'stop'?" for a word that is misspelt, "" where nothing is like it."""
-    found = difflib.get_close_matches(word, [str(name) for name in known], n=1) if isinstance(word, str) else []
-    return f"did you mean {found[0]!r}?" if found else ""
+    found = nearest(word, map(str, known)) if isinstance(word, str) else None
+    return f"did you mean {found!r}?" if found is not None else ""
 
 
 def spelled(word: object, known: Iterable[str]) -> str:

@@ -57,8 +57,13 @@ def listed(words: Sequence[str]) -> str:
 
 def meant(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean where_grad_trap?" for a word that is none of those known, "" if none of them looks like it."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near is not None else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of the words known that looks most like a word, None if none does."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
 MOST = 0.01  # of the largest healthy gradient: an edit that changes a healthy element by more is not proven

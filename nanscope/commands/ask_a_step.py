@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from nanscope.commands.application import ASK, app, is_verb, leave
-from nanscope.commands.given import Answer, ask_each, load_torch, no_page, or_latest, refuse_missing, snapshots_near, step_of
+from nanscope.commands.given import Reply, ask_each, load_torch, no_page, or_latest, refuse_missing, snapshots_near, step_of
 from nanscope.commands.learn import variants
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
 from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, failed, write_json, writing
+from nanscope.snapshot.fetched import SNAPSHOT
+from nanscope.snapshot.remote import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +72,7 @@ def replay(
     ask_each(given, partial(_replay, context, edit or [], under or [], loss or []), json_file)
 
 
-def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], given: str) -> Answer:
+def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], given: str) -> Reply:
     """Replay one step, and show it."""
     load_torch()
     from nanscope.replay.edits import parse_edit
@@ -105,10 +107,10 @@ def _replay(context: typer.Context, edit: list[str], under: list[str], loss: lis
         if others is not None:
             print_others(others, file=sys.stdout)
 
-    return Answer(FOUND if failing or not replayed.rows else HEALTHY, told, show)
+    return Reply(FOUND if failing or not replayed.rows else HEALTHY, told, show)
 
 
-def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Answer:
+def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Reply:
     """Sweep a clamp or a correction and show it; the status is that of a step that failed, or that only was looked at."""
     from nanscope.report import replay as objectives
     from nanscope.report.console import progress
@@ -127,7 +129,7 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Answer:
                 draw_it(png)
             print(clean(str(png)))
 
-    return Answer(FOUND if what == "clamp" else HEALTHY, told, show)
+    return Reply(FOUND if what == "clamp" else HEALTHY, told, show)
 
 
 def _swept(file: Path, what: str, under: list[str]) -> tuple[dict[str, Any], Callable[[], None], Callable[[Path], None]]:
@@ -190,7 +192,7 @@ def check(
     ask_each(given, partial(_check, context, dtype or [], batch, output, sarif), json_file)
 
 
-def _check(context: typer.Context, dtype: list[str], batch: str | None, output: Path | None, sarif: Path | None, given: str) -> Answer:
+def _check(context: typer.Context, dtype: list[str], batch: str | None, output: Path | None, sarif: Path | None, given: str) -> Reply:
     """Check one step, or one function, and show what was found."""
     load_torch()
     import torch
@@ -228,7 +230,7 @@ def _check(context: typer.Context, dtype: list[str], batch: str | None, output: 
             write_check(found, output)
         print(clean(str(output)))
 
-    return Answer(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN, found.to_json(), show)
+    return Reply(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN, found.to_json(), show)
 
 
 @app.command(hidden=True)
@@ -249,7 +251,7 @@ def precision(
     ask_each(or_latest(files), partial(_precision, context, output), json_file)
 
 
-def _precision(context: typer.Context, output: Path | None, given: str) -> Answer:
+def _precision(context: typer.Context, output: Path | None, given: str) -> Reply:
     """Measure one step, and show what rounding does to it."""
     load_torch()
     from nanscope.foresight.precision import precision as measured
@@ -275,7 +277,7 @@ def _precision(context: typer.Context, output: Path | None, given: str) -> Answe
             shown.render_precision(found, output)
         print(clean(str(output)))
 
-    return Answer(FOUND if found.harmful else HEALTHY, found.to_json(), show)
+    return Reply(FOUND if found.harmful else HEALTHY, found.to_json(), show)
 
 
 @app.command(rich_help_panel=ASK)
@@ -313,6 +315,59 @@ def audit(
 
 
 @app.command(rich_help_panel=ASK)
+def diff(
+    context: typer.Context,
+    a: Annotated[str, typer.Argument(metavar="A", help="A snapshot, or a run.", autocompletion=snapshots_near)],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Another; without: A as recorded against as it comes out here.", autocompletion=snapshots_near),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
+) -> None:
+    """Lay two steps, or two runs, side by side: where do they part?
+
+    What came in, the first call whose result differs and by how much, the first that differs on the same operands, settings, versions, and
+    the histories. Status 3 if anything differs.
+
+    Example: nanscope diff step-000412.rank0.safetensors step-000412.rank1.safetensors
+
+    Example: nanscope diff runs/good runs/bad
+    """
+    load_torch()
+    from nanscope.compare.steps import compare, compare_runs, replayed
+    from nanscope.report.compare import print_comparison
+    from nanscope.report.console import progress
+    from nanscope.snapshot.fetched import fetched
+    from nanscope.snapshot.file import load
+    from nanscope.snapshot.runs import find_run
+
+    given = [a] if b is None else [a, b]
+    for one in given:
+        if not is_remote(one):
+            refuse_missing(one)
+    paths = [context.with_resource(fetched(one)).path for one in given]
+    with progress(f"comparing {', '.join(path.name for path in paths)}", file=sys.stderr):
+        if len(paths) == 2 and all(path.is_dir() for path in paths):
+            found = compare_runs(find_run(paths[0])[0], find_run(paths[1])[0], _names(*paths))
+        elif len(paths) == 2:
+            steps = [step_of(context, one).path for one in given]
+            found = compare(load(steps[0]), load(steps[1]), _names(*steps))
+        else:
+            found = replayed(load(step_of(context, a).path))
+    write_json(json_file, found.to_json())
+    print_comparison(found, file=sys.stdout)
+    leave(not found.same)
+
+
+def _names(a: Path, b: Path) -> tuple[str, str]:
+    """What tells two paths apart, as short as it can be."""
+    one, other = (path.name.removesuffix(SNAPSHOT) for path in (a, b))
+    if one == other:
+        one, other = (f"{path.parent.name}/{path.name.removesuffix(SNAPSHOT)}" for path in (a, b))
+    return ("A", "B") if one == other else (one, other)
+
+
+@app.command(rich_help_panel=ASK)
 def inspect(
     context: typer.Context,
     files: Files = None,
@@ -329,7 +384,7 @@ def inspect(
     ask_each(or_latest(files), partial(_inspect, context, program, values), json_file)
 
 
-def _inspect(context: typer.Context, program: bool, values: bool, given: str) -> Answer:
+def _inspect(context: typer.Context, program: bool, values: bool, given: str) -> Reply:
     """Show one snapshot; what is damaged is shown all the same."""
     from nanscope.report.console import progress
     from nanscope.report.inspect import print_header
@@ -355,4 +410,4 @@ def _inspect(context: typer.Context, program: bool, values: bool, given: str) ->
     except NanscopeError as error:
         damage = str(error)
     tensors = [[tensor.name, tensor.dtype, list(tensor.shape), tensor.bytes] for tensor in header.tensors]
-    return Answer(FAILED if damage else HEALTHY, {"tensors": tensors, "nanscope": header.about}, show)
+    return Reply(FAILED if damage else HEALTHY, {"tensors": tensors, "nanscope": header.about}, show)

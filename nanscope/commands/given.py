@@ -27,7 +27,7 @@ WORSE = (HEALTHY, UNSEEN, FOUND, FAILED)  # from the best status to the worst
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SavedStep:
     """One saved step. path: on this machine. shown: as somebody else would call it."""
 
     path: Path
@@ -35,7 +35,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """What a verb found in one step: the status it would leave with, all of it as JSON data, and what shows it."""
 
     status: int
@@ -52,7 +52,7 @@ def load_torch() -> None:
             import torch  # noqa: F401
 
 
-def step_of(context: typer.Context, given: str) -> Given:
+def step_of(context: typer.Context, given: str) -> SavedStep:
     """Return the step that is meant: a snapshot, or of a run the first bad one, or else the last that was saved healthy.
 
     Raises NanscopeError with the slug "no-run" if nothing is there, "no-step" if a run saved none.
@@ -61,7 +61,7 @@ def step_of(context: typer.Context, given: str) -> Given:
     if not is_remote(given):
         refuse_missing(given)
     if not here.path.is_dir():
-        return Given(here.path, given)
+        return SavedStep(here.path, given)
     run_dir, runs = find_run(here.path)
     bad, healthy = _saved(run_dir)
     if not bad and not healthy:
@@ -72,7 +72,7 @@ def step_of(context: typer.Context, given: str) -> Given:
     also = ", ".join(path.name.removesuffix(SNAPSHOT) for path in more[:LISTED]) + (", ..." if len(more) > LISTED else "")
     latest = f", the latest of {here.runs or len(runs)} runs" if len(runs) > 1 or here.runs > 1 else ""
     say(f"nanscope: {chosen.name}, {which} in {here.address(run_dir)}{latest}" + (f"; also: {also}" if also else ""))
-    return Given(chosen, here.address(chosen))
+    return SavedStep(chosen, here.address(chosen))
 
 
 def or_latest(given: Sequence[str] | None) -> list[str]:
@@ -106,7 +106,7 @@ def _saved(run_dir: Path) -> tuple[list[Path], list[Path]]:
     return [path for path in found if is_bad_step(path.name)], [path for path in found if path.name.startswith("batch-")]
 
 
-def ask_each(given: Sequence[str], ask: Callable[[str], Answer], json_file: Path | None = None) -> NoReturn:
+def ask_each(given: Sequence[str], ask: Callable[[str], Reply], json_file: Path | None = None) -> NoReturn:
     """Ask the same of each, with a heading where there are several, and leave with the worst status; one that fails keeps no other back."""
     if len(given) == 1:
         answer = ask(given[0])
@@ -119,7 +119,7 @@ def ask_each(given: Sequence[str], ask: Callable[[str], Answer], json_file: Path
     raise typer.Exit(max(statuses, key=_badness))
 
 
-def _ask(one: str, first: bool, ask: Callable[[str], Answer], told: list[dict[str, Any]]) -> NoReturn:
+def _ask(one: str, first: bool, ask: Callable[[str], Reply], told: list[dict[str, Any]]) -> NoReturn:
     print(f"{'' if first else chr(10)}== {clean(one)}", flush=True)
     answer = ask(one)
     told.append({"file": one, "status": answer.status, **answer.data})

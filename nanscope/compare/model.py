@@ -113,7 +113,7 @@ class Comparison:
             at = min(self.history, key=lambda found: found.step)
             told = f"the runs part at step {at.step}: {at.name} {_words(at.a)} and {_words(at.b)}"
         else:
-            told = "settings or versions differ, and nothing that was computed does"
+            told = "settings, versions or lengths differ, and nothing that was computed does"
         if self.parted is not None:
             told += f"; {self.parted.code} ({self.parted.where}) is finite on one side only"
         return told

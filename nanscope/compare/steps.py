@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ from nanscope.compare.model import ComparedCall, ComparedLeaf, ComparedStep, Com
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, refs
 from nanscope.program.program import Program
-from nanscope.snapshot.history import Entry
+from nanscope.snapshot.file import load
+from nanscope.snapshot.history import Entry, last_entries
+from nanscope.snapshot.runs import bad_step_files, in_order
+from nanscope.snapshot.runs import histories as histories_of
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import unravel
 
 MOST = 20_000  # calls that are laid side by side where the two programs are not the same
+HISTORY = 64 << 20  # bytes of one, in which its last steps stand
 LISTED = 12  # calls that only one of the two has, and settings that differ
 NOT_COMPARED = ("time", "seconds", "step", "rank", "thread", "worker")  # of a history: when, and where
 
@@ -86,6 +90,26 @@ def histories(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[ComparedStep, ...
             else:
                 found[name] = replace(before, differ=before.differ + 1)
     return tuple(sorted(found.values(), key=lambda one: one.step))
+
+
+def compare_runs(a: Path, b: Path, names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Compare two run directories: their histories, of each its first process, and their first bad steps where both have saved one.
+
+    Raises ProgramError if such a step cannot be run, SnapshotError if it cannot be read.
+    """
+    bad = [sorted(bad_step_files(run)) for run in (a, b)]
+    first = [next(iter(sorted(files, key=lambda path: in_order(path.name))), None) for files in bad]
+    found = Comparison(*names)
+    if first[0] is not None and first[1] is not None:
+        found = compare(load(first[0]), load(first[1]), names)
+    ours, theirs = _entries(a), _entries(b)
+    longer = (("steps in the history", str(len(ours)), str(len(theirs))),) if len(ours) != len(theirs) else ()
+    return replace(found, history=histories(ours, theirs), surroundings=(*longer, *found.surroundings))
+
+
+def _entries(run: Path) -> list[Entry]:
+    written = histories_of(run)
+    return [] if not written else [*reversed(list(last_entries(written[min(written)], HISTORY)))]
 
 
 def apart(a: Tensor, b: Tensor) -> Difference | None:
