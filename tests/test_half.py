@@ -28,6 +28,9 @@ LEAVES: dict[str, Loss] = {
     "a sum over the batch": lambda x: (x.half() * 1.0).sum() * 0.0 + (x[:1].half() * 1.0).expand(4, 4).float().mul(3e4).sum(),
     "branches": lambda x: (lambda h: (h * 200).float().sum() * 200 + (h * 150).float().sum() * 200)(x.half() * 1.0),
     "a cast": lambda x: (x.half() * 0.5).float().mul(1e5).sum(),
+    "a derivative on the way": lambda x: (x.half() * 1e-4).rsqrt().float().mul(1e-3).sum(),  # 1e6 times 1e-3
+    "a power on the way": lambda x: (x.half() * 1e-2).pow(-2).float().mul(1e-3).sum(),
+    "a factor of a derivative": lambda x: (x.half() * 0.0 + 5e-4).rsqrt().float().mul(1e-3).sum(),  # 9e4 times 5e-4
     "a root": lambda x: (x.half() * 1e-4).sqrt().float().mul(1e4).sum(),
 }
 STAYS: dict[str, Loss] = {
@@ -35,6 +38,7 @@ STAYS: dict[str, Loss] = {
     "float32": lambda x: ((x * 1e30) * 1e30 * 1e-30).sum(),
     "too large for float32": lambda x: (x.half() * 0.5).float().mul(1e38).mul(1e3).sum(),
     "a root of 0": lambda x: (x.half() * 0).sqrt().float().sum(),
+    "a derivative that has nothing to divide by": lambda x: (x.half() * 1e-4).norm(p=3).float().mul(1e-3).sum(),
     "healthy": lambda x: (x.half() * 2).float().sum(),
     "an infinity of forward": lambda x: torch.minimum((x.half() * 6e4 * 3), torch.ones(4, 4).half()).float().sum() * 0.0,
 }
