@@ -123,3 +123,24 @@ def test_weights_that_were_bad_before_the_step_were_not_spoilt_by_its_update(tmp
         optimizer.step()
     assert [(one.step, one.micro_batch) for one in scope.verdict.incidents] == [(2, 1), (2, 2)]
     assert not any("the update of step 2" in one.sentence for one in scope.verdict.incidents)
+
+
+def test_a_weight_of_a_loss_whose_critic_was_trained_in_between_is_followed_to_where_it_was_made(tmp_path: Path) -> None:
+    """A part of it, without gradient, goes into the actor's loss, which is differentiated when what the rest of it went into is over."""
+    torch.manual_seed(0)
+    actor, critic, states = nn.Linear(3, 1), nn.Linear(3, 1), torch.randn(6, 3)
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in (critic, actor)]
+    targets = torch.tensor([0.1, -0.2, 0.3, 0.0, 60.0, 0.2])[:, None]
+    with nanscope.watch(out=tmp_path) as scope:
+        for returns in (torch.zeros(6, 1), targets):
+            values = critic(states)
+            value_loss = (values - returns).square().mean()
+            gain = torch.exp((returns - values) / 0.1)
+            weights = gain[:, 0].detach()
+            policy_loss = (actor(states)[:, 0] * weights).mean()
+            for optimizer, loss in zip(optimizers, (value_loss, policy_loss), strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    found = [(one.step, one.cause, one.origin.op, one.origin.variable, one.origin.index) for one in scope.verdict.incidents[:1]]
+    assert found == [(4, Cause.EXP_OVERFLOW, "exp", "gain", (4, 0))]

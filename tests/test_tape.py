@@ -1010,6 +1010,25 @@ def test_forgetting_keeps_what_prepares_the_next_loss() -> None:
     assert not tape.values and not tape.entries and tape.held == 0
 
 
+def test_forgetting_keeps_what_a_loss_that_waits_reads_without_gradient_only_while_it_waits() -> None:
+    """A part of something with a gradient, which nobody else holds, weighs another loss: it goes when that was differentiated."""
+    tape = Tape()
+    x, y = fresh(3), fresh(3)
+    with TapeMode(tape):
+        weights = (x + 2)[:2].detach()
+        first, second = (x * 3).sum(), (y[:2] * weights).sum()
+        values = [tape.find(loss) for loss in (first, second)]
+        logged = (x - 5).mean().detach()
+        assert values[0] is not None and values[1] is not None and tape.find(logged) is not None
+        tape.forget(over=[values[0].id])
+        program, tensors = tape.program(values[1])
+        assert "add" in {call.name for call in program.calls}
+        assert same(program.execute(tensors).values[program.output], second.detach())
+        assert "aten.sub.Tensor" not in {entry.op for entry in tape.entries.values()}  # nothing that waits reads what is logged
+        tape.forget(over=[values[1].id])
+    assert "aten.add.Tensor" not in {entry.op for entry in tape.entries.values()}
+
+
 def test_a_write_to_advantages_after_forgetting_is_seen() -> None:
     """What survives a backward pass must still be what it was when the next loss reads it."""
     tape = Tape()

@@ -153,12 +153,14 @@ class Log:
         """Drop what belongs to a finished backward pass, and return what is read by that which still waits for its own.
 
         named: values that have a tag. over: those that were differentiated, None if not known: then nothing waits. What waits has a
-        gradient, was not differentiated, and is held by somebody else; a value that was is kept only for what waits.
+        gradient, was not differentiated, and is held by somebody else; a value that was is kept only for what waits, be it that this reads
+        what was made of it without gradient.
         """
         by_id, is_wanted = self._values.by_id, self._values.is_wanted
         waiting: list[int] = []
         readers: dict[int, int] = {}  # value → the first call that waits and reads it
         done = set(over or ())  # and what it was made of
+        passing = set(self._passing)
         for index in reversed(self._passing):
             entry = self.entries.get(index)
             if entry is None:
@@ -170,12 +172,23 @@ class Log:
             held = not is_done and any((out := by_id.get(value)) is not None and out.diff and is_wanted(out) for value in outs)
             if held or not readers.keys().isdisjoint(outs):
                 waiting.append(index)
-                readers.update(dict.fromkeys(entry.reads(), index))
+                self._read_by(index, readers, passing)
             else:
                 self._let_go(index, readers)
         self._passing = waiting[::-1]
         self._values.drop_strays(named, over=True)
         return readers
+
+    def _read_by(self, index: int, readers: dict[int, int], passing: Collection[int]) -> None:
+        """Note what a call reads, and what calls without gradient read that made something of this. passing: those of all others."""
+        stack = [index]
+        while stack:
+            reader = stack.pop()
+            for value in self.entries[reader].reads():
+                made = self._values.made_by.get(value)
+                if value not in readers and made is not None and made in self.entries and made not in passing:
+                    stack.append(made)
+                readers[value] = min(reader, readers.get(value, reader))
 
     def clear(self) -> None:
         """Drop everything."""
