@@ -87,10 +87,13 @@ def _logp_of(whose: str) -> str:
     return rf"^(?=.*(^|_)({whose})(_|$)).*{_LOGP}"
 
 
+_ATTACKED = r"(x|data|delta|emb(ed(ding)?)?s?|examples?|images?|imgs?|inputs?|noise|pert\w*|samples?)"
+
 # Names as people write them, first match wins. A name is matched on its last word: `inputs["ref_logps"]` is `ref_logps`.
 _PATTERNS: tuple[tuple[str, Role | None], ...] = (
     (r"(^|_)(aspect|clip|compression|drop|hit|keep|mask(ing)?|mlp|noise|trust|win)_ratios?$", None),  # of no probabilities
     (r"(^|_)adv(ersarial)?_loss|loss_adv", Role.LOSS),  # of an adversary
+    (rf"(^|_)(adv_{_ATTACKED}|{_ATTACKED}_adv)($|_)", Role.HIDDEN),  # what an adversary makes of it
     (r"scores?_?(match|fn|func|net|model)|denois", Role.HIDDEN),  # of a generative model: the gradient of its log-density
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
     (r"(mask$|_mask_|masks$|^keep|keep_|^(is_)?valid(_tokens)?$)", Role.MASK),

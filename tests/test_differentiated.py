@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import nanscope
 from nanscope.verdict.incident import Incident
@@ -119,6 +120,51 @@ def test_a_value_that_was_bad_before_it_was_differentiated_is_the_origin(tmp_pat
 
     incident = trained(values, tmp_path)
     assert (incident.phase, incident.origin.op, incident.origin.index) == ("forward", "log", (3, 0)), incident.sentence
+
+
+def added(model: Critic, x: Tensor, delta: Tensor) -> Tensor:
+    return model(x + delta)
+
+
+def alone(model: Critic, x: Tensor, delta: Tensor) -> Tensor:
+    """The attacked batch itself is what carries the gradient."""
+    return model(delta)
+
+
+def by_hand(model: Critic, x: Tensor, delta: Tensor) -> Tensor:
+    return functional.linear(x + delta, model.linear.weight)
+
+
+def scaled(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["left by backward", "taken"])
+@pytest.mark.parametrize("given", [added, alone, by_hand])
+def test_what_is_made_of_a_gradient_and_gets_one_is_no_data(
+    tmp_path: Path, given: Callable[[Critic, Tensor, Tensor], Tensor], taken: bool
+) -> None:
+    """An attack takes a step along a gradient that is 0 in one row, and the next pass starts at what came of it."""
+    torch.manual_seed(0)
+    model, x = Critic(), torch.arange(1.0, 25.0).reshape(6, 4) / 24
+    margin = torch.tensor([9.0, 9.0, -9.0, 9.0, 9.0, 9.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with nanscope.watch(out=tmp_path) as scope:
+        optimizer.zero_grad()
+        delta = x * 1 if given is alone else x * 0.1
+        for _ in range(2):
+            delta.requires_grad_()
+            loss = functional.relu(given(model, x, delta)[:, 0] + margin).sum()
+            if taken:
+                (gradient,) = torch.autograd.grad(loss, delta, retain_graph=True)
+            loss.backward()
+            gradient = gradient if taken else delta.grad.clone()
+            delta = (delta + 0.1 * scaled(gradient)).detach()
+        optimizer.step()
+    (incident,) = scope.verdict.incidents[:1]
+    assert (incident.cause, incident.origin.op, incident.origin.index) == ("zero_div_zero", "div", (2, 0)), incident.sentence
+    assert "gradient / gradient.norm" in (incident.origin.expression or "") and incident.origin.role == "grad", incident.sentence
+    assert any(fix.works for fix in incident.fixes if fix.executed), incident.fixes
 
 
 def test_gradients_of_a_transform_that_an_optimizer_steps_on(tmp_path: Path) -> None:

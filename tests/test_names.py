@@ -294,6 +294,18 @@ def test_one_over_a_tensor_is_one_division() -> None:
     ]
 
 
+def test_what_a_number_is_divided_by_is_not_called_as_that() -> None:
+    """`limit / x` arrives as the reciprocal of x, and that number."""
+
+    def loss(x: Tensor) -> Tensor:
+        adv_limit = 0.3
+        return (adv_limit / x.norm(dim=-1).clamp(min=1e-6)).sum()
+
+    recorded = record(loss, torch.ones(2, 3).requires_grad_())
+    names, bounded = Names(recorded.program), next(call for call in recorded.program.calls if call.name == "clamp")
+    assert bounded.outs[0] is not None and names.name(bounded.outs[0]) is None and names.role(bounded.outs[0]) is Role.LOSS
+
+
 def test_a_tensor_keeps_its_name_when_an_element_is_set() -> None:
     """Setting an element gives it no other name."""
 

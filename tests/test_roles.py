@@ -282,6 +282,7 @@ def test_whose_log_probs_they_are_stands_before_or_behind(role: Role, names: str
         (Role.LOG_RATIO, "logprobs_diff logp_diff delta_logp"),
         (Role.LOG_PROBS, "random_density likelihood log_det logdet log_q neglogp"),
         (Role.LOSS, "adv_loss loss_adv nll bce mse"),
+        (Role.HIDDEN, "x_adv adv_x images_adv adv_embeds adv_example adv_noise inputs_adv"),
         (Role.IS_WEIGHT, "rhos priorities"),
         (Role.HIDDEN, "image_features latents temb pixel_values score_fn denoising_score_matching"),
         (None, "aspect_ratio clip_ratio trust_ratio mask_ratio vf_coef clip_coef"),

@@ -157,13 +157,7 @@ class Called:
             site = self.program.site_of(call)
             if site is None or (index > 0 and self.program.calls[index - 1].site == call.site):
                 continue
-            words = list(words_of(call, site))
-            tensors = [arg for arg in call.args if isinstance(arg, Ref)]
-            if call.name in COMMUTATIVE and len(tensors) == 1 and len(words) == 2:
-                words = [word for word in words if not _NUMBER.fullmatch(word)]
-                words = [word for word in words if not _COEFFICIENT.search(last_word(word))] or words
-                words = [word for word in words if role_of(word) is not None] or words
-                words = words if len(words) == 1 else []  # `0.1 * x` arrives as x, 0.1
+            words = self._words(call)
             for position, arg in enumerate(call.args):
                 word = words[position] if position < len(words) else ""
                 if isinstance(arg, tuple):
@@ -171,6 +165,20 @@ class Called:
                 if value in refs(arg) and _PLAIN.fullmatch(word):
                     return word
         return None
+
+    def _words(self, call: Call) -> list[str]:
+        """What the code calls the arguments of a call, in its order."""
+        site, tensors = self.program.site_of(call), [arg for arg in call.args if isinstance(arg, Ref)]
+        words = [] if site is None else list(words_of(call, site))
+        if len(words) != 2 or len(tensors) != 1 or call.name not in COMMUTATIVE:
+            return words
+        made = self.program.maker(tensors[0].id)
+        if made is not None and made.name == "reciprocal" and made.site == call.site:
+            return []  # and 0.1 times that
+        words = [word for word in words if not _NUMBER.fullmatch(word)]
+        words = [word for word in words if not _COEFFICIENT.search(last_word(word))] or words
+        words = [word for word in words if role_of(word) is not None] or words
+        return words if len(words) == 1 else []  # `0.1 * x` arrives as x, 0.1
 
     def read_role(self, value: int) -> Role | None:
         """The role that a leaf has for the code that reads it, by whatever name it passes on the way."""
@@ -180,8 +188,7 @@ class Called:
                 break
             current = stack.pop(0)
             for call in self.program.readers(current):
-                site = self.program.site_of(call)
-                words = () if site is None else words_of(call, site)
+                words = self._words(call)
                 for position, arg in enumerate(call.args):
                     if isinstance(arg, Ref) and arg.id == current and position < len(words):
                         role = role_of(words[position])
@@ -193,8 +200,7 @@ class Called:
 
     def called_by(self, reader: Call, value: int) -> Role | None:
         """The role that the code which reads a value tells: a loss may call it by another name than who has made it."""
-        site = self.program.site_of(reader)
-        words = () if site is None else words_of(reader, site)
+        words = self._words(reader)
         for position, arg in enumerate(reader.args):
             if isinstance(arg, Ref) and arg.id == value and position < len(words):
                 return role_of(words[position]) if _PLAIN.fullmatch(words[position]) else None

@@ -68,6 +68,8 @@ class Computed:
             return self._own(inputs[0]) if inputs else None
         if name == "sub" and len(inputs) == 2 and self._is_top_of(inputs[1], inputs[0]):
             return Role.LOGITS  # shifted by their largest, as a softmax does
+        if name in RESCALINGS and (leaf := self.program.leaf(self._behind(inputs[0], RESCALINGS))) and leaf.made_by == "backward":
+            return Role.GRAD
         first = self._own(inputs[0]) if inputs and not call.module else None
         if name in RESCALINGS | SHIFTS and self.uses.is_logged(value) and self._holds_ratio(call):
             return Role.RATIO  # mixed with data, and still one policy over another

@@ -42,7 +42,7 @@ def _walked(
     """flat: the element of the result that is bad, None for the first one."""
     tensors = dict(tensors)
     for leaf in program.leaves:
-        glue = recording.within_functions.get(again.places[leaf.id]) if not bool(is_finite(tensors[leaf.id])) else None
+        glue = recording.made_within.get(again.places[leaf.id]) if not bool(is_finite(tensors[leaf.id])) else None
         if glue is not None and glue.is_whole():
             program = join([glue.leading_to(leaf.id), program]).slice()
             tensors |= glue.tensors

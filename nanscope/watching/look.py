@@ -126,12 +126,13 @@ def swallowed_look(recording: Recording, budget: int, watch: ModuleWatch) -> Loo
 
 def reruns_of(recording: Recording, watch: ModuleWatch, budget: int) -> Reruns:
     """Return the calls of models that a loss may have come of, to be made again. budget: bytes of tensors that are copied, and recorded."""
-    places = {**recording.places, **{value: place for glue in recording.glue for value, place in glue.places.items()}}
-    reruns = Reruns(recording.all_calls(), watch, budget, places, recording.glue)
+    glue = recording.all_glue()
+    places = {**recording.places, **{value: place for one in glue for value, place in one.places.items()}}
+    reruns = Reruns(recording.all_calls(), watch, budget, places, glue)
     if all(call.told for call in reruns.calls):
         return reruns
     given = (tensor for call in reruns.calls for tensor in tensors_in([call.args, call.kwargs]))
-    loose = [*recording.tensors.values(), *(tensor for glue in recording.glue for tensor in glue.tensors.values()), *given]
+    loose = [*recording.tensors.values(), *(tensor for one in glue for tensor in one.tensors.values()), *given]
     loose = [tensor for tensor in loose if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)]
     try:
         return reruns.found(loose)
@@ -496,7 +497,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     first = Look(trace, locate(trace))
     for _ in range(FUNCTIONS):
         leaf = first.location.origin.leaf if first.location is not None else None
-        if leaf is None or leaf.origin != "opaque" or not recording.opened(leaf.id):
+        if leaf is None or leaf.origin not in ("opaque", "data") or not recording.opened(leaf.id):
             break
         trace = Trace.of(recording.program, recording.tensors)
         first = Look(trace, locate(trace), second=True)

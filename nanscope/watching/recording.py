@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,11 +69,12 @@ class Recording:
     with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on gradients of the loss
     program and of the glue, by value. glue: what led to the arguments of the models. aside: where it was given some, what leads to the
     value that it began at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient
-    that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. within_functions: what the forwards
-    of custom functions did, by where their results lie and what they saved. numbers: what made those that went to the host before it and
-    were not finite. opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended. beside: tensors of
-    the batch that stood beside the loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host.
-    mends: who says what goes on in the place of a bad gradient, None where nobody is to.
+    that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. made_within: what the forwards of
+    custom functions did, by where their results lie and what they saved, and what made those that were asked for a gradient after that.
+    numbers: what made those that went to the host before it and were not finite. opaque: what is known of the calls that opaque leaves came
+    out of. tape: until backward has ended. beside: tensors of the batch that stood beside the loss, by role. gauged: what the gauge
+    computed of it; reading: what that says, once it is on the host. mends: who says what goes on in the place of a bad gradient, None where
+    nobody is to.
     """
 
     program: Program | None
@@ -101,7 +102,7 @@ class Recording:
     aside: tuple[Program | None, dict[int, Tensor]] = (None, {})
     behind: dict[int, Part] = field(default_factory=dict)
     heard: Heard | None = None
-    within_functions: dict[Address, Glue] = field(default_factory=dict)
+    made_within: dict[Address, Glue] = field(default_factory=dict)
     numbers: tuple[tuple[Program, dict[int, Tensor]], ...] = ()
     opaque: dict[int, Behind] = field(default_factory=dict)
     tape: Tape | None = None
@@ -120,7 +121,7 @@ class Recording:
         self.others = {value: found for value, tensor in held.items() if (found := hooks_of(tensor))}
         self.behind = tape.behind(self.program.leaves) if self.program is not None else {}
         self.tape = tape
-        self.within_functions = glue_within(tape, self._of_functions())
+        self.made_within = glue_within(tape, (*self._of_functions(), *self._begun()))
         self.numbers = tuple(tape.numbers)
         leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.opaque] if self.program is not None else []
         self.opaque = {leaf: Behind(tape.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
@@ -132,9 +133,19 @@ class Recording:
             if node is not None and custom.is_custom(node):
                 yield self.tensors[leaf.id]
 
+    def _begun(self) -> Iterator[Tensor]:
+        """What a gradient begins at that is no weight: an attack on a model has computed it, out of earlier gradients."""
+        parts = [(glue.program, glue.tensors) for glue in self.glue]
+        parts += [] if self.program is None else [(self.program, self.tensors)]
+        for program, tensors in parts:
+            yield from (tensors[leaf.id] for leaf in program.leaves if leaf.origin == "data" and leaf.diff)
+        given = (tensor for call in self.calls for tensor in tensors_in([call.args, call.kwargs]))
+        yield from (tensor for tensor in given if is_plain(tensor) and tensor.requires_grad and tensor.is_leaf)
+
     def opened(self, leaf: int) -> bool:
-        """Let the program go on into the custom function that a leaf came out of; False if that was not seen."""
-        glue = self.within_functions.get(self.places.get(leaf) or place_of(self.tensors[leaf]))
+        """Let the program go on into what a leaf was made by, a custom function or what nobody wanted a gradient of; False if that was not
+        seen."""
+        glue = self.made_within.get(self.places.get(leaf) or place_of(self.tensors[leaf]))
         if glue is None or self.program is None or not glue.is_whole():
             return False
         joined = join([glue.leading_to(leaf), self.program]).slice()
@@ -142,6 +153,26 @@ class Recording:
         self.program, self.tensors = joined, {one.id: held[one.id] for one in joined.leaves}
         self.places = {**glue.places, **self.places}
         return True
+
+    def all_glue(self) -> tuple[Glue, ...]:
+        """Return what led to the arguments of the models, gone on from what is bad there and was made before a gradient was asked of it."""
+        read = (tensor for call in self.all_calls() for tensor in tensors_in([call.args, call.kwargs]))
+        given = {place_of(tensor): tensor for tensor in read if is_plain(tensor)}
+        known = {glue.place for glue in self.glue}
+        begun = (one for place, one in self.made_within.items() if place in given and place not in known and one.is_whole())
+        return (*map(self._gone_on, self.glue), *(one for one in begun if not bool(is_finite(given[one.place]))))
+
+    def _gone_on(self, glue: Glue) -> Glue:
+        data = [leaf.id for leaf in glue.program.leaves if leaf.origin == "data" and leaf.diff and glue.places[leaf.id] in self.made_within]
+        bad = [leaf for leaf in data if glue.is_whole() and not bool(is_finite(glue.tensors[leaf]))]
+        for leaf in bad:
+            within = self.made_within[glue.places[leaf]]
+            if within.is_whole():
+                program = join([within.leading_to(leaf), glue.program]).slice()
+                held = {**within.tensors, **glue.tensors}
+                tensors = {one.id: held[one.id] for one in program.leaves}
+                glue = replace(glue, program=program, tensors=tensors, places={**within.places, **glue.places})
+        return glue
 
     def watch(self, failsafe: Failsafe, account: Balance, parts: Parts | None = None) -> None:
         """Hook the edge: the gradient of every leaf, what a kernel was given, custom functions. account: of what is held for it.
@@ -157,7 +188,7 @@ class Recording:
         self.behind = {leaf: part for leaf, part in self.behind.items() if self.holding.add(*part[1].values())}
         held = self.opaque.items()
         self.opaque = {leaf: one for leaf, one in held if self.holding.add(*(t for glue in one.given for t in glue.tensors.values()))}
-        self.within_functions = {place: one for place, one in self.within_functions.items() if self.holding.add(*one.tensors.values())}
+        self.made_within = {place: one for place, one in self.made_within.items() if self.holding.add(*one.tensors.values())}
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if parts is not None:
             failsafe("within", self._look_within, parts, known)
@@ -278,7 +309,7 @@ class Recording:
             self.backwards.append(found)
             saved = [tensor for tensor in found.saved if tensor is not None]  # asked for earlier, a checkpoint would compute it again
             glue = glue_within(self.tape, saved) if self.tape is not None else {}
-            self.within_functions |= {place: one for place, one in glue.items() if self._holds(*one.tensors.values())}
+            self.made_within |= {place: one for place, one in glue.items() if self._holds(*one.tensors.values())}
 
     def _watch_kernel(self, failsafe: Failsafe, limit: int) -> None:
         """Watch what goes into a kernel that nothing inside can be seen of, and the gradient that comes out of it."""
