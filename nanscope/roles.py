@@ -95,6 +95,7 @@ _PATTERNS: tuple[tuple[str, Role | None], ...] = (
     (r"(^|_)adv(ersarial)?_loss|loss_adv", Role.LOSS),  # of an adversary
     (rf"(^|_)(adv_{_ATTACKED}|{_ATTACKED}_adv)($|_)", Role.HIDDEN),  # what an adversary makes of it
     (r"scores?_?(match|fn|func|net|model)|denois", Role.HIDDEN),  # of a generative model: the gradient of its log-density
+    (r"(^|_)(cosine|dice|f\d|f_?beta|[cdg]?iou|jaccard|similarity|tversky)_(coef\w*|index|scores?)($|_)", None),  # how much two overlap
     (r"response_ids|completion_ids|response_tokens", Role.RESPONSE_IDS),
     (r"(mask$|_mask_|masks$|^keep|keep_|^(is_)?valid(_tokens)?$)", Role.MASK),
     (rf"{_LOGP}_?(diff|delta|gap)|(diff|delta)_(\w+_)?{_LOGP}", Role.LOG_RATIO),

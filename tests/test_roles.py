@@ -285,6 +285,8 @@ def test_whose_log_probs_they_are_stands_before_or_behind(role: Role, names: str
         (Role.HIDDEN, "x_adv adv_x images_adv adv_embeds adv_example adv_noise inputs_adv"),
         (Role.IS_WEIGHT, "rhos priorities"),
         (Role.HIDDEN, "image_features latents temb pixel_values score_fn denoising_score_matching"),
+        (None, "dice_score soft_dice_score f1_score fbeta_score iou_score jaccard_scores tversky_score similarity_scores cosine_score"),
+        (Role.REWARDS, "score scores reward_score"),
         (None, "aspect_ratio clip_ratio trust_ratio mask_ratio vf_coef clip_coef"),
     ],
 )

@@ -11,12 +11,14 @@ from nanscope.locate.uses import Uses
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.ops import COMMUTATIVE, COPIES, NATURAL_EXPONENTIALS, SETS, WRITES, carries
 from nanscope.program.program import Program
-from nanscope.roles import LOG_PROBS, Role, last_word, role_of
+from nanscope.roles import LOG_PROBS, Role, in_words, last_word, role_of
 
 _SCORE = re.compile(r"(^|_)scores?($|_)")
 _GENERATIVE = re.compile(r"score_?match|denois|diffus|langevin|(^|[_.])(dsm|ddpm|sde)($|[_.])")
 
 _DETECTING = re.compile(r"(^|_)(bbox(es)?|box(es)?|anchors?|g?ious?)($|_)")
+
+_OVERLAP = re.compile(r"(^|[_.])(dice|jaccard|tversky)($|[_.])")
 
 _PLAIN = re.compile(r"""[A-Za-z_][\w.]*(\[["'][^"']+["']\])?""")
 
@@ -55,14 +57,25 @@ class Called:
             role = self._listed(value) or role_of(name)
             if role is Role.MASK and self.uses.carried(value):
                 role = None  # what has a gradient says how much, and not which: `keep = -F.logsigmoid(margin)`
-            self._named[value] = Role.HIDDEN if role is Role.REWARDS and self._of_data and _SCORE.search(name or "") else role
+            self._named[value] = self._scored(role, name)
         return self._named[value]
+
+    def _scored(self, role: Role | None, name: str | None) -> Role | None:
+        """The role that a name tells in this loss, where it calls something a score."""
+        if role is not Role.REWARDS or not _SCORE.search(name or ""):
+            return role
+        return Role.HIDDEN if self._of_data else Role.LOSS if self._of_overlap else role
 
     @cached_property
     def _of_data(self) -> bool:
         """Is it a loss of a generative model, whose scores are gradients of a log-density, or of a detector, which scores what it sees?"""
         sites = self.program.sites
         return any(_GENERATIVE.search(site.function.lower()) or _DETECTING.search((site.name or "").lower()) for site in sites)
+
+    @cached_property
+    def _of_overlap(self) -> bool:
+        """Is it a loss of segmentation, less the better two regions overlap?"""
+        return any(_OVERLAP.search(in_words(site.function)) for site in self.program.sites)
 
     def _listed(self, value: int) -> Role | None:
         """The role of a value by the rows of a framework: as it is bound where it is made, or as it is called where it is read."""
@@ -203,7 +216,7 @@ class Called:
         words = self._words(reader)
         for position, arg in enumerate(reader.args):
             if isinstance(arg, Ref) and arg.id == value and position < len(words):
-                return role_of(words[position]) if _PLAIN.fullmatch(words[position]) else None
+                return self._scored(role_of(words[position]), words[position]) if _PLAIN.fullmatch(words[position]) else None
         return None
 
     def says_mask(self, value: int) -> bool:
