@@ -73,6 +73,32 @@ def entropy_of(z: Tensor) -> Tensor:
     return (z * z).sum(-1).mean()
 
 
+def chosen(logps: Tensor, old_logps: Tensor) -> Tensor:
+    counts = torch.ones_like(logps) > 0
+    delta = torch.where(counts, logps - old_logps, torch.zeros_like(logps))
+    return (delta * 1.5).tanh().mean()
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    support = teacher > -1e4
+    ours, theirs = student.log_softmax(-1), teacher.log_softmax(-1)
+    safe_ours = torch.where(support, ours, torch.zeros_like(ours))
+    safe_theirs = torch.where(support, theirs, torch.zeros_like(theirs))
+    probs = torch.where(support, ours.exp(), torch.zeros_like(ours))
+    loss = (probs * (safe_ours - safe_theirs)).sum(-1)
+    return loss.mean()
+
+
+def soft_dice(pred: Tensor, target: Tensor) -> Tensor:
+    intersection = (pred * target).sum(-1)
+    return 2 * intersection / (pred + target).sum(-1)
+
+
+def overlap(pred: Tensor, target: Tensor) -> Tensor:
+    scores = soft_dice(pred.sigmoid(), target)
+    return (1.0 - scores).mean()
+
+
 CASES = [
     Case("a name says it", bound, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
     Case("a difference of log-probs", lambda logps, old_logps: (logps - old_logps).mean(), lambda: (leaf(*SHAPE), ones()), "sub", Role.LOG_RATIO),
@@ -82,6 +108,9 @@ CASES = [
     Case("a name used for one thing after another", reused, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
     Case("a name given too early", named_too_early, lambda: (leaf(*SHAPE), ones()), "exp", Role.RATIO),
     Case("a copy", lambda logps, x: (logps.detach() * x).mean() + logps.mean(), lambda: (leaf(*SHAPE), ones()), "detach", Role.LOG_PROBS),
+    Case("what a mask chooses of two", chosen, lambda: (leaf(*SHAPE), ones()), "where", Role.LOG_RATIO),
+    Case("a probability times a log-ratio", divergence, lambda: (leaf(*SHAPE), ones()), "mul", Role.KL),
+    Case("a score of how much two overlap", overlap, lambda: (leaf(*SHAPE), ones()), "div", Role.LOSS),
     Case("a sequence's sum", lambda logps, old_logps: (logps - old_logps).sum(-1).max(), lambda: (leaf(*SHAPE), ones()), "sum", Role.LOG_RATIO),
     Case("rewards less their mean", lambda rewards, x: ((rewards - rewards.mean()) * x).mean(), lambda: (ones(2), leaf(2)), "sub", Role.REWARDS),
     Case("a log-softmax", lambda z: z.log_softmax(-1)[:, 0].mean(), lambda: (leaf(*SHAPE),), "_log_softmax", Role.LOG_PROBS),
@@ -139,6 +168,21 @@ def test_a_mask_is_one_through_copies_only(weigh: Callable[[Tensor, Tensor], Ten
     recorded = record(loss, leaf(*SHAPE), ones())
     product = next(call for call in reversed(recorded.program.calls) if call.name == "mul")
     assert recorded.trace.names.says_mask(list(product.inputs())[-1]) is says
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_went_bad_is_no_mask_whatever_it_is_called(copied: bool) -> None:
+    """A share of each neighbour that is divided by their number weighs what a product of matrices makes of it."""
+
+    def loss(x: Tensor, near: Tensor) -> Tensor:
+        mask = near / near.sum(-1, keepdim=True)
+        mask = mask.mul(1.0).clone() if copied else mask
+        return (mask @ x).square().mean()
+
+    near = torch.ones(3, 3)
+    near[1] = 0
+    location = record(loss, leaf(3, 2), near).location
+    assert location is not None and location.origin.op == "div" and location.origin.role is Role.HIDDEN
 
 
 def test_inside_a_model_scores_are_those_of_attention() -> None:

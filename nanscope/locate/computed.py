@@ -65,7 +65,7 @@ class Computed:
             return None
         name, inputs = call.name, list(call.inputs())
         if carries(call.op) or name == "neg" or (name == "add" and len(inputs) == 1 and _is_epsilon(call.args[-1])):
-            return self._own(inputs[0]) if inputs else None
+            return self._own(self.program.carried_by(call)) if inputs else None
         if name == "sub" and len(inputs) == 2 and self._is_top_of(inputs[1], inputs[0]):
             return Role.LOGITS  # shifted by their largest, as a softmax does
         if name in RESCALINGS and (leaf := self.program.leaf(self._behind(inputs[0], RESCALINGS))) and leaf.made_by == "backward":
@@ -153,12 +153,18 @@ class Computed:
             return Role.LOSS if self.uses.is_probability(inputs[0]) and self.uses.carried(inputs[0]) else None
         if call.name in PRODUCTS and len(inputs) == 2:
             for probability, weighed in (inputs, reversed(inputs)):
-                if self.uses.is_probability(probability):
+                if self._is_probability(probability):
                     if self.uses.is_log_of(weighed, probability):
                         return Role.ENTROPY
                     if self._own(weighed) is Role.LOG_RATIO:
                         return Role.KL
         return None
+
+    def _is_probability(self, value: int) -> bool:
+        """Is it one by the call that makes it, or as e to what is a log-prob by its name?"""
+        made = self.program.maker_behind(value, CLAMPS)
+        of_log_prob = made is not None and made.name in NATURAL_EXPONENTIALS and self._own(next(made.inputs())) in LOG_PROBS
+        return of_log_prob or self.uses.is_probability(value)
 
     def _logarithm(self, value: int, operand: int, role: Role | None) -> Role | None:
         """What the logarithm of something is. role: of that."""
@@ -261,7 +267,7 @@ class Computed:
         """The value that this one is made of, behind calls that carry its elements and those of these names."""
         call = self.program.maker(value)
         while call is not None and (carries(call.op) or call.name in through):
-            value = next(call.inputs(), -1)
+            value = self.program.carried_by(call)
             call = self.program.maker(value)
         return value
 

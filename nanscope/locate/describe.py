@@ -100,10 +100,18 @@ def _role(trace: Trace, value: int, leaf: Leaf | None, via: int | None, came: bo
     if came and any(call.module for call in trace.program.readers(value)[:1]):
         return Role.HIDDEN  # read inside the model
     found = trace.names.role(value, via=via)
+    if found is Role.MASK:
+        found = _unmasked(trace, value, via)
     if found is not Role.LOSS or trace.program.computes is Computes.LOSS:
         return found
     call = trace.program.maker(value)  # there is no loss: it is what it was made of
     return next((role for read in (call.inputs() if call is not None else ()) if (role := trace.names.role(read)) is not Role.LOSS), None)
+
+
+def _unmasked(trace: Trace, value: int, via: int | None) -> Role | None:
+    """What it means that went bad and is called a mask: zeros and ones do not. Where nothing tells, it is an activation."""
+    found = trace.names.by_use(value, via)
+    return Role.HIDDEN if found is Role.MASK else found
 
 
 def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand, ...]:

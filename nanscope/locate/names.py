@@ -60,8 +60,11 @@ class Names:
             return self._computed.role(value) or named  # not only experts are behind a gate
         if named is Role.LOG_PROBS:
             return self._uses.role(value) or named  # of whose policy, the loss knows better than a name that does not say
-        if named is not None:
-            return named
+        return self.by_use(value, via) if named is None else named
+
+    def by_use(self, value: int, via: int | None = None) -> Role | None:
+        """Return what a value means whatever it is called."""
+        made = self.program.maker(value)
         if (leaf := self.program.leaf(value)) is not None and leaf.role in set(Role):
             return Role(leaf.role)
         computed = self._computed.role(value)
@@ -84,7 +87,8 @@ class Names:
         callee = role_of(site.expression.partition("(")[0]) if site.expression.endswith(")") else None
         if callee in (Role.KL, Role.ENTROPY):
             return callee  # `F.kl_div(…)`
-        told = role_of(site.within) or self._computed.of_probabilities(made) or around(site)
+        share = self._computed.of_probabilities(made)
+        told = share if share is Role.KL else role_of(site.within) or share or around(site)
         if told is None and self._computed.is_of_policy(made):
             return Role.LOG_PROBS
         if told in (Role.HIDDEN, *SCORES) and self._uses.carried(value) and self._uses.is_error(value):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.calls import Arg, Call, Computes, Leaf, Site
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Site, refs
 from nanscope.program.cost import hangs_on_content
-from nanscope.program.ops import COPIES, carries
+from nanscope.program.ops import COPIES, Flow, carries, flow_of
 from nanscope.program.perform import Performer, perform
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
@@ -67,14 +67,29 @@ class Program:
         leaf."""
         call = self.maker(value)
         while call is not None and (carries(call.op) or call.name in through):
-            call = self.maker(next(call.inputs(), -1))
+            call = self.maker(self.carried_by(call))
         return call
+
+    def carried_by(self, call: Call) -> int:
+        """Return the first value that a call reads, -1 if it reads none; where it chooses between two, one of them, and of these not what
+        the code has filled with a number."""
+        if call.name != "where":
+            return next(call.inputs(), -1)
+        values = [value for arg in call.args[1:3] for value in refs(arg)]
+        chosen = (value for value in values if not self._is_filled(value))
+        return next(chosen, values[0] if values else -1)
+
+    def _is_filled(self, value: int) -> bool:
+        made = self.maker(value)
+        while made is not None and made.name in COPIES:
+            made = self.maker(next(made.inputs(), -1))
+        return made is not None and flow_of(made.op) is Flow.CREATE
 
     def source_of(self, value: int) -> int:
         """Return the value that another one's elements come from, wherever they were carried; itself if they were made."""
         call = self.maker(value)
         while call is not None and carries(call.op):
-            value = next(call.inputs(), -1)
+            value = self.carried_by(call)
             call = self.maker(value)
         return value
 
