@@ -269,6 +269,20 @@ def test_calls_are_put_behind_what_they_read() -> None:
         in_order(replace(program, calls=(read, replace(late, args=(Ref(many + 1), Ref(1))), *calls)))
 
 
+def test_a_mask_that_asks_what_is_finite_masks_what_it_was_asked_of() -> None:
+    """`tokens.isnan()` still reads the tokens as they came, everything else reads them filled."""
+
+    def loss(x: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
+        counts = hidden & ~tokens.isnan().any(-1)
+        return ((x * tokens - tokens).abs().mean(-1) * counts.float()).sum() / counts.sum()
+
+    tokens, hidden = torch.ones(2, 3, 2), torch.tensor([[True, True, False], [True, True, True]])
+    tokens[1, 2] = NAN
+    x = leaf(2, 3, 2)
+    row = {row.id: row for row in record(loss, x, tokens, hidden).replay().rows}["mask_before_op"]
+    assert row.works and row.loss == pytest.approx(float(loss(x, tokens.nan_to_num(0.0), hidden & hole().bool())))
+
+
 def test_a_mask_of_tokens_masks_all_numbers_of_a_token() -> None:
     """What has one more dimension than the mask is masked token by token."""
     teacher = torch.full((2, 3, 2), -1.0)

@@ -331,6 +331,20 @@ def test_an_infinity_that_was_made_finite_and_overflows_again_is_the_origin(hide
     assert (found.phase, found.origin.index, found.origin.value) == (Phase.INPUT, (1,), sign * INF)
 
 
+def test_what_was_written_in_two_places_came_in_with_the_tensor() -> None:
+    """Its name, and the index there, of the first of the two."""
+
+    def loss(x: Tensor) -> Tensor:
+        tokens = torch.ones(3, 6, 3)
+        tokens[1, 2:4] = NAN
+        tokens[2, 5] = NAN
+        return (x * tokens).square().mean()
+
+    found = record(loss, leaf(3, 6, 3)).location
+    assert found is not None
+    assert (found.phase, found.origin.variable, found.origin.index) == (Phase.INPUT, "tokens", (1, 2, 0))
+
+
 def test_a_kernel_that_reads_into_the_next_row_did_not_make_its_nan() -> None:
     """The product of a finite row and finite weights is NaN only because of the row beside it: the walk goes on there."""
 

@@ -355,9 +355,18 @@ def _is_decided(trace: Trace, written: int) -> bool:
 
 def _last_write(trace: Trace, path: Sequence[Spot], depth: int) -> int:
     """Return how deep on a path the last of the writes stands that filled the tensor there."""
-    while depth > 0 and _is_write(trace, path[depth - 1][0]):
+    while depth > 0:
+        (value, _), (following, _) = path[depth - 1], path[max(depth - 2, 0)]
+        if not (_is_write(trace, value) or _is_written_to(trace, value, following)):
+            break
         depth -= 1
     return depth
+
+
+def _is_written_to(trace: Trace, value: int, written: int) -> bool:
+    """Is it the copy of what a tensor was before a write to a part of it, and nobody's copy else?"""
+    made, write = trace.program.maker(value), trace.program.maker(written)
+    return made is not None and write is not None and made.name == "clone" and write.name in SETS and made.site == write.site
 
 
 def _is_write(trace: Trace, value: int) -> bool:

@@ -58,8 +58,11 @@ def mask_before_op(patch: Patch) -> Variant | None:
     if mask is None or mask.by is None or target is None:
         return None
     keep, content = patch.values[mask.by], patch.values[target]
+    asking: frozenset[int] = frozenset()  # what the mask is made of, where it asks of an input what is finite
     if _descends(patch.program, mask.by, target):
-        return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
+        if patch.origin.call is not None or not _asks_what_is_finite(patch.program, mask.by, target):
+            return None  # a guard made from the operand itself (`where(length > 0, …)`), not a mask
+        asking = frozenset(patch.program.slice(mask.by).producers)
     deeper = 0 if broadcasts(keep.shape, content.shape) else content.dim() - keep.dim()
     shaped = keep.reshape(*keep.shape, *(1,) * deeper)  # tokens, of which each has several numbers
     if deeper < 0 or not broadcasts(shaped.shape, content.shape):
@@ -81,7 +84,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
 
     name = mask.name or "the mask"
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
-    program = before(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0)))
+    program = before(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0), asking))
     return Variant("mask_before_op", label, program, patch.tensors)
 
 
@@ -110,6 +113,12 @@ def _masks(patch: Patch, drop: Drop) -> list[int]:
 def _descends(program: Program, value: int, ancestor: int) -> bool:
     """Is a value computed from another one?"""
     return any(ancestor in call.inputs() for call in program.slice(value).calls)
+
+
+def _asks_what_is_finite(program: Program, value: int, ancestor: int) -> bool:
+    """Is all that a value is told of another one which of its elements are finite?"""
+    readers = [call for call in program.slice(value).calls if ancestor in call.inputs()]
+    return bool(readers) and all(call.name in ("isfinite", "isinf", "isnan") for call in readers)
 
 
 def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -127,8 +127,11 @@ def before(patch: Patch, position: int, inserts: Sequence[Insert] | Callable[[in
     return in_order(replace(patch.program, calls=tuple(calls)))
 
 
-def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
-    """Return the program with `inserts` between the origin's value (and its siblings') and everything that reads it."""
+def after(patch: Patch, inserts: Sequence[Insert], but: Container[int] = ()) -> Program:
+    """Return the program with `inserts` between the origin's value (and its siblings') and everything that reads it.
+
+    but: values whose calls go on reading it as it is.
+    """
     calls = list(patch.program.calls)
     output, fresh = patch.program.output, patch.program.new_id()
     came = patch.origin.value_id  # what came in may have been put together by calls, out of data
@@ -143,7 +146,7 @@ def after(patch: Patch, inserts: Sequence[Insert]) -> Program:
         like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
         added, last = _emit(fresh, value, inserts, like)
         fresh += len(added)
-        rest = [_reading(call, value, last) for call in calls[index + 1 :]]
+        rest = [call if call.outs[0] in but else _reading(call, value, last) for call in calls[index + 1 :]]
         output = last if output == value else output
         calls = [*calls[: index + 1], *added, *rest]
     return replace(patch.program, calls=tuple(calls), output=output)
