@@ -110,6 +110,12 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "mcore_bridge_104_mtp_rolled_mask": "masked role fix",
     # a gradient that rounding made, in the first step and inside of a model, while the loss is what it should be
     "peft_hra_gram_schmidt_of_repeated_columns": UNSEEN,
+    # the product that made harm of an infinity which a mask had put there is told, and not the mask
+    "amdkd_2_distill_routes_with_visited_nodes": "op role fix variable line",
+    # gradients that a loop's own clip ruined before the step are told as gradients, and not as the update
+    "deepspeed_7171_logical_not_of_inf_norm": "phase",
+    # a model that is called with weights that were computed cannot be run again, nor can what was differentiated for them
+    "torchopt_meta_adam_eps_root_zero": "cause op index role fix variable line",
 }
 ROUNDED = {"yolo_ciou_of_cells_without_object"}  # the gradient of a convolution comes out again but for rounding, and that is said
 
