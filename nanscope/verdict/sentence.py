@@ -39,7 +39,7 @@ from nanscope.verdict.grounds import LITTLE, is_masked, logarithm_of
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
     """Return what is to be said of a bad step."""
-    why = "" if cause is Cause.UNKNOWN or seen.origin.op == UNMADE else _why(seen, cause)
+    why = "" if cause is Cause.UNKNOWN or seen.origin.op == UNMADE else reason(seen, cause)
     end = _END.get(seen.kind, _reached)(seen, snapshot.reached)
     behind = f"Behind it: {blamed(seen.blame)}" if seen.blame is not None else ""
     told = _unseen(snapshot) if _is_unseen(seen) else what(seen)
@@ -77,7 +77,7 @@ def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
     return f"The model was not run again: {reason}" if reason and seen.origin.op in FED else ""
 
 
-def _why(seen: Observation, cause: Cause) -> str:
+def reason(seen: Observation, cause: Cause) -> str:
     """The title of a cause, or the first of its varieties that the numbers ask for."""
     info = CAUSES[cause]
     return next((words for words, holds in zip(info.varieties, _VARIETIES.get(cause, ()), strict=True) if holds(seen)), info.title)

@@ -1,0 +1,1 @@
+"""From a saved step to the smallest script of torch that fails alike."""

@@ -1,0 +1,194 @@
+"""Does a smaller program still fail as the recorded one did? Asked by running it, and never guessed.
+
+A failure is what a walk finds: phase, the operator and the line where the first harmful value is made, what kind of number it is, whether
+the loss counts it, and what has become of the loss and of the gradients. Why it fails is asked seldom, since it takes a replay.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nanscope.causes import Cause
+from nanscope.errors import NanscopeError
+from nanscope.locate.location import locate
+from nanscope.locate.origin import Element, Location
+from nanscope.locate.spike import spike
+from nanscope.locate.trace import Trace
+from nanscope.program.calls import Computes, Site
+from nanscope.program.numbers import first_nonfinite
+from nanscope.program.perform import FAILURES
+from nanscope.program.program import Program
+from nanscope.replay.patch import Variant
+from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
+from nanscope.snapshot.step import Snapshot
+from nanscope.verdict.because import because
+from nanscope.verdict.diagnose import examine
+from nanscope.verdict.fixes import fixes_of
+
+HUGE = 0.5  # of the largest gradient of a spike, a smaller program has at least this part
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program and its leaves: what is shrunk."""
+
+    program: Program
+    tensors: dict[int, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """Elements of all leaves."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    @property
+    def sliced(self) -> Case:
+        """Return it without what its output is not made of."""
+        program = self.program.slice()
+        return Case(program, {leaf.id: self.tensors[leaf.id] for leaf in program.leaves})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a program fails. number: which kind the origin is; loss, gradients: are all of them finite? largest: gradient, of a spike."""
+
+    phase: Phase
+    op: str
+    born: bool
+    number: str
+    left_out: bool
+    site: Site | None
+    loss: bool
+    gradients: bool
+    largest: float | None = None
+
+    def like(self, other: Failure) -> bool:
+        """Does it fail as another one does?"""
+        if other.largest is not None:
+            return replace(self, largest=None) == replace(other, largest=None) and (self.largest or 0.0) >= HUGE * other.largest
+        site = self.site if self.born else other.site  # what came in has no line of its own
+        return replace(self, site=site) == other
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run that failed: its trace, where it went wrong, and how."""
+
+    trace: Trace
+    location: Location
+    failure: Failure
+
+    @property
+    def origin(self) -> Element:
+        """The first harmful value."""
+        return self.location.origin
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Why a program fails. fix: the first edit that is proven to mend it, "" if none is; mended: its program."""
+
+    cause: Cause
+    fix: str
+    seen: Observation
+    mended: Variant | None = None
+
+    def like(self, other: Why) -> bool:
+        """Is it the same cause, which the same edit mends?"""
+        return self.cause is other.cause and (not other.fix or self.fix == other.fix)
+
+
+SHARE = 4_000  # of the work, for each call that runs, whatever its size: what a small one takes
+WORK = 2_500_000_000  # elements, or what takes as long: some seconds on one core
+
+
+@dataclass(slots=True)
+class Trial:
+    """What candidates are put to. It counts the work that they take, so that the same file gives the same script on every machine."""
+
+    snapshot: Snapshot
+    wanted: Failure | None = None
+    work: int = 0
+    runs: int = 0
+    refused: set[str] = field(default_factory=set)
+
+    @property
+    def spent(self) -> bool:
+        """Is the work that may be done, done?"""
+        return self.work >= WORK
+
+    def run(self, case: Case) -> Failed | None:
+        """Run a program, and say how it fails; None if it does not, or cannot be run."""
+        self.runs += 1
+        self.work += len(case.program.calls) * (SHARE + case.tokens)
+        loss = case.program.computes is Computes.LOSS
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trace = Trace.of(case.program, case.tensors, backward=loss)
+                output = trace.values[case.program.output]
+                if loss and output.numel() != 1:
+                    return None
+                state = first_nonfinite(output) is None, all(first_nonfinite(grad) is None for grad in trace.run.grads.values())
+                if self.wanted is not None and state != (self.wanted.loss, self.wanted.gradients):
+                    return None
+                location = self._located(trace)
+        except (NanscopeError, *FAILURES):
+            return None
+        if location is None:
+            return None
+        origin = location.origin
+        largest = None
+        if all(state):
+            largest = max((float(grad.abs().max()) for grad in trace.run.grads.values() if grad.numel()), default=0.0)
+        failure = Failure(
+            location.phase, origin.op, origin.born, _kind(origin.value), origin.masked is True, origin.site if origin.born else None,
+            *state, largest,
+        )  # fmt: skip
+        return Failed(trace, location, failure)
+
+    def _located(self, trace: Trace) -> Location | None:
+        return locate(trace) or (spike(trace) if self.snapshot.observation.kind is Kind.SPIKE else None)
+
+    def alike(self, case: Case) -> Failed | None:
+        """Run a candidate, and return how it fails if that is as it should."""
+        failed = self.run(case)
+        return failed if failed is not None and (self.wanted is None or failed.failure.like(self.wanted)) else None
+
+    def why(self, case: Case) -> Why:
+        """Return why a program fails, and the edit that mends it."""
+        self.work += REPLAYS * len(case.program.calls) * (SHARE + case.tokens)
+        kind = self.snapshot.observation.kind
+        smaller = replace(
+            self.snapshot,
+            program=case.program,
+            tensors=case.tensors,
+            loss=None,
+            grads={},
+            observation=replace(UNSEEN, kind=kind),
+            found=UNSEEN,
+            objective={},
+            settings={},
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seen, replayed, _ = examine(smaller)
+            cause, _ = because(seen, replayed)
+        fixes, _ = fixes_of(seen, cause, replayed.rows)
+        fix = next((fix.id for fix in fixes if fix.executed and fix.works and fix.id in replayed.variants), "")
+        return Why(cause, fix, seen, replayed.variants.get(fix))
+
+
+REPLAYS = 30  # runs that a replay makes
+
+
+def _kind(value: float) -> str:
+    return "nan" if math.isnan(value) else str(value) if math.isinf(value) else "finite"
+
+
+finite = partial(torch.isfinite)

@@ -1,0 +1,131 @@
+"""Fewer calls: values become what comes in, calls are left out, terms of a sum are dropped, and the loss ends earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from nanscope.locate.names import Names
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, substitute
+from nanscope.program.ops import ADDITIONS, COPIES, MOVES
+from nanscope.program.program import Program
+from nanscope.reproduce.alike import Case, Failed
+
+ENOUGH = 8  # calls that compute: so many are read at a glance, and what is left is still somebody's loss
+MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
+
+Edit: TypeAlias = tuple[str, Callable[[], Case | None]]  # what it is called, and what makes it
+
+
+def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
+    """Yield what any reader would leave out: terms that have no part in it, copies, and long ways to what is not the matter."""
+    program, behind = case.program, _behind(case, failed)
+    for index, call in reversed(list(enumerate(program.calls))):
+        if call.name in ADDITIONS:
+            yield from (_without(case, index, value) for value in call.inputs() if value in behind or value == failed.origin.value_id)
+    yield from (edit for saved, edit in _hoists(case, failed, names, behind) if saved >= MANY)
+    for index, call in enumerate(program.calls):
+        if call.name in COPIES - {"detach"} and _is_same(failed, call):
+            yield _without(case, index, next(call.inputs()))
+
+
+def shortcuts(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
+    """Yield what makes a long program a short one, as long as it is long."""
+    program, behind = case.program, _behind(case, failed)
+    if computing(program) <= ENOUGH:
+        return
+    for _, edit in sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0]):
+        yield edit
+    for index, call in reversed(list(enumerate(program.calls))):
+        if call.outs[0] != failed.origin.value_id:
+            read = dict.fromkeys(call.inputs())
+            yield from (_without(case, index, value) for value in sorted(read, key=lambda value: value not in behind))
+    if program.computes is Computes.LOSS:
+        for call in reversed(program.calls):
+            for out in call.outs:
+                if out is not None and out != program.output and (out in behind or out == failed.origin.value_id):
+                    yield f"end {out}", lambda out=out: _ending(case, out)  # type: ignore[misc]
+
+
+def computing(program: Program) -> int:
+    """Return how many calls do more than carry elements from one place to another."""
+    return sum(call.name not in MOVES for call in program.calls)
+
+
+def _behind(case: Case, failed: Failed) -> set[int]:
+    """What is made of the origin."""
+    found = {failed.origin.value_id}
+    for call in case.program.calls:
+        if any(value in found for value in call.inputs()):
+            found.update(out for out in call.outs if out is not None)
+    return found - {failed.origin.value_id}
+
+
+def _is_same(failed: Failed, call: Call) -> bool:
+    """Does a call give what it reads, in the same dtype?"""
+    out, value = call.outs[0], next(call.inputs(), -1)
+    values = failed.trace.values
+    return out is not None and value in values and values[out].dtype == values[value].dtype
+
+
+def _hoists(case: Case, failed: Failed, names: Names, behind: set[int]) -> Iterator[tuple[int, Edit]]:
+    """Yield, for each call that the origin is no part of, how many calls go when what it makes comes in, and how to do it."""
+    program = case.program
+    for index in range(len(program.calls) - 1, -1, -1):
+        call = program.calls[index]
+        outs = [out for out in call.outs if out is not None]
+        if failed.origin.value_id in outs or any(out in behind for out in outs):
+            continue
+        used = [out for out in outs if program.consumers.get(out)]
+        if not used or any(not isinstance(failed.trace.values.get(out), Tensor) for out in used):
+            continue
+        made = _hoisted(case, failed, names, index, used)
+        saved = len(program.calls) - len(made.program.calls)
+        yield saved, (f"hoist {used[0]}", lambda made=made: made)  # type: ignore[misc]
+
+
+def _hoisted(case: Case, failed: Failed, names: Names, index: int, outs: list[int]) -> Case:
+    values, program = failed.trace.values, case.program
+    leaves = []
+    for out in outs:
+        role = names.role(out)
+        carries = out in failed.trace.run.grads and values[out].is_floating_point()
+        leaves.append(Leaf(out, names.name(out), "module" if carries else "data", carries, "", str(role) if role is not None else ""))
+    calls = (*program.calls[:index], *program.calls[index + 1 :])
+    smaller = replace(program, leaves=(*program.leaves, *leaves), calls=calls)
+    tensors = {**case.tensors, **{out: values[out].detach().contiguous() for out in outs}}
+    return Case(smaller, tensors).sliced
+
+
+def _without(case: Case, index: int, value: int) -> Edit:
+    """Leave a call out: who reads what it makes reads one of its operands."""
+    return f"without {case.program.calls[index].outs[0]} {value}", lambda: _left_out(case, index, value)
+
+
+def _left_out(case: Case, index: int, value: int) -> Case | None:
+    program = case.program
+    out = program.calls[index].outs[0]
+    if out is None:
+        return None
+    other = {out: value}
+    calls = (*program.calls[:index], *(_reading(call, other) for call in program.calls[index + 1 :]))
+    return Case(replace(program, calls=calls, output=other.get(program.output, program.output)), case.tensors).sliced
+
+
+def _reading(call: Call, other: dict[int, int]) -> Call:
+    if not any(value in other for value in call.inputs()):
+        return call
+    args: tuple[Arg, ...] = tuple(substitute(arg, other) for arg in call.args)
+    return replace(call, args=args, kwargs=tuple((name, substitute(arg, other)) for name, arg in call.kwargs))
+
+
+def _ending(case: Case, value: int) -> Case | None:
+    """The sum of a value as the loss."""
+    program = case.program
+    total = program.new_id()
+    end = Call("aten.sum.default", (Ref(value),), (), (total,))
+    shorter = Case(replace(program, calls=(*program.calls, end), output=total), case.tensors).sliced
+    return shorter if len(shorter.program.calls) < len(program.calls) else None

@@ -1,0 +1,89 @@
+"""Plain numbers: 0, 1 and 0.5 wherever it fails alike with them, few digits elsewhere, float32 instead of rarer dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanscope.locate.names import Names
+from nanscope.reproduce.alike import Case, Failed
+from nanscope.reproduce.shorten import Edit
+
+PLAIN = (0.0, 1.0, 0.5, -1.0)
+DIGITS = (1, 2, 3, 4, 5)
+FEW = 48  # elements of a leaf that are made simpler one by one
+
+
+def simplifications(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
+    """Yield what makes the numbers that come in simpler: all of a leaf, then halves of it, then one by one."""
+    for leaf in case.program.leaves:
+        tensor = case.tensors[leaf.id]
+        if tensor.dtype in (torch.float64, torch.float16, torch.bfloat16):
+            yield f"float32 {leaf.id}", _with(case, leaf.id, tensor.float())
+    for leaf in sorted(case.program.leaves, key=lambda leaf: leaf.id in _of_origin(failed)):
+        tensor = case.tensors[leaf.id]
+        if tensor.is_complex() or not tensor.numel() or _is_plain(tensor):
+            continue
+        kinds = _kinds(tensor)
+        for number in kinds:
+            yield f"all {leaf.id} {number}", _with(case, leaf.id, torch.full_like(tensor, number))
+        if tensor.numel() > 1:
+            yield from _halves(case, leaf.id, tensor, kinds[0])
+        yield from _one_by_one(case, leaf.id, tensor, kinds)
+
+
+def _of_origin(failed: Failed) -> set[int]:
+    """What the origin is made of by one call: its numbers are the last to be touched."""
+    return {operand.id for operand in failed.origin.operands} | {failed.origin.value_id}
+
+
+def _kinds(tensor: Tensor) -> tuple[float, ...]:
+    if tensor.is_floating_point():
+        return PLAIN
+    return (1, 0)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    first = tensor.flatten()[0]
+    return bool((tensor == first).all()) and float(first) in PLAIN[:3]
+
+
+def _with(case: Case, leaf: int, tensor: Tensor) -> object:
+    return lambda: Case(case.program, {**case.tensors, leaf: tensor})
+
+
+def _halves(case: Case, leaf: int, tensor: Tensor, number: float) -> Iterator[Edit]:
+    flat = tensor.flatten()
+    length = flat.numel()
+    while length > 1:
+        length = math.ceil(length / 2)
+        for start in range(0, flat.numel(), length):
+            part = flat[start : start + length]
+            if bool((part == number).all()):
+                continue
+            other = flat.clone()
+            other[start : start + length] = number
+            yield f"part {leaf} {start} {length}", _with(case, leaf, other.reshape(tensor.shape))
+        if flat.numel() / length > 64:
+            break
+
+
+def _one_by_one(case: Case, leaf: int, tensor: Tensor, kinds: tuple[float, ...]) -> Iterator[Edit]:
+    flat = tensor.flatten()
+    other = [place for place in range(flat.numel()) if float(flat[place]) not in kinds][:FEW]
+    for place in other:
+        now = float(flat[place])
+        rounded = [] if not math.isfinite(now) or not tensor.is_floating_point() else [float(f"{now:.{digits - 1}e}") for digits in DIGITS]
+        for number in (*kinds, *rounded):
+            changed = flat.clone()
+            changed[place] = number
+            if bool(changed[place] == flat[place]) and number in kinds:
+                continue
+            yield f"one {leaf} {place} {number}", _with(case, leaf, changed.reshape(tensor.shape))
+
+
+_ = replace
