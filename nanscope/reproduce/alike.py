@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,11 +35,31 @@ HUGE = 0.5  # of the largest gradient of a spike, a smaller program has at least
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """Numbers that are drawn from a seed: normal ones, times scale, plus shift."""
+
+    scale: float
+    shift: float
+
+    def numbers(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return them."""
+        drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * self.scale + self.shift
+        return drawn.to(dtype)
+
+    def source(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Return what draws them, as source."""
+        sizes = ", ".join(map(str, shape))
+        text = f"torch.randn({sizes}, generator=torch.Generator().manual_seed(0)) * {self.scale!r} + {self.shift!r}"
+        return text if dtype is torch.float32 else f"({text}).to({dtype})"
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """A program and its leaves: what is shrunk."""
+    """A program and its leaves: what is shrunk. drawn: the leaves that are drawn from a seed."""
 
     program: Program
     tensors: dict[int, Tensor]
+    drawn: Mapping[int, Drawn] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -50,18 +70,23 @@ class Case:
     def sliced(self) -> Case:
         """Return it without what its output is not made of."""
         program = self.program.slice()
-        return Case(program, {leaf.id: self.tensors[leaf.id] for leaf in program.leaves})
+        return Case(program, {leaf.id: self.tensors[leaf.id] for leaf in program.leaves}, self.drawn)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a program fails. number: which kind the origin is; loss, gradients: are all of them finite? largest: gradient, of a spike."""
+    """How a program fails.
+
+    number: which kind the origin is. left_out: the loss does not count it; beside: but others of its tensor: a mask that lets nothing
+    through is another fault. loss, gradients: are all of them finite? largest: gradient, of a spike.
+    """
 
     phase: Phase
     op: str
     born: bool
     number: str
     left_out: bool
+    beside: bool
     site: Site | None
     loss: bool
     gradients: bool
@@ -103,8 +128,10 @@ class Why:
         return self.cause is other.cause and (not other.fix or self.fix == other.fix)
 
 
-SHARE = 4_000  # of the work, for each call that runs, whatever its size: what a small one takes
-WORK = 2_500_000_000  # elements, or what takes as long: some seconds on one core
+# Microseconds, as one core of 2024 takes them. They are counted and not measured: the same file gives the same script everywhere.
+RUN, CALL, ELEMENT = 1_200, 30, 0.004
+REPLAYS, REPLAY = 10, 20_000  # runs that asking why takes, and what it takes beside them
+WORK = 6_000_000
 
 
 @dataclass(slots=True)
@@ -125,7 +152,7 @@ class Trial:
     def run(self, case: Case) -> Failed | None:
         """Run a program, and say how it fails; None if it does not, or cannot be run."""
         self.runs += 1
-        self.work += len(case.program.calls) * (SHARE + case.tokens)
+        self.work += _cost(case)
         loss = case.program.computes is Computes.LOSS
         try:
             with warnings.catch_warnings():
@@ -147,7 +174,7 @@ class Trial:
         if all(state):
             largest = max((float(grad.abs().max()) for grad in trace.run.grads.values() if grad.numel()), default=0.0)
         failure = Failure(
-            location.phase, origin.op, origin.born, _kind(origin.value), origin.masked is True, origin.site if origin.born else None,
+            location.phase, origin.op, origin.born, _kind(origin.value), origin.masked is True, _counts_beside(trace, origin), origin.site if origin.born else None,
             *state, largest,
         )  # fmt: skip
         return Failed(trace, location, failure)
@@ -162,7 +189,7 @@ class Trial:
 
     def why(self, case: Case) -> Why:
         """Return why a program fails, and the edit that mends it."""
-        self.work += REPLAYS * len(case.program.calls) * (SHARE + case.tokens)
+        self.work += REPLAY + REPLAYS * _cost(case)
         kind = self.snapshot.observation.kind
         smaller = replace(
             self.snapshot,
@@ -184,11 +211,21 @@ class Trial:
         return Why(cause, fix, seen, replayed.variants.get(fix))
 
 
-REPLAYS = 30  # runs that a replay makes
+def _cost(case: Case) -> int:
+    return int(RUN + len(case.program.calls) * (CALL + ELEMENT * case.tokens))
+
+
+def _counts_beside(trace: Trace, origin: Element) -> bool:
+    """Of a value that the loss leaves out: does it count another element of the same tensor?"""
+    if origin.masked is not True:
+        return False
+    many = trace.values[origin.value_id].numel()
+    return any(trace.drops.of(origin.value_id, flat)[0] is False for flat in range(min(many, LOOKED_AT)) if flat != origin.flat)
+
+
+LOOKED_AT = 64  # elements of a tensor, until one is found that counts
 
 
 def _kind(value: float) -> str:
     return "nan" if math.isnan(value) else str(value) if math.isinf(value) else "finite"
 
-
-finite = partial(torch.isfinite)

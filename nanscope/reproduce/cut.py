@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanscope.program.calls import Arg, Call
-from nanscope.program.ops import SIZED, Flow, flow_of
+from nanscope.program.ops import ROW_NORMS, SIZED, Flow, flow_of
 from nanscope.reproduce.alike import Case
 from nanscope.reproduce.dimensions import Dimensions, Label
 
@@ -28,7 +28,7 @@ def cut(case: Case, values: Mapping[int, Tensor], dimensions: Dimensions, atom: 
     for leaf in case.program.leaves:
         tensor = _taken(case.tensors[leaf.id], dimensions, dimensions.of(leaf.id), kept)
         if renumber and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool and tensor.numel():
-            if 0 <= int(tensor.min()) and int(tensor.max()) < dimensions.size(atom):
+            if int(tensor.min()) >= 0 and int(tensor.max()) < dimensions.size(atom):
                 tensor = torch.tensor([places.get(int(n), 0) for n in tensor.flatten()], dtype=tensor.dtype).reshape(tensor.shape)
         tensors[leaf.id] = tensor
     calls = tuple(_resized(call, values, dimensions, kept) for call in case.program.calls)
@@ -98,6 +98,10 @@ def _resized(call: Call, values: Mapping[int, Tensor], dimensions: Dimensions, k
         ends = [place for place, arg in enumerate(call.args[:2]) if type(arg) is int]
         size = _length(dimensions, labels[0], kept)
         return replace(call, args=tuple(size if [place] == ends[-1:] else arg for place, arg in enumerate(call.args)))
+    if call.name in ROW_NORMS and isinstance(call.args[1], tuple) and len(labels) >= len(call.args[1]):
+        last = len(labels) - len(call.args[1])
+        sizes = tuple(_length(dimensions, label, kept) if label else 1 for label in labels[last:])
+        return replace(call, args=(call.args[0], sizes, *call.args[2:]))
     if call.name in SIZED or flow_of(call.op) is Flow.CREATE:
         sizes = [_length(dimensions, label, kept) if label else 1 for label in labels]
         return replace(call, args=tuple(_sized(arg, shape, sizes) for arg in call.args))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanscope.program.calls import Call
 from nanscope.program.flow import dims_of, element_flow
-from nanscope.program.ops import CHOICES, EXPANSIONS, PLAIN_MATMULS, SIZED, Flow
+from nanscope.program.ops import CHOICES, EXPANSIONS, PLAIN_MATMULS, ROW_NORMS, SIZED, Flow
 from nanscope.program.program import Program
 
 Label: TypeAlias = tuple[int, ...]  # the dimensions that one of a tensor is the product of; () for a size of 1
@@ -102,6 +102,20 @@ class Dimensions:
             left, right = (self._labels[value] for value in read)
             self._join(left[-1], right[-2])
             return (*left[:-1], right[-1]) if len(left) == len(shape) else None
+        if name in ("addmm", "baddbmm") and len(read) == 3:
+            start, left, right = (self._labels[value] for value in read)
+            self._join(left[-1], right[-2])
+            made = (*left[:-1], right[-1])
+            for back in range(1, len(start) + 1):
+                if self._shapes[read[0]][-back] == shape[-back]:
+                    self._join(start[-back], made[-back])
+            return made
+        if name in ROW_NORMS:
+            for value in read[1:]:
+                for back, label in enumerate(reversed(self._labels[value]), 1):
+                    if back <= len(first):
+                        self._join(label, first[-back])
+            return first if len(shape) == len(first) and shape == self._shapes[read[0]] else self._positional(read[:1], shape)
         if name == "gather":
             dim, index = numbers[0] % max(len(first), 1), self._labels[read[1]]
             for place, (one, other) in enumerate(zip(first, index, strict=True)):

@@ -63,21 +63,12 @@ PREFIX = {"neg": "-", "bitwise_not": "~"}
 
 # torch.name(x, …)
 FUNCTIONS = frozenset(
-    """acos acosh addcdiv addcmul addmm addmv amax amin aminmax asin asinh atan atan2 atanh baddbmm bincount bucketize cdist ceil
-    clamp_max clamp_min copysign cos cosh count_nonzero cummax cummin cumulative_trapezoid deg2rad det diag_embed diff digamma erf erfc
-    erfinv exp exp2 expm1 eye floor floor_divide fmax fmin fmod frac full_like gather heaviside hypot index_select isfinite isinf isnan
-    isneginf isposinf lerp lgamma linspace log log10 log1p log2 logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or
-    logical_xor logit logspace logsumexp masked_select maximum minimum mvlgamma nan_to_num nanmedian nextafter nonzero ones_like
-    polygamma prod reciprocal relu round rsqrt searchsorted sgn sigmoid sign signbit sin sinc sinh sqrt square std_mean
-    take_along_dim tan tanh trace trapezoid tril triu trunc var_mean xlogy zeros_like""".split()
+    ["acos", "acosh", "addcdiv", "addcmul", "addmm", "addmv", "amax", "amin", "aminmax", "asin", "asinh", "atan", "atan2", "atanh", "baddbmm", "bincount", "bucketize", "cdist", "ceil", "clamp_max", "clamp_min", "copysign", "cos", "cosh", "count_nonzero", "cummax", "cummin", "cumulative_trapezoid", "deg2rad", "det", "diag_embed", "diff", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "eye", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like", "gather", "heaviside", "hypot", "index_select", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lerp", "lgamma", "linspace", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logcumsumexp", "logdet", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logspace", "logsumexp", "masked_select", "maximum", "minimum", "mvlgamma", "nan_to_num", "nanmedian", "nextafter", "nonzero", "ones_like", "polygamma", "prod", "reciprocal", "relu", "round", "rsqrt", "searchsorted", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "std_mean", "take_along_dim", "tan", "tanh", "trace", "trapezoid", "tril", "triu", "trunc", "var_mean", "xlogy", "zeros_like"]
 )
 
 # x.name(…)
 METHODS = frozenset(
-    """abs all any argmax argmin argsort clamp clone contiguous cumprod cumsum detach diagonal expand expand_as flatten flip index_add
-    index_copy index_fill masked_fill masked_scatter max mean median min movedim nanmean nansum narrow new_full new_ones new_zeros norm
-    permute put repeat repeat_interleave reshape roll scatter scatter_add scatter_reduce sort split squeeze std sum swapaxes
-    take tile topk transpose unbind unflatten unfold unsqueeze var view view_as""".split()
+    ["abs", "all", "any", "argmax", "argmin", "argsort", "clamp", "clone", "contiguous", "cumprod", "cumsum", "detach", "diagonal", "expand", "expand_as", "flatten", "flip", "index_add", "index_copy", "index_fill", "masked_fill", "masked_scatter", "max", "mean", "median", "min", "movedim", "nanmean", "nansum", "narrow", "new_full", "new_ones", "new_zeros", "norm", "permute", "put", "repeat", "repeat_interleave", "reshape", "roll", "scatter", "scatter_add", "scatter_reduce", "sort", "split", "squeeze", "std", "sum", "swapaxes", "take", "tile", "topk", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "var", "view", "view_as"]
 )
 
 SPECIAL = {
@@ -117,7 +108,7 @@ class Asked:
     single: bool = True
 
     @staticmethod
-    def of(call: Call, values: Mapping[int, Written]) -> Asked:
+    def of(call: Call, values: Mapping[int, Written], *, single: bool = True) -> Asked:
         """Name the arguments of a call. Raises ProgramError if its operator is not in the whitelist."""
         schema = schema_of(overload(call.op))
         given: dict[str, Arg] = {}
@@ -140,7 +131,6 @@ class Asked:
             if argument.has_default_value() and place > 0 and _same(given[argument.name], argument.default_value):
                 del given[argument.name]
                 gap = True
-        single = sum(out is not None for out in call.outs) == 1 and call.outs[0] is not None
         return Asked(call, values, given, frozenset(kwonly), single)
 
     def names(self) -> list[str]:
@@ -166,6 +156,9 @@ class Asked:
             if name in without:
                 continue
             arg = self.given[name]
+            if name == "dim" and arg is None and "keepdim" not in self.given:
+                keyword = True
+                continue
             keyword = keyword or name in self.kwonly or isinstance(arg, (bool, torch.dtype)) or name in ("dim", "correction", "min", "max")
             if name == "dim" and isinstance(arg, tuple) and len(arg) == 1:
                 arg = arg[0]

@@ -15,12 +15,13 @@ from nanscope.reproduce.alike import Case, Failed, Trial, Why
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
 from nanscope.reproduce.shorten import Edit, essential, shortcuts
-from nanscope.reproduce.simplify import simplifications
+from nanscope.reproduce.simplify import draws, simplifications
 from nanscope.text import unravel
 
 LARGE = 1 << 17  # elements of the leaves, from which on a replay waits until there are fewer
 TAKEN_BACK = 12  # edits of one pass, at most
 SWEEPS = 3
+PARTS = 32  # into which a dimension is taken apart, to leave out each
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def reduced(trial: Trial, case: Case, names: Names) -> Reduced | None:
     if case.tokens >= LARGE:
         stand = _fewer(trial, stand, lambda key, after: None)
     wanted = why = trial.why(stand.case)
-    for step in (_swept(essential, names), _fewer, _swept(shortcuts, names), _fewer, _swept(simplifications, names)):
+    for step in (_swept(essential, names), _fewer, _swept(shortcuts, names), _fewer, _swept(simplifications, names), _swept(essential, names), _fewer, _swept(draws, names)):
         stand, why = _kept_alike(trial, stand, step, wanted, why)
     return Reduced(stand.case, stand.failed, why)
 
@@ -145,7 +146,7 @@ def _cut_down(trial: Trial, stand: Stand, place: _Place, taken: Taken) -> Stand:
         if 0 < len(wanted) < size and (found := _tried(trial, stand, place, wanted, taken)) is not None:
             return found
     parts = 2
-    while parts <= size and size > 1 and not trial.spent:
+    while parts <= min(size, PARTS) and size > 1 and not trial.spent:
         edges = [round(n * size / parts) for n in range(parts + 1)]
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             gone = set(range(low, high)) - ({anchor} if anchor is not None else set())

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
-from torch import Tensor
-
 from nanscope.causes import ADVICE
 from nanscope.errors import NanscopeError
 from nanscope.locate.names import Names
@@ -117,7 +115,7 @@ class _Pages:
     def reproducer(self) -> Reproducer:
         found, whole = self.found, self.whole
         case, why = found.case, found.why
-        failing = _Page.of(case.program, case.tensors, found.failed.trace.run, Marks(found.failed.origin.value_id, beside(found.failed)))
+        failing = _Page.of(case, found.failed.trace.run, Marks(found.failed.origin.value_id, beside(found.failed)))
         mended = self._mended(why.mended) if why.mended is not None else None
         story = self._story(failing)
         return Reproducer(
@@ -150,8 +148,8 @@ class _Pages:
         program = variant.program.slice()
         before = set(self.found.case.program.calls)
         new = _last_of_first([call for call in program.calls if call not in before], self.found.case.program)
-        marks = None if new is None else Marks(new, f"the fix: {ADVICE.get(variant.id, variant.id)}")
-        return _Page.of(program, variant.tensors, run, marks)
+        marks = None if new is None else Marks(new, f"the fix: {ADVICE.get(variant.id, variant.id).partition(';')[0]}")
+        return _Page.of(Case(program, variant.tensors, self.found.case.drawn), run, marks)
 
     def _slug(self) -> str:
         return f"test_{self.found.why.cause}_of_{self.found.failed.origin.op.strip('_')}"
@@ -177,9 +175,10 @@ class _Page:
     source: Source
 
     @staticmethod
-    def of(program: Program, tensors: Mapping[int, Tensor], run: Run, marks: Marks | None) -> _Page:
+    def of(case: Case, run: Run, marks: Marks | None) -> _Page:
+        program = case.program
         graded = [leaf.id for leaf in program.leaves if leaf.id in run.grads]
-        return _Page(program, run, source_of(program, Names(program), tensors, marks, graded))
+        return _Page(program, run, source_of(case, Names(program), marks, graded))
 
     @property
     def leaves(self) -> Mapping[int, str]:

@@ -19,12 +19,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import EXPANSIONS, HISTORY_ENDS, MOVES, SQUEEZES
-from nanscope.program.program import Program
+from nanscope.reproduce.alike import Case
 from nanscope.reproduce.idioms import ATOM, Asked, Written, idiom
 from nanscope.reproduce.literals import tensor_lines
 from nanscope.reproduce.names import called, fallback
@@ -56,24 +54,32 @@ class Marks:
 class _Writing:
     """One program as it is written, call by call."""
 
-    def __init__(self, program: Program, names: Names, tensors: Mapping[int, Tensor], marks: Marks | None) -> None:
-        self.program, self.names, self.tensors, self.marks = program, names, tensors, marks
+    def __init__(self, case: Case, names: Names, marks: Marks | None) -> None:
+        program = case.program
+        self.program, self.names, self.tensors, self.marks, self.drawn = program, names, case.tensors, marks, case.drawn
         self.uses = Counter(value for call in program.calls for value in call.inputs())
         self.last = {value: place for place, call in enumerate(program.calls) for value in call.inputs()}
         self.last[program.output] = len(program.calls)
         self.pieces: dict[int, Written] = {}
         self.taken: dict[str, int] = {}  # name → the value that has it
         self.kept: set[str] = set()  # names of leaves: they are asked for their gradients at the end
-        self.grad = {leaf.id for leaf in program.leaves if leaf.diff and tensors[leaf.id].is_floating_point()}
+        self.grad = {leaf.id for leaf in program.leaves if leaf.diff and case.tensors[leaf.id].is_floating_point()}
         self.body: list[str] = []
+        self.place = -1
+        self.depends: dict[int, set[int]] = {}  # the values whose names stand in what a value is written as
 
     def named(self, value: int, place: int) -> str:
         """Return a name for a value: its own, unless another one has it that is still read."""
-        wanted = called(self.program, self.names, value) or fallback(self.program, self.names, value)
-        if value == self.program.output and self.program.computes is Computes.LOSS:
-            wanted = "loss"
+        wanted = called(self.program, self.names, value)
+        if self.program.computes is Computes.LOSS and (value == self.program.output or (wanted == "loss" and place < 0)):
+            wanted = "loss" if place >= 0 else None  # the loss is what the script ends in
+        wanted = wanted or fallback(self.program, self.names, value)
+        wanted = "value" if wanted == "loss" and place < 0 else wanted
+        return self._free(wanted, value)
+
+    def _free(self, wanted: str, value: int) -> str:
         name, number = wanted, 2
-        while name in self.kept or (name in self.taken and self.last.get(self.taken[name], -1) > place):
+        while name in self.kept or (name in self.taken and self._is_awaited(self.taken[name])):
             name, number = f"{wanted}_{number}", number + 1
         self.taken[name] = value
         return name
@@ -83,9 +89,14 @@ class _Writing:
         name = self.named(value, -1)
         self.kept.add(name)
         self.pieces[value] = Written(name)
+        self.depends[value] = {value}
+        drawn = self.drawn.get(value)
         lines = tensor_lines(name, self.tensors[value], grad=value in self.grad)
+        if drawn is not None:
+            made = drawn.source(self.tensors[value].shape, self.tensors[value].dtype)
+            lines = [f"{name} = {made}", *([f"{name}.requires_grad_()"] if value in self.grad else [])]
         if self.marks is not None and self.marks.value == value:
-            lines[-1 if len(lines) == 1 else 0] += f"  # ← {self.marks.comment}"
+            lines[:1] = _commented(lines[0], self.marks.comment)
         return name, lines
 
     def call(self, place: int, call: Call) -> None:
@@ -93,20 +104,20 @@ class _Writing:
         outs = [out for out in call.outs if out is not None and (self.uses[out] or out == self.program.output)]
         if not outs:
             return
-        piece = idiom(Asked.of(call, self.pieces))
+        self.place = place
+        alone = outs == [call.outs[0]] and call.name in _ALONE
+        piece = idiom(Asked.of(call, self.pieces, single=alone or len(call.outs) == 1))
         came = any(value in self.grad for value in call.inputs())
         if came and not call.grad and call.name not in HISTORY_ENDS:
             piece = Written(f"{piece.inside(ATOM)}.detach()")  # it was computed without gradients
         elif came and call.grad and call.name not in HISTORY_ENDS:
             self.grad.update(outs)
-        several = len(call.outs) > 1 and not (outs == [call.outs[0]] and Asked.of(call, self.pieces).single and call.name in _ALONE)
-        if several:
-            names = [self.named(out, place) if out in outs else "_" for out in call.outs if out is not None] if None not in call.outs else [
-                "_" if out is None or out not in outs else self.named(out, place) for out in call.outs
-            ]
-            self._line(f"{', '.join(names)}{',' * (len(names) == 1)} = {piece.text}", outs)
-            self.pieces.update((out, Written(name)) for out, name in zip(call.outs, names, strict=True) if out is not None)
-            return
+        self.depends.update((out, self._read_by(call)) for out in outs)
+        if call.name in SPLITS or (len(call.outs) > 1 and not alone):
+            if len(outs) > 1:
+                self._unpacked(call, outs, piece)
+                return
+            piece = Written(f"{piece.inside(ATOM)}[{call.outs.index(outs[0])}]")
         (value,) = outs
         if self._fits(value, call, piece):
             self.pieces[value] = piece
@@ -114,6 +125,29 @@ class _Writing:
         name = self.named(value, place)
         self._line(f"{name} = {piece.text}", [value])
         self.pieces[value] = Written(name)
+        self.depends[value] = {value}
+
+    def _unpacked(self, call: Call, outs: Sequence[int], piece: Written) -> None:
+        """Several results, of which two or more are read: of a split, which may be of any number, by their places."""
+        if call.name not in SPLITS:
+            names = [self.named(out, self.place) if out is not None and out in outs else "_" for out in call.outs]
+            self._line(f"{', '.join(names)} = {piece.text}", outs)
+            self.pieces.update((out, Written(name)) for out, name in zip(call.outs, names, strict=True) if out is not None)
+            self.depends.update((out, {out}) for out in outs)
+            return
+        name = self._free("parts", outs[-1])
+        self._line(f"{name} = {piece.text}", outs)
+        for out in outs:
+            self.pieces[out] = Written(f"{name}[{call.outs.index(out)}]")
+            self.depends[out] = set(outs)
+
+    def _read_by(self, call: Call) -> set[int]:
+        """The values whose names stand in what a call is written as."""
+        return {base for value in call.inputs() for base in self.depends.get(value, {value})}
+
+    def _is_awaited(self, value: int) -> bool:
+        """Is a value, or something that is written with its name, still to be read?"""
+        return any(self.last.get(one, -1) > self.place for one, bases in self.depends.items() if value in bases)
 
     def _fits(self, value: int, call: Call, piece: Written) -> bool:
         """May it stand within what reads it?"""
@@ -124,17 +158,24 @@ class _Writing:
         return carried or called(self.program, self.names, value) is None
 
     def _line(self, text: str, values: Sequence[int]) -> None:
-        if self.marks is not None and self.marks.value in values:
-            text += f"  # ← {self.marks.comment}"
-        self.body.append(text)
+        marked = self.marks is not None and self.marks.value in values
+        self.body += _commented(text, self.marks.comment) if marked and self.marks is not None else [text]
 
 
+def _commented(line: str, comment: str) -> list[str]:
+    """A line with what is to be said of it, beside it or above it."""
+    both = f"{line}  # ← {comment}"
+    return [both] if len(both) <= COMMENTED else [f"# ↓ {comment}", line]
+
+
+COMMENTED = 116  # characters of a line with its comment
+SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chunk", "unsafe_split"))
 _ALONE = frozenset(("log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
-def source_of(program: Program, names: Names, tensors: Mapping[int, Tensor], marks: Marks | None, graded: Sequence[int]) -> Source:
+def source_of(case: Case, names: Names, marks: Marks | None, graded: Sequence[int]) -> Source:
     """Return a program as source. marks: the value that goes wrong first. graded: leaves that get a gradient."""
-    writing = _Writing(program, names, tensors, marks)
+    program, writing = case.program, _Writing(case, names, marks)
     leaves = dict(writing.leaf(leaf.id) for leaf in program.leaves)
     for place, call in enumerate(program.calls):
         writing.call(place, call)

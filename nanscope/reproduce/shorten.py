@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, substitute
-from nanscope.program.ops import ADDITIONS, COPIES, MOVES
+from nanscope.program.ops import ADDITIONS, COPIES, MOVES, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
@@ -27,6 +28,9 @@ def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
         if call.name in ADDITIONS:
             yield from (_without(case, index, value) for value in call.inputs() if value in behind or value == failed.origin.value_id)
     yield from (edit for saved, edit in _hoists(case, failed, names, behind) if saved >= MANY)
+    yield from (edit for _, edit in _hoists(case, failed, names, behind, only=Flow.CREATE))
+    for index, call in enumerate(program.calls):
+        yield from _of_nothing(case, index, call)
     for index, call in enumerate(program.calls):
         if call.name in COPIES - {"detach"} and _is_same(failed, call):
             yield _without(case, index, next(call.inputs()))
@@ -39,6 +43,7 @@ def shortcuts(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
         return
     for _, edit in sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0]):
         yield edit
+    yield from _jumps(case, failed, behind)
     for index, call in reversed(list(enumerate(program.calls))):
         if call.outs[0] != failed.origin.value_id:
             read = dict.fromkeys(call.inputs())
@@ -71,15 +76,57 @@ def _is_same(failed: Failed, call: Call) -> bool:
     return out is not None and value in values and values[out].dtype == values[value].dtype
 
 
-def _hoists(case: Case, failed: Failed, names: Names, behind: set[int]) -> Iterator[tuple[int, Edit]]:
+_NOTHING = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}  # second operands that change nothing
+
+
+def _of_nothing(case: Case, index: int, call: Call) -> Iterator[Edit]:
+    """Leave a call out that adds 0, scales, or multiplies by the same once more."""
+    number = _NOTHING.get(call.name)
+    for place, arg in enumerate(call.args[:2] if number is not None else ()):
+        other = call.args[1 - place] if len(call.args) > 1 else None
+        if not isinstance(other, Ref) or (place == 0 and call.name in ("sub", "div")):
+            continue
+        given = case.tensors.get(arg.id) if isinstance(arg, Ref) else arg
+        if given is None or isinstance(given, (str, tuple, torch.dtype)):
+            continue
+        scale = call.name in ("mul", "div") and torch.as_tensor(given).numel() == 1
+        if scale or bool(torch.as_tensor(given == number).all()) or _is_again(case, call, arg):
+            yield _without(case, index, other.id)
+
+
+def _is_again(case: Case, call: Call, arg: Arg) -> bool:
+    """Is it multiplied by what it was multiplied by before?"""
+    if not isinstance(arg, Ref) or call.name != "mul":
+        return False
+    return any(other is not call and other.name == "mul" and arg in other.args for other in case.program.calls)
+
+
+def _jumps(case: Case, failed: Failed, behind: set[int]) -> Iterator[Edit]:
+    """Yield the ways to read the origin, or what is made of it, where something of the same shape is read that is made of it later."""
+    values, program = failed.trace.values, case.program
+    order = [failed.origin.value_id, *(out for call in program.calls for out in call.outs if out in behind)]
+    for late in range(len(order) - 1, 0, -1):
+        for early in range(min(late, JUMPED)):
+            one, other = order[late], order[early]
+            index = program.producers.get(one)
+            if index is not None and one in values and other in values and values[one].shape == values[other].shape:
+                yield f"jump {one} {other}", lambda index=index, other=other: _left_out(case, index, other)  # type: ignore[misc]
+
+
+JUMPED = 4  # values next to the origin, to which others are led back
+
+
+def _hoists(case: Case, failed: Failed, names: Names, behind: set[int], only: Flow | None = None) -> Iterator[tuple[int, Edit]]:
     """Yield, for each call that the origin is no part of, how many calls go when what it makes comes in, and how to do it."""
     program = case.program
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
         outs = [out for out in call.outs if out is not None]
-        if failed.origin.value_id in outs or any(out in behind for out in outs):
+        if (failed.origin.value_id in outs and failed.origin.born) or any(out in behind for out in outs):
             continue
         used = [out for out in outs if program.consumers.get(out)]
+        if only is not None and flow_of(call.op) is not only:
+            continue
         if not used or any(not isinstance(failed.trace.values.get(out), Tensor) for out in used):
             continue
         made = _hoisted(case, failed, names, index, used)
@@ -97,7 +144,7 @@ def _hoisted(case: Case, failed: Failed, names: Names, index: int, outs: list[in
     calls = (*program.calls[:index], *program.calls[index + 1 :])
     smaller = replace(program, leaves=(*program.leaves, *leaves), calls=calls)
     tensors = {**case.tensors, **{out: values[out].detach().contiguous() for out in outs}}
-    return Case(smaller, tensors).sliced
+    return Case(smaller, tensors, case.drawn).sliced
 
 
 def _without(case: Case, index: int, value: int) -> Edit:
@@ -112,7 +159,7 @@ def _left_out(case: Case, index: int, value: int) -> Case | None:
         return None
     other = {out: value}
     calls = (*program.calls[:index], *(_reading(call, other) for call in program.calls[index + 1 :]))
-    return Case(replace(program, calls=calls, output=other.get(program.output, program.output)), case.tensors).sliced
+    return Case(replace(program, calls=calls, output=other.get(program.output, program.output)), case.tensors, case.drawn).sliced
 
 
 def _reading(call: Call, other: dict[int, int]) -> Call:
@@ -127,5 +174,5 @@ def _ending(case: Case, value: int) -> Case | None:
     program = case.program
     total = program.new_id()
     end = Call("aten.sum.default", (Ref(value),), (), (total,))
-    shorter = Case(replace(program, calls=(*program.calls, end), output=total), case.tensors).sliced
+    shorter = Case(replace(program, calls=(*program.calls, end), output=total), case.tensors, case.drawn).sliced
     return shorter if len(shorter.program.calls) < len(program.calls) else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from nanscope.locate.names import Names
-from nanscope.reproduce.alike import Case, Failed
+from nanscope.reproduce.alike import Case, Drawn, Failed
+from nanscope.reproduce.literals import APART
+from nanscope.reproduce.literals import FEW as LISTED
 from nanscope.reproduce.shorten import Edit
 
 PLAIN = (0.0, 1.0, 0.5, -1.0)
@@ -29,7 +30,7 @@ def simplifications(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
         if tensor.is_complex() or not tensor.numel() or _is_plain(tensor):
             continue
         kinds = _kinds(tensor)
-        for number in kinds:
+        for number in (*kinds, *_own(tensor)):
             yield f"all {leaf.id} {number}", _with(case, leaf.id, torch.full_like(tensor, number))
         if tensor.numel() > 1:
             yield from _halves(case, leaf.id, tensor, kinds[0])
@@ -47,12 +48,40 @@ def _kinds(tensor: Tensor) -> tuple[float, ...]:
     return (1, 0)
 
 
+def _own(tensor: Tensor) -> list[float]:
+    """Its own extremes, in one digit: all of them may have a part in it."""
+    numbers = tensor.double()[torch.isfinite(tensor)] if tensor.is_floating_point() else tensor[:0].double()
+    return [] if not numbers.numel() else [float(f"{float(end):.0e}") for end in (numbers.max(), numbers.min())]
+
+
+def draws(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
+    """Yield what draws the numbers of a leaf from a seed, where there are too many to be read."""
+    for leaf in case.program.leaves:
+        tensor = case.tensors[leaf.id]
+        if leaf.id in case.drawn or not tensor.is_floating_point() or tensor.numel() <= LISTED or _apart(tensor) <= APART:
+            continue
+        numbers = tensor.double()[torch.isfinite(tensor)]
+        if numbers.numel() > 1:
+            for drawn in (Drawn(1.0, 0.0), Drawn(float(f"{float(numbers.std()):.1g}"), float(f"{float(numbers.mean()):.2g}"))):
+                yield f"drawn {leaf.id} {drawn}", lambda leaf=leaf, tensor=tensor, drawn=drawn: _drawn(case, leaf.id, tensor, drawn)  # type: ignore[misc]
+
+
+def _apart(tensor: Tensor) -> int:
+    """How many elements are not as most are."""
+    return tensor.numel() - int(torch.unique(tensor, return_counts=True)[1].max())
+
+
+def _drawn(case: Case, leaf: int, tensor: Tensor, drawn: Drawn) -> Case:
+    tensors = {**case.tensors, leaf: drawn.numbers(tensor.shape, tensor.dtype)}
+    return Case(case.program, tensors, {**case.drawn, leaf: drawn})
+
+
 def _is_plain(tensor: Tensor) -> bool:
     first = tensor.flatten()[0]
     return bool((tensor == first).all()) and float(first) in PLAIN[:3]
 
 
-def _with(case: Case, leaf: int, tensor: Tensor) -> object:
+def _with(case: Case, leaf: int, tensor: Tensor) -> Callable[[], Case]:
     return lambda: Case(case.program, {**case.tensors, leaf: tensor})
 
 
@@ -72,18 +101,20 @@ def _halves(case: Case, leaf: int, tensor: Tensor, number: float) -> Iterator[Ed
             break
 
 
+def _words(number: float) -> str:
+    return repr(float(number))  # −0 is not 0 here
+
+
 def _one_by_one(case: Case, leaf: int, tensor: Tensor, kinds: tuple[float, ...]) -> Iterator[Edit]:
     flat = tensor.flatten()
-    other = [place for place in range(flat.numel()) if float(flat[place]) not in kinds][:FEW]
+    other = [place for place in range(flat.numel()) if _words(float(flat[place])) not in map(_words, kinds)][:FEW]
     for place in other:
         now = float(flat[place])
         rounded = [] if not math.isfinite(now) or not tensor.is_floating_point() else [float(f"{now:.{digits - 1}e}") for digits in DIGITS]
         for number in (*kinds, *rounded):
             changed = flat.clone()
             changed[place] = number
-            if bool(changed[place] == flat[place]) and number in kinds:
+            if float(changed[place]) == now and math.copysign(1, now) == math.copysign(1, number):
                 continue
             yield f"one {leaf} {place} {number}", _with(case, leaf, changed.reshape(tensor.shape))
 
-
-_ = replace
