@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanscope.replay.batch import loss_inputs
     from nanscope.replay.tries import Replay
     from nanscope.replay.under import replay_under
+    from nanscope.reproduce.reproducer import Reproducer, reproducer
     from nanscope.snapshot.anywhere import history, load
     from nanscope.snapshot.step import Snapshot
     from nanscope.verdict.anywhere import diagnose
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
-    "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Scope",
-    "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history", "integrations",
-    "load", "loss_inputs", "ray", "replay", "replay_under", "show", "summarise", "watch",
+    "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Reproducer",
+    "Scope", "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history",
+    "integrations", "load", "loss_inputs", "ray", "replay", "replay_under", "reproducer", "show", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.
@@ -64,6 +65,8 @@ _WHERE = {
     "loss_inputs": "nanscope.replay.batch",
     "ray": "nanscope.integrations.ray",
     "replay_under": "nanscope.replay.under",
+    "Reproducer": "nanscope.reproduce.reproducer",
+    "reproducer": "nanscope.reproduce.reproducer",
     "show": "nanscope.program.glance",
     "summarise": "nanscope.program.summary",
 }

@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("locate", "native"),
     ("capture", "replay", "atlas"),
     ("verdict", "audit", "compare"),
-    ("foresight",),
+    ("foresight", "reproduce"),
     ("watching", "report"),
     ("integrations",),
     ("commands",),

@@ -20,7 +20,7 @@ from nanscope.locate.location import locate
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.spike import spike
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Computes, Site
+from nanscope.program.calls import Call, Computes, Site
 from nanscope.program.numbers import first_nonfinite
 from nanscope.program.perform import FAILURES
 from nanscope.program.program import Program
@@ -35,7 +35,7 @@ HUGE = 0.5  # of the largest gradient of a spike, a smaller program has at least
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Seeded:
     """Numbers that are drawn from a seed: normal ones, times scale, plus shift."""
 
     scale: float
@@ -59,7 +59,7 @@ class Case:
 
     program: Program
     tensors: dict[int, Tensor]
-    drawn: Mapping[int, Drawn] = field(default_factory=dict)
+    drawn: Mapping[int, Seeded] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -69,8 +69,15 @@ class Case:
     @property
     def sliced(self) -> Case:
         """Return it without what its output is not made of."""
-        program = self.program.slice()
-        return Case(program, {leaf.id: self.tensors[leaf.id] for leaf in program.leaves}, self.drawn)
+        needed = {self.program.output}
+        calls: list[Call] = []
+        for call in reversed(self.program.calls):
+            if any(out in needed for out in call.outs):
+                calls.append(call)
+                needed.update(call.inputs())
+        leaves = tuple(leaf for leaf in self.program.leaves if leaf.id in needed)
+        program = replace(self.program, leaves=leaves, calls=tuple(reversed(calls)))  # the sites stay: a thousand programs share them
+        return Case(program, {leaf.id: self.tensors[leaf.id] for leaf in leaves}, self.drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +136,13 @@ class Why:
 
 
 # Microseconds, as one core of 2024 takes them. They are counted and not measured: the same file gives the same script everywhere.
-RUN, CALL, ELEMENT = 1_200, 30, 0.004
+RUN, CALL, ELEMENT = 1_200, 60, 0.004
 REPLAYS, REPLAY = 10, 20_000  # runs that asking why takes, and what it takes beside them
 WORK = 6_000_000
 
 
 @dataclass(slots=True)
-class Trial:
+class Oracle:
     """What candidates are put to. It counts the work that they take, so that the same file gives the same script on every machine."""
 
     snapshot: Snapshot
@@ -174,9 +181,17 @@ class Trial:
         if all(state):
             largest = max((float(grad.abs().max()) for grad in trace.run.grads.values() if grad.numel()), default=0.0)
         failure = Failure(
-            location.phase, origin.op, origin.born, _kind(origin.value), origin.masked is True, _counts_beside(trace, origin), origin.site if origin.born else None,
-            *state, largest,
-        )  # fmt: skip
+            phase=location.phase,
+            op=origin.op,
+            born=origin.born,
+            number=_kind(origin.value),
+            left_out=origin.masked is True,
+            beside=_counts_beside(trace, origin),
+            site=origin.site if origin.born else None,
+            loss=state[0],
+            gradients=state[1],
+            largest=largest,
+        )
         return Failed(trace, location, failure)
 
     def _located(self, trace: Trace) -> Location | None:
@@ -190,14 +205,12 @@ class Trial:
     def why(self, case: Case) -> Why:
         """Return why a program fails, and the edit that mends it."""
         self.work += REPLAY + REPLAYS * _cost(case)
-        kind = self.snapshot.observation.kind
         smaller = replace(
             self.snapshot,
             program=case.program,
             tensors=case.tensors,
             loss=None,
             grads={},
-            observation=replace(UNSEEN, kind=kind),
             found=UNSEEN,
             objective={},
             settings={},
@@ -228,4 +241,3 @@ LOOKED_AT = 64  # elements of a tensor, until one is found that counts
 
 def _kind(value: float) -> str:
     return "nan" if math.isnan(value) else str(value) if math.isinf(value) else "finite"
-

@@ -27,12 +27,18 @@ def cut(case: Case, values: Mapping[int, Tensor], dimensions: Dimensions, atom: 
     tensors = {}
     for leaf in case.program.leaves:
         tensor = _taken(case.tensors[leaf.id], dimensions, dimensions.of(leaf.id), kept)
-        if renumber and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool and tensor.numel():
-            if int(tensor.min()) >= 0 and int(tensor.max()) < dimensions.size(atom):
-                tensor = torch.tensor([places.get(int(n), 0) for n in tensor.flatten()], dtype=tensor.dtype).reshape(tensor.shape)
+        if renumber and _are_places(tensor, dimensions.size(atom)):
+            tensor = torch.tensor([places.get(int(n), 0) for n in tensor.flatten()], dtype=tensor.dtype).reshape(tensor.shape)
         tensors[leaf.id] = tensor
     calls = tuple(_resized(call, values, dimensions, kept) for call in case.program.calls)
     return Case(replace(case.program, calls=calls), tensors)
+
+
+def _are_places(tensor: Tensor, size: int) -> bool:
+    """May whole numbers be places in a dimension so long?"""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool or not tensor.numel():
+        return False
+    return int(tensor.min()) >= 0 and int(tensor.max()) < size
 
 
 def _with_slices(case: Case, dimensions: Dimensions, kept: Kept) -> Kept:
@@ -100,8 +106,8 @@ def _resized(call: Call, values: Mapping[int, Tensor], dimensions: Dimensions, k
         return replace(call, args=tuple(size if [place] == ends[-1:] else arg for place, arg in enumerate(call.args)))
     if call.name in ROW_NORMS and isinstance(call.args[1], tuple) and len(labels) >= len(call.args[1]):
         last = len(labels) - len(call.args[1])
-        sizes = tuple(_length(dimensions, label, kept) if label else 1 for label in labels[last:])
-        return replace(call, args=(call.args[0], sizes, *call.args[2:]))
+        normalised = tuple(_length(dimensions, label, kept) if label else 1 for label in labels[last:])
+        return replace(call, args=(call.args[0], normalised, *call.args[2:]))
     if call.name in SIZED or flow_of(call.op) is Flow.CREATE:
         sizes = [_length(dimensions, label, kept) if label else 1 for label in labels]
         return replace(call, args=tuple(_sized(arg, shape, sizes) for arg in call.args))

@@ -218,4 +218,3 @@ class _Shaped:
 
     def dim(self) -> int:
         return len(self._shape)
-

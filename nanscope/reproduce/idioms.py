@@ -1,6 +1,6 @@
 """How a call is written by people: one row per operator of a loss; what has none is written as `torch.ops.aten.name.overload(…)`.
 
-    Written("ratio * mask", PRODUCT)        text, and how tightly it binds: whoever puts it into something tighter adds brackets
+Phrase("ratio * mask", PRODUCT)        text, and how tightly it binds: whoever puts it into something tighter adds brackets
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPARISON, OR, XOR, AND, SHIFT, SUM, PRODUCT, SIGN, POWER, ATOM = range(10)  # 
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Phrase:
     """A piece of source, and how tightly it binds."""
 
     text: str
@@ -62,14 +62,23 @@ INFIX: dict[str, tuple[str, int]] = {
 PREFIX = {"neg": "-", "bitwise_not": "~"}
 
 # torch.name(x, …)
-FUNCTIONS = frozenset(
-    ["acos", "acosh", "addcdiv", "addcmul", "addmm", "addmv", "amax", "amin", "aminmax", "asin", "asinh", "atan", "atan2", "atanh", "baddbmm", "bincount", "bucketize", "cdist", "ceil", "clamp_max", "clamp_min", "copysign", "cos", "cosh", "count_nonzero", "cummax", "cummin", "cumulative_trapezoid", "deg2rad", "det", "diag_embed", "diff", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "eye", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like", "gather", "heaviside", "hypot", "index_select", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lerp", "lgamma", "linspace", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logcumsumexp", "logdet", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logspace", "logsumexp", "masked_select", "maximum", "minimum", "mvlgamma", "nan_to_num", "nanmedian", "nextafter", "nonzero", "ones_like", "polygamma", "prod", "reciprocal", "relu", "round", "rsqrt", "searchsorted", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "std_mean", "take_along_dim", "tan", "tanh", "trace", "trapezoid", "tril", "triu", "trunc", "var_mean", "xlogy", "zeros_like"]
-)
+_FUNCTIONS = """
+    acos acosh addcdiv addcmul addmm addmv amax amin aminmax asin asinh atan atan2 atanh baddbmm bincount bucketize cdist ceil
+    clamp_max clamp_min copysign cos cosh count_nonzero cummax cummin cumulative_trapezoid deg2rad det diag_embed diff digamma erf erfc
+    erfinv exp exp2 expm1 eye floor floor_divide fmax fmin fmod frac full_like gather heaviside hypot index_select isfinite isinf isnan
+    isneginf isposinf lerp lgamma linspace log log10 log1p log2 logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or
+    logical_xor logit logspace logsumexp masked_select maximum minimum mvlgamma nan_to_num nanmedian nextafter nonzero ones_like
+    polygamma prod reciprocal relu round rsqrt searchsorted sgn sigmoid sign signbit sin sinc sinh sqrt square std_mean
+    take_along_dim tan tanh trace trapezoid tril triu trunc var_mean xlogy zeros_like
+"""
 
 # x.name(…)
-METHODS = frozenset(
-    ["abs", "all", "any", "argmax", "argmin", "argsort", "clamp", "clone", "contiguous", "cumprod", "cumsum", "detach", "diagonal", "expand", "expand_as", "flatten", "flip", "index_add", "index_copy", "index_fill", "masked_fill", "masked_scatter", "max", "mean", "median", "min", "movedim", "nanmean", "nansum", "narrow", "new_full", "new_ones", "new_zeros", "norm", "permute", "put", "repeat", "repeat_interleave", "reshape", "roll", "scatter", "scatter_add", "scatter_reduce", "sort", "split", "squeeze", "std", "sum", "swapaxes", "take", "tile", "topk", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "var", "view", "view_as"]
-)
+_METHODS = """
+    abs all any argmax argmin argsort clamp clone contiguous cumprod cumsum detach diagonal expand expand_as flatten flip index_add
+    index_copy index_fill masked_fill masked_scatter max mean median min movedim nanmean nansum narrow new_full new_ones new_zeros norm
+    permute put repeat repeat_interleave reshape roll scatter scatter_add scatter_reduce sort split squeeze std sum swapaxes
+    take tile topk transpose unbind unflatten unfold unsqueeze var view view_as
+"""
 
 SPECIAL = {
     "special_entr": "torch.special.entr",
@@ -102,13 +111,13 @@ class Asked:
     default; kwonly: which of them have to be named. single: only the first of its results is used, or it has but one."""
 
     call: Call
-    values: Mapping[int, Written]
+    values: Mapping[int, Phrase]
     given: Mapping[str, Arg]
     kwonly: frozenset[str]
     single: bool = True
 
     @staticmethod
-    def of(call: Call, values: Mapping[int, Written], *, single: bool = True) -> Asked:
+    def of(call: Call, values: Mapping[int, Phrase], *, single: bool = True) -> Asked:
         """Name the arguments of a call. Raises ProgramError if its operator is not in the whitelist."""
         schema = schema_of(overload(call.op))
         given: dict[str, Arg] = {}
@@ -141,7 +150,7 @@ class Asked:
         """Return an argument, None where it is as by default."""
         return self.given.get(name)
 
-    def piece(self, arg: Arg) -> Written:
+    def piece(self, arg: Arg) -> Phrase:
         """Return an argument as it is written."""
         return written(arg, self.values)
 
@@ -172,78 +181,78 @@ def _same(given: Arg, default: object) -> bool:
     return type(given) is type(default) and given == default
 
 
-def idiom(asked: Asked) -> Written:
+def idiom(asked: Asked) -> Phrase:
     """Return how a call is written."""
     row = ROWS.get(asked.call.name)
     found = row(asked) if row is not None else None
     return found if found is not None else generic(asked)
 
 
-def generic(asked: Asked) -> Written:
+def generic(asked: Asked) -> Phrase:
     """Return a call by the name of its operator: always right, and seldom read."""
     call = asked.call
     parts = [asked.text(arg) for arg in call.args]
     parts += [f"{name}={asked.text(arg)}" for name, arg in call.kwargs if name not in UNSAID]
     overload(call.op)  # nothing that is not in the whitelist is written
-    return Written(f"torch.ops.{call.op}({', '.join(parts)})")
+    return Phrase(f"torch.ops.{call.op}({', '.join(parts)})")
 
 
-def written(arg: Arg, values: Mapping[int, Written]) -> Written:
+def written(arg: Arg, values: Mapping[int, Phrase]) -> Phrase:
     """Return an argument as source. Raises ValueError for a word that no operator takes."""
     if isinstance(arg, Ref):
         return values[arg.id]
     if isinstance(arg, tuple):
-        return Written(f"[{', '.join(written(item, values).text for item in arg)}]")
+        return Phrase(f"[{', '.join(written(item, values).text for item in arg)}]")
     if isinstance(arg, str):
         if arg not in WORDS:
             raise ValueError("an argument is a word that no operator of a loss takes")
-        return Written(f'"{arg}"')
+        return Phrase(f'"{arg}"')
     if arg is None or isinstance(arg, bool):
-        return Written(str(arg))
+        return Phrase(str(arg))
     if isinstance(arg, (int, float)):
         return real(arg)
-    return Written(str(arg)) if isinstance(arg, torch.dtype) else Written("None")
+    return Phrase(str(arg)) if isinstance(arg, torch.dtype) else Phrase("None")
 
 
-def real(number: float) -> Written:
+def real(number: float) -> Phrase:
     """Return a number as source."""
     if isinstance(number, int):
-        return Written(str(number), SIGN if number < 0 else ATOM)
+        return Phrase(str(number), SIGN if number < 0 else ATOM)
     if math.isnan(number):
-        return Written("torch.nan")
+        return Phrase("torch.nan")
     if math.isinf(number):
-        return Written("torch.inf") if number > 0 else Written("-torch.inf", SIGN)
-    return Written(repr(number), SIGN if number < 0 else ATOM)
+        return Phrase("torch.inf") if number > 0 else Phrase("-torch.inf", SIGN)
+    return Phrase(repr(number), SIGN if number < 0 else ATOM)
 
 
-def _infix(asked: Asked) -> Written | None:
+def _infix(asked: Asked) -> Phrase | None:
     symbol, binds = INFIX[asked.call.name]
     names = asked.names()
     if len(names) == 3 and names[2] == "alpha" and asked.call.name in ("add", "sub"):
         one, other = asked.piece(asked.given[names[0]]), asked.piece(asked.given[names[1]])
         scale = asked.piece(asked.given["alpha"])
-        return Written(f"{one.inside(SUM)} {symbol} {scale.inside(PRODUCT)} * {other.inside(SIGN)}", SUM)
+        return Phrase(f"{one.inside(SUM)} {symbol} {scale.inside(PRODUCT)} * {other.inside(SIGN)}", SUM)
     if asked.call.name == "div" and len(names) == 3:
         return _function(asked)
     if len(names) != 2:
         return None
     one, other = (asked.piece(asked.given[name]) for name in names)
     if binds == POWER:
-        return Written(f"{one.inside(ATOM)} ** {other.inside(SIGN)}", POWER)
+        return Phrase(f"{one.inside(ATOM)} ** {other.inside(SIGN)}", POWER)
     tight = one.inside(binds + 1 if binds == COMPARISON else binds)  # Python chains comparisons
-    return Written(f"{tight} {symbol} {other.inside(binds + 1)}", binds)
+    return Phrase(f"{tight} {symbol} {other.inside(binds + 1)}", binds)
 
 
-def _prefix(asked: Asked) -> Written | None:
+def _prefix(asked: Asked) -> Phrase | None:
     (name,) = asked.names()[:1]
-    return Written(f"{PREFIX[asked.call.name]}{asked.piece(asked.given[name]).inside(SIGN)}", SIGN)
+    return Phrase(f"{PREFIX[asked.call.name]}{asked.piece(asked.given[name]).inside(SIGN)}", SIGN)
 
 
-def _function(asked: Asked) -> Written:
-    return Written(f"torch.{asked.call.name}({asked.rest()})")
+def _function(asked: Asked) -> Phrase:
+    return Phrase(f"torch.{asked.call.name}({asked.rest()})")
 
 
-def _method(asked: Asked) -> Written | None:
+def _method(asked: Asked) -> Phrase | None:
     first = asked.names()[0]
     if not isinstance(asked.given[first], Ref):
         return None
@@ -251,70 +260,70 @@ def _method(asked: Asked) -> Written | None:
     if asked.call.name in _SHAPES and len(asked.names()) == 2 and isinstance(asked.given[asked.names()[1]], tuple):
         rest = rest[1:-1] or rest
     name = {"_unsafe_view": "reshape"}.get(asked.call.name, asked.call.name)
-    return Written(f"{asked.piece(asked.given[first]).inside(ATOM)}.{name}({rest})")
+    return Phrase(f"{asked.piece(asked.given[first]).inside(ATOM)}.{name}({rest})")
 
 
-def _special(asked: Asked) -> Written:
-    return Written(f"{SPECIAL[asked.call.name]}({asked.rest()})")
+def _special(asked: Asked) -> Phrase:
+    return Phrase(f"{SPECIAL[asked.call.name]}({asked.rest()})")
 
 
-def _rsub(asked: Asked) -> Written | None:
+def _rsub(asked: Asked) -> Phrase | None:
     names = asked.names()
     if len(names) != 2:
         return None
-    return Written(f"{asked.piece(asked.given[names[1]]).inside(SUM)} - {asked.piece(asked.given[names[0]]).inside(PRODUCT)}", SUM)
+    return Phrase(f"{asked.piece(asked.given[names[1]]).inside(SUM)} - {asked.piece(asked.given[names[0]]).inside(PRODUCT)}", SUM)
 
 
-def _softmax(asked: Asked) -> Written:
+def _softmax(asked: Asked) -> Phrase:
     name = {"_softmax": "softmax", "_log_softmax": "log_softmax"}.get(asked.call.name, asked.call.name)
-    return Written(f"torch.{name}({asked.text(asked.given['self'])}, dim={asked.text(asked.given['dim'])})")
+    return Phrase(f"torch.{name}({asked.text(asked.given['self'])}, dim={asked.text(asked.given['dim'])})")
 
 
-def _cast(asked: Asked) -> Written | None:
+def _cast(asked: Asked) -> Phrase | None:
     names = set(asked.names()) - {"self"}
     dtype, value = asked.arg("dtype"), asked.piece(asked.given["self"])
     if names - {"dtype", "copy"}:
         return None
     if dtype is None:
-        return Written(f"{value.inside(ATOM)}.clone()")
+        return Phrase(f"{value.inside(ATOM)}.clone()")
     if isinstance(dtype, torch.dtype) and dtype in _CASTS:
-        return Written(f"{value.inside(ATOM)}.{_CASTS[dtype]}()")
-    return Written(f"{value.inside(ATOM)}.to({asked.text(dtype)})")
+        return Phrase(f"{value.inside(ATOM)}.{_CASTS[dtype]}()")
+    return Phrase(f"{value.inside(ATOM)}.to({asked.text(dtype)})")
 
 
-def _same_value(asked: Asked) -> Written:
+def _same_value(asked: Asked) -> Phrase:
     return asked.piece(asked.given[asked.names()[0]])
 
 
-def _where(asked: Asked) -> Written | None:
+def _where(asked: Asked) -> Phrase | None:
     if set(asked.names()) != {"condition", "self", "other"}:
         return None
-    return Written(f"torch.where({', '.join(asked.text(asked.given[name]) for name in ('condition', 'self', 'other'))})")
+    return Phrase(f"torch.where({', '.join(asked.text(asked.given[name]) for name in ('condition', 'self', 'other'))})")
 
 
-def _index(asked: Asked) -> Written | None:
+def _index(asked: Asked) -> Phrase | None:
     places = asked.arg("indices")
     if not isinstance(places, tuple) or not places:
         return None
     inner = ", ".join(":" if place is None else asked.text(place) for place in places)
-    return Written(f"{asked.piece(asked.given['self']).inside(ATOM)}[{inner}]")
+    return Phrase(f"{asked.piece(asked.given['self']).inside(ATOM)}[{inner}]")
 
 
-def _at(asked: Asked, inside: str) -> Written | None:
+def _at(asked: Asked, inside: str) -> Phrase | None:
     """`x[:, 3]`: at a dimension that is counted from the first."""
     dim = asked.arg("dim") or 0
     if not isinstance(dim, int) or not -1 <= dim <= 3:
         return None
     before = "..., " if dim < 0 else ":, " * dim
-    return Written(f"{asked.piece(asked.given['self']).inside(ATOM)}[{before}{inside}]")
+    return Phrase(f"{asked.piece(asked.given['self']).inside(ATOM)}[{before}{inside}]")
 
 
-def _select(asked: Asked) -> Written | None:
+def _select(asked: Asked) -> Phrase | None:
     index = asked.given["index"]
     return _at(asked, str(index)) if isinstance(index, int) else None
 
 
-def _slice(asked: Asked) -> Written | None:
+def _slice(asked: Asked) -> Phrase | None:
     start, end, step = asked.arg("start"), asked.arg("end"), asked.arg("step")
     if any(arg is not None and not isinstance(arg, int) for arg in (start, end, step)):
         return None
@@ -323,26 +332,26 @@ def _slice(asked: Asked) -> Written | None:
     return _at(asked, f"{first}:{last}" + (f":{step}" if step not in (None, 1) else ""))
 
 
-def _moment(asked: Asked) -> Written | None:
+def _moment(asked: Asked) -> Phrase | None:
     if not asked.call.op.endswith(".correction"):
         return _method(asked)
     gone = ("self", "correction") if asked.arg("correction") == 1 else ("self",)
-    return Written(f"{asked.piece(asked.given['self']).inside(ATOM)}.{asked.call.name}({asked.rest(gone)})")
+    return Phrase(f"{asked.piece(asked.given['self']).inside(ATOM)}.{asked.call.name}({asked.rest(gone)})")
 
 
-def _extremum(asked: Asked) -> Written | None:
+def _extremum(asked: Asked) -> Phrase | None:
     return _function(asked) if asked.call.op.endswith(".other") else _method(asked)
 
 
-def _reciprocal(asked: Asked) -> Written:
-    return Written(f"1 / {asked.piece(asked.given['self']).inside(SIGN)}", PRODUCT)
+def _reciprocal(asked: Asked) -> Phrase:
+    return Phrase(f"1 / {asked.piece(asked.given['self']).inside(SIGN)}", PRODUCT)
 
 
-def _log_sigmoid(asked: Asked) -> Written | None:
-    return Written(f"torch.nn.functional.logsigmoid({asked.text(asked.given['self'])})") if asked.single else None
+def _log_sigmoid(asked: Asked) -> Phrase | None:
+    return Phrase(f"torch.nn.functional.logsigmoid({asked.text(asked.given['self'])})") if asked.single else None
 
 
-def _reduction(asked: Asked, name: str, first: Sequence[str], rest: Sequence[str] = ()) -> Written | None:
+def _reduction(asked: Asked, name: str, first: Sequence[str], rest: Sequence[str] = ()) -> Phrase | None:
     """A loss that is put together as a number says."""
     how = asked.given.get("reduction", 1)
     if not isinstance(how, int) or not 0 <= how < len(_MEANS):
@@ -350,68 +359,68 @@ def _reduction(asked: Asked, name: str, first: Sequence[str], rest: Sequence[str
     parts = [asked.text(asked.given[one]) for one in first]
     parts += [f"{one}={asked.text(asked.given[one])}" for one in rest if asked.arg(one) is not None]
     parts += [] if how == 1 else [f'reduction="{_MEANS[how]}"']
-    return Written(f"torch.nn.functional.{name}({', '.join(parts)})")
+    return Phrase(f"torch.nn.functional.{name}({', '.join(parts)})")
 
 
-def _regression(asked: Asked) -> Written | None:
+def _regression(asked: Asked) -> Phrase | None:
     name = {"huber_loss": "huber_loss", "smooth_l1_loss": "smooth_l1_loss"}.get(asked.call.name, asked.call.name)
     return _reduction(asked, name, ("self", "target"), ("beta", "delta"))
 
 
-def _binary(asked: Asked) -> Written | None:
+def _binary(asked: Asked) -> Phrase | None:
     return _reduction(asked, "binary_cross_entropy_with_logits", ("self", "target"), ("weight", "pos_weight"))
 
 
-def _nll(asked: Asked) -> Written | None:
+def _nll(asked: Asked) -> Phrase | None:
     return _reduction(asked, "nll_loss", ("self", "target"), ("weight", "ignore_index")) if asked.single else None
 
 
-def _cross_entropy(asked: Asked) -> Written | None:
+def _cross_entropy(asked: Asked) -> Phrase | None:
     return _reduction(asked, "cross_entropy", ("self", "target"), ("weight", "ignore_index", "label_smoothing"))
 
 
-def _sized_factory(asked: Asked) -> Written | None:
+def _sized_factory(asked: Asked) -> Phrase | None:
     size = asked.given[asked.names()[0]]
     if not isinstance(size, tuple):
         return None
     first = f"({', '.join(map(str, size))}{',' * (len(size) == 1)})"
     rest = asked.rest((asked.names()[0],))
-    return Written(f"torch.{asked.call.name}({first}{', ' + rest if rest else ''})")
+    return Phrase(f"torch.{asked.call.name}({first}{', ' + rest if rest else ''})")
 
 
-def _scalar(asked: Asked) -> Written:
+def _scalar(asked: Asked) -> Phrase:
     rest = asked.rest((asked.names()[0],))
-    return Written(f"torch.tensor({asked.text(asked.given[asked.names()[0]])}{', ' + rest if rest else ''})")
+    return Phrase(f"torch.tensor({asked.text(asked.given[asked.names()[0]])}{', ' + rest if rest else ''})")
 
 
-def _embedding(asked: Asked) -> Written | None:
+def _embedding(asked: Asked) -> Phrase | None:
     if len(asked.names()) != 2:
         return None
-    return Written(f"{asked.piece(asked.given['weight']).inside(ATOM)}[{asked.text(asked.given['indices'])}]")
+    return Phrase(f"{asked.piece(asked.given['weight']).inside(ATOM)}[{asked.text(asked.given['indices'])}]")
 
 
-def _transposed(asked: Asked) -> Written:
-    return Written(f"{asked.piece(asked.given['self']).inside(ATOM)}.t()")
+def _transposed(asked: Asked) -> Phrase:
+    return Phrase(f"{asked.piece(asked.given['self']).inside(ATOM)}.t()")
 
 
-def _fill(asked: Asked) -> Written | None:
+def _fill(asked: Asked) -> Phrase | None:
     value = asked.arg("value")
     if isinstance(value, Ref):
         return None
-    return Written(f"torch.full_like({asked.text(asked.given['self'])}, {asked.text(value if value is not None else 0)})")
+    return Phrase(f"torch.full_like({asked.text(asked.given['self'])}, {asked.text(value if value is not None else 0)})")
 
 
-def _arange(asked: Asked) -> Written:
-    return Written(f"torch.arange({asked.rest()})")
+def _arange(asked: Asked) -> Phrase:
+    return Phrase(f"torch.arange({asked.rest()})")
 
 
-Row = Callable[[Asked], Written | None]
+Row = Callable[[Asked], Phrase | None]
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(INFIX, _infix),
     **dict.fromkeys(PREFIX, _prefix),
-    **dict.fromkeys(FUNCTIONS, _function),
-    **dict.fromkeys(METHODS, _method),
+    **dict.fromkeys(_FUNCTIONS.split(), _function),
+    **dict.fromkeys(_METHODS.split(), _method),
     **dict.fromkeys(SPECIAL, _special),
     **dict.fromkeys(_MOMENTS, _moment),
     **dict.fromkeys(("max", "min"), _extremum),

@@ -11,8 +11,22 @@ from torch import Tensor
 
 FEW = 24  # elements that are listed
 APART = 6  # elements of a large tensor that are set one by one
-DIRECT = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-                    torch.uint8, torch.bool, torch.complex64, torch.complex128))  # fmt: skip - what `torch.tensor` makes of numbers
+DIRECT = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+)  # fmt: skip - what `torch.tensor` makes of numbers
 
 
 def tensor_lines(name: str, tensor: Tensor, *, grad: bool) -> list[str]:

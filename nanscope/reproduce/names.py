@@ -15,7 +15,7 @@ from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
 
 LONGEST = 40  # characters
-OWN = frozenset(("torch", "pytest", "loss_of", "nan", "inf", "self", "cls", "annotations"))  # what the script uses for itself
+OWN = frozenset(("torch", "pytest", "loss_of", "leaf", "nan", "inf", "self", "cls", "annotations"))  # what the script uses for itself
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _RESERVED = frozenset(dir(builtins)) | frozenset(keyword.kwlist) | frozenset(keyword.softkwlist) | OWN
 
@@ -57,7 +57,7 @@ def plain_name(text: str | None) -> str | None:
     return word
 
 
-def called(program: Program, names: Names, value: int) -> str | None:
+def own_name(names: Names, value: int) -> str | None:
     """Return what the code calls a value, None where it has no plain name for it."""
     return plain_name(names.name(value))
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from nanscope.locate.names import Names
-from nanscope.reproduce.alike import Case, Failed, Trial, Why
+from nanscope.reproduce.alike import Case, Failed, Oracle, Why
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
 from nanscope.reproduce.shorten import Edit, essential, shortcuts
@@ -33,7 +34,7 @@ class Stand:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class Shrunk:
     """The smallest program that was found, how and why it fails."""
 
     case: Case
@@ -42,43 +43,44 @@ class Reduced:
 
 
 Taken: TypeAlias = Callable[[str, Stand], None]  # notes an edit that was taken, and where it leads to
-Pass: TypeAlias = Callable[[Trial, Stand, Taken], Stand]
+Pass: TypeAlias = Callable[[Oracle, Stand, Taken], Stand]
 
 
-def reduced(trial: Trial, case: Case, names: Names) -> Reduced | None:
+def shrunk(oracle: Oracle, case: Case, names: Names) -> Shrunk | None:
     """Shrink a program as far as it fails alike; None if it does not fail at all."""
-    failed = trial.run(case)
+    failed = oracle.run(case)
     if failed is None:
         return None
-    trial.wanted = failed.failure
+    oracle.wanted = failed.failure
     stand = Stand(case, failed)
     if case.tokens >= LARGE:
-        stand = _fewer(trial, stand, lambda key, after: None)
-    wanted = why = trial.why(stand.case)
-    for step in (_swept(essential, names), _fewer, _swept(shortcuts, names), _fewer, _swept(simplifications, names), _swept(essential, names), _fewer, _swept(draws, names)):
-        stand, why = _kept_alike(trial, stand, step, wanted, why)
-    return Reduced(stand.case, stand.failed, why)
+        stand = _fewer(oracle, stand, lambda key, after: None)
+    wanted = why = oracle.why(stand.case)
+    plainly, plainer = _swept(essential, names), _swept(simplifications, names)
+    for step in (plainly, _fewer, _swept(shortcuts, names), _fewer, plainer, plainly, _fewer, _swept(draws, names)):
+        stand, why = _kept_alike(oracle, stand, step, wanted, why)
+    return Shrunk(stand.case, stand.failed, why)
 
 
-def _kept_alike(trial: Trial, stand: Stand, step: Pass, wanted: Why, why: Why) -> tuple[Stand, Why]:
+def _kept_alike(oracle: Oracle, stand: Stand, step: Pass, wanted: Why, why: Why) -> tuple[Stand, Why]:
     """Make a pass, without the edits after which the program fails for another reason."""
     for _ in range(TAKEN_BACK):
         taken: list[tuple[str, Stand]] = []
-        end = step(trial, stand, lambda key, after, taken=taken: taken.append((key, after)))  # type: ignore[misc]
+        end = step(oracle, stand, lambda key, after, taken=taken: taken.append((key, after)))  # type: ignore[misc]
         if not taken:
             break
-        found = trial.why(end.case)
+        found = oracle.why(end.case)
         if found.like(wanted):
             return end, found
         good, bad = -1, len(taken) - 1
         while bad - good > 1:
             middle = (good + bad) // 2
-            found = trial.why(taken[middle][1].case)
+            found = oracle.why(taken[middle][1].case)
             if found.like(wanted):
                 good, why = middle, found
             else:
                 bad = middle
-        trial.refused.add(taken[bad][0])
+        oracle.refused.add(taken[bad][0])
         if good >= 0:
             stand = taken[good][1]
     return stand, why
@@ -87,19 +89,19 @@ def _kept_alike(trial: Trial, stand: Stand, step: Pass, wanted: Why, why: Why) -
 def _swept(edits: Callable[[Case, Failed, Names], Iterator[Edit]], names: Names) -> Pass:
     """A pass that tries edits in order, and after one that was taken those of what came of it, each once; and again, until none is."""
 
-    def sweep(trial: Trial, stand: Stand, taken: Taken) -> Stand:
+    def sweep(oracle: Oracle, stand: Stand, taken: Taken) -> Stand:
         for _ in range(SWEEPS):
-            tried = set(trial.refused)
+            tried = set(oracle.refused)
             before = stand
             found: Stand | None = stand
             while found is not None:
                 stand, found = found, None
                 for key, make in edits(stand.case, stand.failed, names):
-                    if key in tried or trial.spent:
+                    if key in tried or oracle.spent:
                         continue
                     tried.add(key)
                     case = make()
-                    failed = None if case is None else trial.alike(case)
+                    failed = None if case is None else oracle.alike(case)
                     if case is not None and failed is not None:
                         found = Stand(case, failed)
                         taken(key, found)
@@ -114,16 +116,16 @@ def _swept(edits: Callable[[Case, Failed, Names], Iterator[Edit]], names: Names)
 _Place: TypeAlias = tuple[int, int, int]  # a dimension, by where a leaf has it: leaf, place, which one of a product
 
 
-def _fewer(trial: Trial, stand: Stand, taken: Taken) -> Stand:
+def _fewer(oracle: Oracle, stand: Stand, taken: Taken) -> Stand:
     """Cut one dimension after another, the longest one first, down to the indices without which it does not fail alike."""
     seen: set[_Place] = set()
-    while not trial.spent:
+    while not oracle.spent:
         places = {place: size for place, size in _places(stand).items() if place not in seen}
         if not places:
             break
         place = max(places, key=lambda one: (places[one], -one[0], -one[1]))
         seen.add(place)
-        stand = _cut_down(trial, stand, place, taken)
+        stand = _cut_down(oracle, stand, place, taken)
     return stand
 
 
@@ -138,20 +140,20 @@ def _places(stand: Stand) -> dict[_Place, int]:
     return {place: dimensions.size(atom) for atom, place in found.items() if dimensions.size(atom) > 1}
 
 
-def _cut_down(trial: Trial, stand: Stand, place: _Place, taken: Taken) -> Stand:
+def _cut_down(oracle: Oracle, stand: Stand, place: _Place, taken: Taken) -> Stand:
     size, anchor = _anchored(stand, place)
     first = size // 2 if anchor is None else anchor
     for keep in ([first], [0] if anchor is None else [], *([first, other] for other in (first - 1, first + 1, 0, size - 1))):
         wanted = sorted({n for n in keep if 0 <= n < size})
-        if 0 < len(wanted) < size and (found := _tried(trial, stand, place, wanted, taken)) is not None:
+        if 0 < len(wanted) < size and (found := _tried(oracle, stand, place, wanted, taken)) is not None:
             return found
     parts = 2
-    while parts <= min(size, PARTS) and size > 1 and not trial.spent:
+    while parts <= min(size, PARTS) and size > 1 and not oracle.spent:
         edges = [round(n * size / parts) for n in range(parts + 1)]
-        for low, high in zip(edges[:-1], edges[1:], strict=True):
+        for low, high in pairwise(edges):
             gone = set(range(low, high)) - ({anchor} if anchor is not None else set())
             keep = [n for n in range(size) if n not in gone]
-            if gone and keep and (found := _tried(trial, stand, place, keep, taken)) is not None:
+            if gone and keep and (found := _tried(oracle, stand, place, keep, taken)) is not None:
                 stand = found
                 size, anchor = _anchored(stand, place)
                 parts = max(parts - 1, 2)
@@ -175,17 +177,17 @@ def _anchored(stand: Stand, place: _Place) -> tuple[int, int | None]:
     return dimensions.size(atom), None
 
 
-def _tried(trial: Trial, stand: Stand, place: _Place, keep: list[int], taken: Taken) -> Stand | None:
+def _tried(oracle: Oracle, stand: Stand, place: _Place, keep: list[int], taken: Taken) -> Stand | None:
     values = stand.failed.trace.values
     dimensions = Dimensions(stand.case.program, values)
     atom = dimensions.of(place[0])[place[1]][place[2]]
     key = f"cut {place} {dimensions.size(atom)} {keep[:4]} {len(keep)} {keep[-1]}"
-    if key in trial.refused:
+    if key in oracle.refused:
         return None
     whole = any(not tensor.is_floating_point() and tensor.dim() for tensor in stand.case.tensors.values())
     for renumber in (False, True) if whole else (False,):
         case = cut(stand.case, values, dimensions, atom, keep, renumber=renumber)
-        failed = trial.alike(case)
+        failed = oracle.alike(case)
         if failed is not None:
             taken(key, found := Stand(case, failed))
             return found

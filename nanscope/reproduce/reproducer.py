@@ -1,16 +1,16 @@
 """The smallest script that fails as a saved step did: what `nanscope repro` prints.
 
-    made = nanscope.reproducer("step-000412.rank0.safetensors")
-    made.script                     fails alike, on nothing but torch
-    made.mended                     the same with the fix that was seen to work, None if none was
-    made.pytest                     a test that is red while the fault is there
+made = nanscope.reproducer("step-000412.rank0.safetensors")
+made.script                     fails alike, on nothing but torch
+made.mended                     the same with the fix that was seen to work, None if none was
+made.pytest                     a test that is red while the fault is there
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
+from pathlib import Path
 
 from nanscope.causes import ADVICE
 from nanscope.errors import NanscopeError
@@ -19,9 +19,9 @@ from nanscope.program.calls import Call, Computes
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.patch import Variant
-from nanscope.reproduce.alike import Case, Trial
-from nanscope.reproduce.reduce import Reduced, reduced
-from nanscope.reproduce.script import Marks, Source, docstring, source_of
+from nanscope.reproduce.alike import Case, Oracle
+from nanscope.reproduce.reduce import Shrunk, shrunk
+from nanscope.reproduce.script import Draft, Marks, docstring, source_of
 from nanscope.reproduce.told import asserts, bad_gradients, beside, first_line, healthy, second_line
 from nanscope.snapshot.file import load
 from nanscope.snapshot.observation import Kind, Phase
@@ -61,7 +61,7 @@ class Reproducer:
         return found
 
 
-def reproducer(snapshot: Snapshot | str | PathLike[str]) -> Reproducer:
+def reproducer(snapshot: Snapshot | str | Path) -> Reproducer:
     """Return the smallest script that fails as a saved step did. snapshot: a step, or the path of one.
 
     Raises NanscopeError if the harm was not made in what was recorded of the loss, or does not come again; SnapshotError and ProgramError
@@ -72,10 +72,10 @@ def reproducer(snapshot: Snapshot | str | PathLike[str]) -> Reproducer:
     program = step.program.slice()
     whole = Case(program, {leaf.id: step.tensors[leaf.id] for leaf in program.leaves})
     names = Names(program)
-    found = reduced(Trial(step), whole, names)
+    found = shrunk(Oracle(step), whole, names)
     if found is None:
         raise NanscopeError(
-            "what was recorded of this step is fine when it is run again: there is nothing to shrink. `nanscope report` tells what was seen",
+            "what was recorded of this step is fine when it is run again, and cannot be shrunk. `nanscope report` tells what was seen",
             slug="fails-no-more",
         )
     return _Pages(found, whole).reproducer()
@@ -109,7 +109,7 @@ def _refuse(step: Snapshot) -> None:
 class _Pages:
     """What was found, as scripts."""
 
-    found: Reduced
+    found: Shrunk
     whole: Case
 
     def reproducer(self) -> Reproducer:
@@ -120,9 +120,9 @@ class _Pages:
         story = self._story(failing)
         return Reproducer(
             script=failing.script(story, list(asserts(found.failed, failing.source.output, failing.leaves))),
-            mended=mended and mended.script(self._mended_story(story), mended.asserts()),
+            mended=None if mended is None else mended.script(self._mended_story(story), mended.asserts()),
             pytest=failing.test(story, failing.asserts(), self._slug(), xfail=self._reason()),
-            pytest_mended=mended and mended.test(self._mended_story(story), mended.asserts(), self._slug(), xfail=""),
+            pytest_mended=None if mended is None else mended.test(self._mended_story(story), mended.asserts(), self._slug(), xfail=""),
             cause=str(why.cause),
             fix=why.fix if mended is not None else "",
             numbers=case.tokens,
@@ -137,8 +137,9 @@ class _Pages:
         if failed.failure.largest is not None:
             bad = list(page.source.gradients)
         name = page.source.called.get(failed.origin.value_id, "")
-        kept = f"Kept: {case.tokens:,} of {whole.tokens:,} numbers and {len(case.program.calls):,} of {len(whole.program.calls):,} calls"
-        return f"{first_line(self.found.why)}\n\n{second_line(failed, name, page.source.output, bad)}\n{kept} of a recorded step, which fails alike."
+        calls = f"{len(case.program.calls):,} of {len(whole.program.calls):,} calls"
+        kept = f"Kept: {case.tokens:,} of {whole.tokens:,} numbers and {calls} of a recorded step, which fails alike."
+        return f"{first_line(self.found.why)}\n\n{second_line(failed, name, page.source.output, bad)}\n{kept}"
 
     def _mended_story(self, story: str) -> str:
         return f"Mended: {ADVICE.get(self.found.why.fix, self.found.why.fix)}.\n\nWithout it: {story.split(chr(10))[0]}"
@@ -172,7 +173,7 @@ class _Page:
 
     program: Program
     run: Run
-    source: Source
+    source: Draft
 
     @staticmethod
     def of(case: Case, run: Run, marks: Marks | None) -> _Page:
@@ -223,5 +224,3 @@ class _Page:
         imports = ["import pytest", "import torch"] if xfail else ["import torch"]
         head = [*docstring(f"{story}\n\n{advice}"), "", *imports]
         return "\n".join(head) + "\n\n\n" + "\n".join(function) + "\n\n\n" + "\n".join(test) + "\n"
-
-

@@ -23,16 +23,16 @@ from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import EXPANSIONS, HISTORY_ENDS, MOVES, SQUEEZES
 from nanscope.reproduce.alike import Case
-from nanscope.reproduce.idioms import ATOM, Asked, Written, idiom
+from nanscope.reproduce.idioms import ATOM, Asked, Phrase, idiom
 from nanscope.reproduce.literals import tensor_lines
-from nanscope.reproduce.names import called, fallback
+from nanscope.reproduce.names import fallback, own_name
 
 WIDE = 96  # characters of a line, without its comment
 INLINE = 64  # characters of an expression that stands within another one
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Draft:
     """The pieces of a script. leaves: by name, the lines that make each tensor; body: the calls; output: what the last value is called;
     gradients: names of the leaves that get one; called: what each value is, by its id."""
 
@@ -60,7 +60,7 @@ class _Writing:
         self.uses = Counter(value for call in program.calls for value in call.inputs())
         self.last = {value: place for place, call in enumerate(program.calls) for value in call.inputs()}
         self.last[program.output] = len(program.calls)
-        self.pieces: dict[int, Written] = {}
+        self.pieces: dict[int, Phrase] = {}
         self.taken: dict[str, int] = {}  # name → the value that has it
         self.kept: set[str] = set()  # names of leaves: they are asked for their gradients at the end
         self.grad = {leaf.id for leaf in program.leaves if leaf.diff and case.tensors[leaf.id].is_floating_point()}
@@ -70,7 +70,7 @@ class _Writing:
 
     def named(self, value: int, place: int) -> str:
         """Return a name for a value: its own, unless another one has it that is still read."""
-        wanted = called(self.program, self.names, value)
+        wanted = own_name(self.names, value)
         if self.program.computes is Computes.LOSS and (value == self.program.output or (wanted == "loss" and place < 0)):
             wanted = "loss" if place >= 0 else None  # the loss is what the script ends in
         wanted = wanted or fallback(self.program, self.names, value)
@@ -88,7 +88,7 @@ class _Writing:
         """Return the name of a leaf, and the lines that make it."""
         name = self.named(value, -1)
         self.kept.add(name)
-        self.pieces[value] = Written(name)
+        self.pieces[value] = Phrase(name)
         self.depends[value] = {value}
         drawn = self.drawn.get(value)
         lines = tensor_lines(name, self.tensors[value], grad=value in self.grad)
@@ -109,7 +109,7 @@ class _Writing:
         piece = idiom(Asked.of(call, self.pieces, single=alone or len(call.outs) == 1))
         came = any(value in self.grad for value in call.inputs())
         if came and not call.grad and call.name not in HISTORY_ENDS:
-            piece = Written(f"{piece.inside(ATOM)}.detach()")  # it was computed without gradients
+            piece = Phrase(f"{piece.inside(ATOM)}.detach()")  # it was computed without gradients
         elif came and call.grad and call.name not in HISTORY_ENDS:
             self.grad.update(outs)
         self.depends.update((out, self._read_by(call)) for out in outs)
@@ -117,28 +117,28 @@ class _Writing:
             if len(outs) > 1:
                 self._unpacked(call, outs, piece)
                 return
-            piece = Written(f"{piece.inside(ATOM)}[{call.outs.index(outs[0])}]")
+            piece = Phrase(f"{piece.inside(ATOM)}[{call.outs.index(outs[0])}]")
         (value,) = outs
         if self._fits(value, call, piece):
             self.pieces[value] = piece
             return
         name = self.named(value, place)
         self._line(f"{name} = {piece.text}", [value])
-        self.pieces[value] = Written(name)
+        self.pieces[value] = Phrase(name)
         self.depends[value] = {value}
 
-    def _unpacked(self, call: Call, outs: Sequence[int], piece: Written) -> None:
+    def _unpacked(self, call: Call, outs: Sequence[int], piece: Phrase) -> None:
         """Several results, of which two or more are read: of a split, which may be of any number, by their places."""
         if call.name not in SPLITS:
             names = [self.named(out, self.place) if out is not None and out in outs else "_" for out in call.outs]
             self._line(f"{', '.join(names)} = {piece.text}", outs)
-            self.pieces.update((out, Written(name)) for out, name in zip(call.outs, names, strict=True) if out is not None)
+            self.pieces.update((out, Phrase(name)) for out, name in zip(call.outs, names, strict=True) if out is not None)
             self.depends.update((out, {out}) for out in outs)
             return
         name = self._free("parts", outs[-1])
         self._line(f"{name} = {piece.text}", outs)
         for out in outs:
-            self.pieces[out] = Written(f"{name}[{call.outs.index(out)}]")
+            self.pieces[out] = Phrase(f"{name}[{call.outs.index(out)}]")
             self.depends[out] = set(outs)
 
     def _read_by(self, call: Call) -> set[int]:
@@ -149,13 +149,13 @@ class _Writing:
         """Is a value, or something that is written with its name, still to be read?"""
         return any(self.last.get(one, -1) > self.place for one, bases in self.depends.items() if value in bases)
 
-    def _fits(self, value: int, call: Call, piece: Written) -> bool:
+    def _fits(self, value: int, call: Call, piece: Phrase) -> bool:
         """May it stand within what reads it?"""
         marked = self.marks is not None and self.marks.value == value
         if value == self.program.output or marked or self.uses[value] != 1 or len(piece.text) > INLINE:
             return False
         carried = call.name in MOVES | EXPANSIONS | SQUEEZES
-        return carried or called(self.program, self.names, value) is None
+        return carried or own_name(self.names, value) is None
 
     def _line(self, text: str, values: Sequence[int]) -> None:
         marked = self.marks is not None and self.marks.value in values
@@ -173,13 +173,14 @@ SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chun
 _ALONE = frozenset(("log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
-def source_of(case: Case, names: Names, marks: Marks | None, graded: Sequence[int]) -> Source:
+def source_of(case: Case, names: Names, marks: Marks | None, graded: Sequence[int]) -> Draft:
     """Return a program as source. marks: the value that goes wrong first. graded: leaves that get a gradient."""
     program, writing = case.program, _Writing(case, names, marks)
     leaves = dict(writing.leaf(leaf.id) for leaf in program.leaves)
     for place, call in enumerate(program.calls):
         writing.call(place, call)
-    return Source(leaves, writing.body, writing.pieces[program.output].text, [writing.pieces[leaf].text for leaf in graded], {v: p.text for v, p in writing.pieces.items()})
+    called = {value: piece.text for value, piece in writing.pieces.items()}
+    return Draft(leaves, writing.body, called[program.output], [called[leaf] for leaf in graded], called)
 
 
 def docstring(text: str, indent: str = "") -> list[str]:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, substitute
-from nanscope.program.ops import ADDITIONS, COPIES, MOVES, Flow, flow_of
+from nanscope.program.ops import ADDITIONS, COPIES, MOVES, SQUEEZES, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
-ENOUGH = 8  # calls that compute: so many are read at a glance, and what is left is still somebody's loss
+ENOUGH = 12  # calls that compute, and leaves: so many are read at a glance, and what is left is still somebody's loss
+LONG, PART = 64, 8  # of a program of so many calls, what takes one in eight of them away goes first
 MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
+CARRYING = MOVES - COPIES | SQUEEZES | frozenset(("expand", "flatten", "movedim", "permute", "swapaxes", "t", "transpose", "unflatten"))
+OVERWRITING = frozenset(("index_copy", "index_put", "masked_scatter", "put", "scatter", "select_scatter", "slice_scatter"))
 
 Edit: TypeAlias = tuple[str, Callable[[], Case | None]]  # what it is called, and what makes it
 
@@ -24,22 +27,30 @@ Edit: TypeAlias = tuple[str, Callable[[], Case | None]]  # what it is called, an
 def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
     """Yield what any reader would leave out: terms that have no part in it, copies, and long ways to what is not the matter."""
     program, behind = case.program, _behind(case, failed)
+    if len(program.calls) > LONG:
+        hoists = sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0])
+        yield from (edit for saved, edit in hoists if saved * PART > len(program.calls))
+    for index, call in enumerate(program.calls):
+        if call.name in OVERWRITING:  # a part of the tensor that is not the matter
+            yield _without(case, index, next(call.inputs()))
     for index, call in reversed(list(enumerate(program.calls))):
         if call.name in ADDITIONS:
             yield from (_without(case, index, value) for value in call.inputs() if value in behind or value == failed.origin.value_id)
-    yield from (edit for saved, edit in _hoists(case, failed, names, behind) if saved >= MANY)
+    for saved, (key, make) in _hoists(case, failed, names, behind):
+        if saved >= MANY:
+            yield key, lambda make=make: _worth(case, make())  # type: ignore[misc]
     yield from (edit for _, edit in _hoists(case, failed, names, behind, only=Flow.CREATE))
     for index, call in enumerate(program.calls):
         yield from _of_nothing(case, index, call)
     for index, call in enumerate(program.calls):
-        if call.name in COPIES - {"detach"} and _is_same(failed, call):
+        if call.name in CARRYING or (call.name in COPIES - {"detach"} and _is_same(failed, call)):
             yield _without(case, index, next(call.inputs()))
 
 
 def shortcuts(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
     """Yield what makes a long program a short one, as long as it is long."""
     program, behind = case.program, _behind(case, failed)
-    if computing(program) <= ENOUGH:
+    if computing(program) + len(program.leaves) <= ENOUGH:
         return
     for _, edit in sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0]):
         yield edit
@@ -117,21 +128,34 @@ JUMPED = 4  # values next to the origin, to which others are led back
 
 
 def _hoists(case: Case, failed: Failed, names: Names, behind: set[int], only: Flow | None = None) -> Iterator[tuple[int, Edit]]:
-    """Yield, for each call that the origin is no part of, how many calls go when what it makes comes in, and how to do it."""
-    program = case.program
+    """Yield, for each call that the origin is no part of, how many calls may go when what it makes comes in, and how to do it."""
+    program, made_of = case.program, _made_of(case.program)
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
         outs = [out for out in call.outs if out is not None]
         if (failed.origin.value_id in outs and failed.origin.born) or any(out in behind for out in outs):
             continue
         used = [out for out in outs if program.consumers.get(out)]
-        if only is not None and flow_of(call.op) is not only:
+        if (only is not None and flow_of(call.op) is not only) or not used:
             continue
-        if not used or any(not isinstance(failed.trace.values.get(out), Tensor) for out in used):
-            continue
-        made = _hoisted(case, failed, names, index, used)
-        saved = len(program.calls) - len(made.program.calls)
-        yield saved, (f"hoist {used[0]}", lambda made=made: made)  # type: ignore[misc]
+        if all(isinstance(failed.trace.values.get(out), Tensor) for out in used):
+            edit = f"hoist {used[0]}", lambda index=index, used=used: _hoisted(case, failed, names, index, used)
+            yield made_of[used[0]].bit_count(), edit
+
+
+def _made_of(program: Program) -> dict[int, int]:
+    """The calls behind each value, as bits: what goes with it if nobody else needs them."""
+    found: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        bits = 1 << index
+        for value in call.inputs():
+            bits |= found.get(value, 0)
+        found.update((out, bits) for out in call.outs if out is not None)
+    return found
+
+
+def _worth(case: Case, made: Case) -> Case | None:
+    return made if len(case.program.calls) - len(made.program.calls) >= MANY else None
 
 
 def _hoisted(case: Case, failed: Failed, names: Names, index: int, outs: list[int]) -> Case:

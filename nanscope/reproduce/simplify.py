@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.names import Names
-from nanscope.reproduce.alike import Case, Drawn, Failed
+from nanscope.reproduce.alike import Case, Failed, Seeded
 from nanscope.reproduce.literals import APART
 from nanscope.reproduce.literals import FEW as LISTED
 from nanscope.reproduce.shorten import Edit
@@ -62,7 +62,7 @@ def draws(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
             continue
         numbers = tensor.double()[torch.isfinite(tensor)]
         if numbers.numel() > 1:
-            for drawn in (Drawn(1.0, 0.0), Drawn(float(f"{float(numbers.std()):.1g}"), float(f"{float(numbers.mean()):.2g}"))):
+            for drawn in (Seeded(1.0, 0.0), Seeded(float(f"{float(numbers.std()):.1g}"), float(f"{float(numbers.mean()):.2g}"))):
                 yield f"drawn {leaf.id} {drawn}", lambda leaf=leaf, tensor=tensor, drawn=drawn: _drawn(case, leaf.id, tensor, drawn)  # type: ignore[misc]
 
 
@@ -71,7 +71,7 @@ def _apart(tensor: Tensor) -> int:
     return tensor.numel() - int(torch.unique(tensor, return_counts=True)[1].max())
 
 
-def _drawn(case: Case, leaf: int, tensor: Tensor, drawn: Drawn) -> Case:
+def _drawn(case: Case, leaf: int, tensor: Tensor, drawn: Seeded) -> Case:
     tensors = {**case.tensors, leaf: drawn.numbers(tensor.shape, tensor.dtype)}
     return Case(case.program, tensors, {**case.drawn, leaf: drawn})
 
@@ -117,4 +117,3 @@ def _one_by_one(case: Case, leaf: int, tensor: Tensor, kinds: tuple[float, ...])
             if float(changed[place]) == now and math.copysign(1, now) == math.copysign(1, number):
                 continue
             yield f"one {leaf} {place} {number}", _with(case, leaf, changed.reshape(tensor.shape))
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from nanscope.program.calls import Computes
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.reproduce.alike import Failed, Why
-from nanscope.text import show_index
+from nanscope.text import listed, show_index
 from nanscope.verdict.sentence import reason
 
 SHOWN = 3  # operands of a calculation that is told
@@ -66,7 +66,7 @@ def _harm(failed: Failed, output: str, gradients: list[str]) -> str:
     value = trace.values[program.output]
     if program.computes is not Computes.LOSS:
         return f"{output} is not finite"
-    of = " and ".join(gradients)
+    of = listed(gradients)
     told = f"the gradient of {of} is" if len(gradients) == 1 else f"the gradients of {of} are"
     if failed.failure.largest is not None:
         return f"everything is finite, and {told} up to {failed.failure.largest:.2g}"
@@ -105,15 +105,19 @@ def asserts(failed: Failed, output: str, names: Mapping[int, str]) -> Iterator[s
         yield f"assert torch.is{kind(value).lower()}({output})"
     else:
         yield f"assert torch.isfinite({output})  # nothing is seen of it here"
-    for leaf in bad_gradients(program, trace.run):
-        yield f"assert not torch.isfinite({names[leaf]}.grad).all()"
+    yield from _each([names[leaf] for leaf in bad_gradients(program, trace.run)], "assert not torch.isfinite({}.grad).all()")
 
 
 def healthy(program: Program, run: Run, output: str, names: Mapping[int, str]) -> Iterator[str]:
     """Yield what holds where the fault is mended."""
     yield f"assert torch.isfinite({output})" if program.computes is Computes.LOSS else f"assert torch.isfinite({output}).all()"
-    for leaf in program.leaves:
-        if leaf.id in run.grads and leaf.id in names:
-            yield f"assert torch.isfinite({names[leaf.id]}.grad).all()"
+    yield from _each([names[leaf.id] for leaf in program.leaves if leaf.id in run.grads], "assert torch.isfinite({}.grad).all()")
 
 
+def _each(names: Sequence[str], line: str) -> Iterator[str]:
+    """The same line for each name; of many, in a loop."""
+    if len(names) <= 2:
+        yield from (line.format(name) for name in names)
+        return
+    yield f"for leaf in ({', '.join(names)}):"
+    yield f"    {line.format('leaf')}"
