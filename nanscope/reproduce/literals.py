@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+WIDE = 96  # characters of a line
 FEW = 24  # elements that are listed
 APART = 6  # elements of a large tensor that are set one by one
 DIRECT = frozenset(
@@ -47,7 +49,22 @@ def tensor_lines(name: str, tensor: Tensor, *, grad: bool) -> list[str]:
                     index = ", ".join(map(str, _unravel(place, tensor.shape)))
                     lines.append(f"{name}[{index}] = {word}")
             return [*lines, f"{name}.requires_grad_()"] if grad else lines
-    return [f"{name} = {_listed(tensor, wanted)}"]
+    if tensor.numel() > FEW and tensor.dim() > 1 and tensor.shape[0] <= APART and all(_is_constant(row) for row in tensor):
+        rows = [_words(row.flatten()[:1])[0] for row in tensor]
+        base = Counter(rows).most_common(1)[0][0]
+        lines = [f"{name} = {_filled(tensor, base, options)}", *(f"{name}[{n}] = {word}" for n, word in enumerate(rows) if word != base)]
+        return [*lines, f"{name}.requires_grad_()"] if grad else lines
+    return _wrapped(f"{name} = {_listed(tensor, wanted)}")
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    first = tensor.flatten()[0]
+    return bool((tensor == first).all()) or bool(torch.isnan(tensor.float()).all())
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line of many numbers, broken after commas."""
+    return textwrap.wrap(line, WIDE, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
 
 
 def _is_said(tensor: Tensor) -> bool:

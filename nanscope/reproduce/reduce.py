@@ -15,7 +15,7 @@ from nanscope.locate.names import Names
 from nanscope.reproduce.alike import Case, Failed, Oracle, Why
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
-from nanscope.reproduce.shorten import Edit, essential, shortcuts
+from nanscope.reproduce.shorten import ENDLESS, Edit, essential, shortcuts
 from nanscope.reproduce.simplify import draws, simplifications
 from nanscope.text import unravel
 
@@ -53,13 +53,19 @@ def shrunk(oracle: Oracle, case: Case, names: Names) -> Shrunk | None:
         return None
     oracle.wanted = failed.failure
     stand = Stand(case, failed)
-    if case.tokens >= LARGE:
-        stand = _fewer(oracle, stand, lambda key, after: None)
-    wanted = why = oracle.why(stand.case)
     plainly, plainer = _swept(essential, names), _swept(simplifications, names)
+    if case.tokens >= LARGE:
+        stand = _fewer(oracle, stand, _unheard)
+    if len(case.program.calls) > ENDLESS:
+        stand = plainly(oracle, stand, _unheard)
+    wanted = why = oracle.why(stand.case)
     for step in (plainly, _fewer, _swept(shortcuts, names), _fewer, plainer, plainly, _fewer, _swept(draws, names)):
         stand, why = _kept_alike(oracle, stand, step, wanted, why)
     return Shrunk(stand.case, stand.failed, why)
+
+
+def _unheard(key: str, after: Stand) -> None:
+    """Nothing is taken back of what went before the first replay."""
 
 
 def _kept_alike(oracle: Oracle, stand: Stand, step: Pass, wanted: Why, why: Why) -> tuple[Stand, Why]:

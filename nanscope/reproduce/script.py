@@ -74,7 +74,7 @@ class _Writing:
         if self.program.computes is Computes.LOSS and (value == self.program.output or (wanted == "loss" and place < 0)):
             wanted = "loss" if place >= 0 else None  # the loss is what the script ends in
         wanted = wanted or fallback(self.program, self.names, value)
-        wanted = "value" if wanted == "loss" and place < 0 else wanted
+        wanted = "x" if wanted == "loss" and place < 0 else wanted
         return self._free(wanted, value)
 
     def _free(self, wanted: str, value: int) -> str:
@@ -112,7 +112,6 @@ class _Writing:
             piece = Phrase(f"{piece.inside(ATOM)}.detach()")  # it was computed without gradients
         elif came and call.grad and call.name not in HISTORY_ENDS:
             self.grad.update(outs)
-        self.depends.update((out, self._read_by(call)) for out in outs)
         if call.name in SPLITS or (len(call.outs) > 1 and not alone):
             if len(outs) > 1:
                 self._unpacked(call, outs, piece)
@@ -121,6 +120,7 @@ class _Writing:
         (value,) = outs
         if self._fits(value, call, piece):
             self.pieces[value] = piece
+            self.depends[value] = self._read_by(call)
             return
         name = self.named(value, place)
         self._line(f"{name} = {piece.text}", [value])

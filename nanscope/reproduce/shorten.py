@@ -16,6 +16,7 @@ from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
 ENOUGH = 12  # calls that compute, and leaves: so many are read at a glance, and what is left is still somebody's loss
+ENDLESS = 400  # calls: a loop over tokens, whose loss is not waited for
 LONG, PART = 64, 8  # of a program of so many calls, what takes one in eight of them away goes first
 MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
 CARRYING = MOVES - COPIES | SQUEEZES | frozenset(("expand", "flatten", "movedim", "permute", "swapaxes", "t", "transpose", "unflatten"))
@@ -27,6 +28,8 @@ Edit: TypeAlias = tuple[str, Callable[[], Case | None]]  # what it is called, an
 def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
     """Yield what any reader would leave out: terms that have no part in it, copies, and long ways to what is not the matter."""
     program, behind = case.program, _behind(case, failed)
+    if len(program.calls) > ENDLESS:
+        yield from _ends(case, failed, behind)
     if len(program.calls) > LONG:
         hoists = sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0])
         yield from (edit for saved, edit in hoists if saved * PART > len(program.calls))
@@ -60,10 +63,15 @@ def shortcuts(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
             read = dict.fromkeys(call.inputs())
             yield from (_without(case, index, value) for value in sorted(read, key=lambda value: value not in behind))
     if program.computes is Computes.LOSS:
-        for call in reversed(program.calls):
-            for out in call.outs:
-                if out is not None and out != program.output and (out in behind or out == failed.origin.value_id):
-                    yield f"end {out}", lambda out=out: _ending(case, out)  # type: ignore[misc]
+        yield from reversed(list(_ends(case, failed, behind)))
+
+
+def _ends(case: Case, failed: Failed, behind: set[int]) -> Iterator[Edit]:
+    """Yield the ways to let the loss end in the sum of what is made of the origin, the shortest first."""
+    for call in case.program.calls if case.program.computes is Computes.LOSS else ():
+        for out in call.outs:
+            if out is not None and out != case.program.output and (out in behind or out == failed.origin.value_id):
+                yield f"end {out}", lambda out=out: _ending(case, out)  # type: ignore[misc]
 
 
 def computing(program: Program) -> int:
@@ -100,7 +108,7 @@ def _of_nothing(case: Case, index: int, call: Call) -> Iterator[Edit]:
         given = case.tensors.get(arg.id) if isinstance(arg, Ref) else arg
         if given is None or isinstance(given, (str, tuple, torch.dtype)):
             continue
-        scale = call.name in ("mul", "div") and torch.as_tensor(given).numel() == 1
+        scale = call.name in ("mul", "div") and torch.as_tensor(given).dim() == 0
         if scale or bool(torch.as_tensor(given == number).all()) or _is_again(case, call, arg):
             yield _without(case, index, other.id)
 

@@ -50,7 +50,9 @@ def _kinds(tensor: Tensor) -> tuple[float, ...]:
 
 def _own(tensor: Tensor) -> list[float]:
     """Its own extremes, in one digit: all of them may have a part in it."""
-    numbers = tensor.double()[torch.isfinite(tensor)] if tensor.is_floating_point() else tensor[:0].double()
+    if not tensor.is_floating_point():
+        return []
+    numbers = tensor.double()[torch.isfinite(tensor)]
     return [] if not numbers.numel() else [float(f"{float(end):.0e}") for end in (numbers.max(), numbers.min())]
 
 
@@ -77,8 +79,12 @@ def _drawn(case: Case, leaf: int, tensor: Tensor, drawn: Seeded) -> Case:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    first = tensor.flatten()[0]
-    return bool((tensor == first).all()) and float(first) in PLAIN[:3]
+    first = _words(float(tensor.flatten()[0]))
+    return (
+        first in map(_words, PLAIN[:3])
+        and all(_words(number) == first for number in tensor.flatten()[:FEW].tolist())
+        and bool((tensor == tensor.flatten()[0]).all())
+    )
 
 
 def _with(case: Case, leaf: int, tensor: Tensor) -> Callable[[], Case]:

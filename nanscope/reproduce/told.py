@@ -58,7 +58,12 @@ def _calculation(origin: Element) -> str:
     numbers = [said(operand.value) for operand in origin.operands]
     if not 0 < len(numbers) <= SHOWN:
         return said(origin.value)
+    if origin.op in _SIGNS and len(numbers) == 2:
+        return f"{numbers[0]} {_SIGNS[origin.op]} {numbers[1]} = {said(origin.value)}"
     return f"{origin.op.strip('_')}({', '.join(numbers)}) = {said(origin.value)}"
+
+
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
 def _harm(failed: Failed, output: str, gradients: list[str]) -> str:
@@ -82,7 +87,7 @@ def kind(tensor: Tensor) -> str:
 
 def said(value: float) -> str:
     """Return a number for a script, in ASCII."""
-    return "NaN" if math.isnan(value) else f"{value:.6g}"
+    return "NaN" if math.isnan(value) else f"{value or 0.0:.6g}"
 
 
 def bad_gradients(program: Program, run: Run) -> list[int]:
