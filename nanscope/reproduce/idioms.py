@@ -30,7 +30,7 @@ class Phrase:
 
 
 # The words that an argument may be: all others are refused, whatever a file holds.
-WORDS = frozenset(("floor", "trunc", "sum", "prod", "mean", "amax", "amin", "none", "tanh", "fro", "nuc", "left", "right"))
+WORDS = frozenset(("floor", "trunc", "sum", "prod", "mean", "amax", "amin", "none", "tanh", "fro", "nuc", "left", "right", "L", "U"))
 UNSAID = frozenset(("device", "layout", "pin_memory", "memory_format", "non_blocking"))  # of the machine, and not of the loss
 
 INFIX: dict[str, tuple[str, int]] = {
@@ -91,7 +91,6 @@ SPECIAL = {
     "linalg_vector_norm": "torch.linalg.vector_norm",
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
-    "elu": "torch.nn.functional.elu",
     "leaky_relu": "torch.nn.functional.leaky_relu",
     "softplus": "torch.nn.functional.softplus",
     "mish": "torch.nn.functional.mish",
@@ -100,7 +99,7 @@ SPECIAL = {
 }
 
 _MOMENTS = frozenset(("std", "var"))
-_SHAPES = frozenset(("view", "reshape", "expand", "permute", "repeat", "tile", "flip"))
+_SHAPES = frozenset(("view", "_unsafe_view", "reshape", "expand", "permute", "repeat", "tile", "flip"))
 _MEANS = ("none", "mean", "sum")  # how a number says that a loss is put together
 _CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bool: "bool", torch.int64: "long"}
 
@@ -192,8 +191,8 @@ def generic(asked: Asked) -> Phrase:
     """Return a call by the name of its operator: always right, and seldom read."""
     call = asked.call
     parts = [asked.text(arg) for arg in call.args]
-    parts += [f"{name}={asked.text(arg)}" for name, arg in call.kwargs if name not in UNSAID]
-    overload(call.op)  # nothing that is not in the whitelist is written
+    known = {argument.name for argument in schema_of(overload(call.op)).arguments} - UNSAID  # nothing else is written
+    parts += [f"{name}={asked.text(arg)}" for name, arg in call.kwargs if name in known]
     return Phrase(f"torch.ops.{call.op}({', '.join(parts)})")
 
 
@@ -259,12 +258,18 @@ def _method(asked: Asked) -> Phrase | None:
     rest = asked.rest((first,))
     if asked.call.name in _SHAPES and len(asked.names()) == 2 and isinstance(asked.given[asked.names()[1]], tuple):
         rest = rest[1:-1] or rest
-    name = {"_unsafe_view": "reshape"}.get(asked.call.name, asked.call.name)
+    name = "reshape" if asked.call.name in ("_unsafe_view", "view") else asked.call.name  # however its elements lie
     return Phrase(f"{asked.piece(asked.given[first]).inside(ATOM)}.{name}({rest})")
 
 
 def _special(asked: Asked) -> Phrase:
     return Phrase(f"{SPECIAL[asked.call.name]}({asked.rest()})")
+
+
+def _elu(asked: Asked) -> Phrase | None:
+    if set(asked.names()) - {"self", "alpha"}:
+        return None
+    return Phrase(f"torch.nn.functional.elu({asked.rest()})")
 
 
 def _rsub(asked: Asked) -> Phrase | None:
@@ -345,6 +350,10 @@ def _extremum(asked: Asked) -> Phrase | None:
 
 def _reciprocal(asked: Asked) -> Phrase:
     return Phrase(f"1 / {asked.piece(asked.given['self']).inside(SIGN)}", PRODUCT)
+
+
+def _det(asked: Asked) -> Phrase | None:
+    return Phrase(f"torch.linalg.det({asked.rest()})") if asked.single else None
 
 
 def _log_sigmoid(asked: Asked) -> Phrase | None:
@@ -430,11 +439,13 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(("nll_loss", "nll_loss_forward"), _nll),
     **dict.fromkeys(("full", "ones", "zeros"), _sized_factory),
     **dict.fromkeys(("cat", "stack", "concat", "hstack", "vstack"), _function),
+    "_linalg_det": _det,
     "_to_copy": _cast,
     "_unsafe_view": _method,
     "arange": _arange,
     "binary_cross_entropy_with_logits": _binary,
     "cross_entropy_loss": _cross_entropy,
+    "elu": _elu,
     "embedding": _embedding,
     "fill": _fill,
     "index": _index,

@@ -67,6 +67,14 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDE, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
 
 
+def listed_numbers(tensor: Tensor) -> int:
+    """Return how many of its numbers a script has to list."""
+    if tensor.numel() <= FEW:
+        return tensor.numel()
+    apart = tensor.numel() - int(torch.unique(tensor.detach().cpu(), return_counts=True)[1].max())
+    return apart if apart <= APART else tensor.numel()
+
+
 def _is_said(tensor: Tensor) -> bool:
     """Would torch take the numbers for another dtype?"""
     return tensor.dtype not in (torch.float32, torch.int64, torch.bool) or (tensor.dtype is not torch.float32 and not tensor.numel())

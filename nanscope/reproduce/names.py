@@ -15,7 +15,9 @@ from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
 
 LONGEST = 40  # characters
-OWN = frozenset(("torch", "pytest", "loss_of", "leaf", "nan", "inf", "self", "cls", "annotations"))  # what the script uses for itself
+OWN = frozenset(
+    ("torch", "pytest", "loss_of", "leaf", "part", "nan", "inf", "self", "cls", "annotations")
+)  # what the script uses for itself
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _RESERVED = frozenset(dir(builtins)) | frozenset(keyword.kwlist) | frozenset(keyword.softkwlist) | OWN
 

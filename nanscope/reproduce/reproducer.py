@@ -20,6 +20,7 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.patch import Variant
 from nanscope.reproduce.alike import Case, Oracle
+from nanscope.reproduce.literals import listed_numbers
 from nanscope.reproduce.reduce import Shrunk, shrunk
 from nanscope.reproduce.script import Draft, Marks, docstring, source_of
 from nanscope.reproduce.told import asserts, bad_gradients, beside, first_line, healthy, second_line
@@ -70,7 +71,7 @@ def reproducer(snapshot: Snapshot | str | Path) -> Reproducer:
     step = snapshot if isinstance(snapshot, Snapshot) else load(snapshot)
     _refuse(step)
     program = step.program.slice()
-    whole = Case(program, {leaf.id: step.tensors[leaf.id] for leaf in program.leaves})
+    whole = Case(program, {leaf.id: step.tensors[leaf.id].detach().cpu().contiguous() for leaf in program.leaves})
     names = Names(program)
     found = shrunk(Oracle(step), whole, names)
     if found is None:
@@ -78,7 +79,17 @@ def reproducer(snapshot: Snapshot | str | Path) -> Reproducer:
             "what was recorded of this step is fine when it is run again, and cannot be shrunk. `nanscope report` tells what was seen",
             slug="fails-no-more",
         )
+    listed = sum(listed_numbers(tensor) for leaf, tensor in found.case.tensors.items() if leaf not in found.case.drawn)
+    if listed > MOST:
+        raise NanscopeError(
+            f"{listed:,} numbers have a part in it, and nothing smaller was found that fails alike: attach the snapshot itself, "
+            "`nanscope inspect` says what is in it",
+            slug="too-many-numbers",
+        )
     return _Pages(found, whole).reproducer()
+
+
+MOST = 20_000  # numbers in a script
 
 
 _ELSEWHERE = {
@@ -153,7 +164,8 @@ class _Pages:
         return _Page.of(Case(program, variant.tensors, self.found.case.drawn), run, marks)
 
     def _slug(self) -> str:
-        return f"test_{self.found.why.cause}_of_{self.found.failed.origin.op.strip('_')}"
+        origin = self.found.failed.origin
+        return f"test_{self.found.why.cause}_of_{origin.op.strip('_') if origin.born else 'input'}"  # else a file names it
 
     def _reason(self) -> str:
         return first_line(self.found.why).rstrip(".")

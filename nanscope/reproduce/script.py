@@ -108,8 +108,11 @@ class _Writing:
         alone = outs == [call.outs[0]] and call.name in _ALONE
         piece = idiom(Asked.of(call, self.pieces, single=alone or len(call.outs) == 1))
         came = any(value in self.grad for value in call.inputs())
-        if came and not call.grad and call.name not in HISTORY_ENDS:
-            piece = Phrase(f"{piece.inside(ATOM)}.detach()")  # it was computed without gradients
+        ended = came and not call.grad and call.name not in HISTORY_ENDS  # it was computed without gradients
+        if ended and (len(call.outs) == 1 or alone) and call.name not in SPLITS:
+            piece = Phrase(f"{piece.inside(ATOM)}.detach()")
+        elif ended:
+            piece = Phrase(f"[part.detach() for part in {piece.text}]")
         elif came and call.grad and call.name not in HISTORY_ENDS:
             self.grad.update(outs)
         if call.name in SPLITS or (len(call.outs) > 1 and not alone):
@@ -170,7 +173,7 @@ def _commented(line: str, comment: str) -> list[str]:
 
 COMMENTED = 116  # characters of a line with its comment
 SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chunk", "unsafe_split"))
-_ALONE = frozenset(("log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
+_ALONE = frozenset(("_linalg_det", "log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
 def source_of(case: Case, names: Names, marks: Marks | None, graded: Sequence[int]) -> Draft:
