@@ -24,6 +24,7 @@ from nanscope.program.calls import Call, Computes, Site
 from nanscope.program.numbers import first_nonfinite
 from nanscope.program.perform import FAILURES
 from nanscope.program.program import Program
+from nanscope.replay.edits import EDITS
 from nanscope.replay.patch import Variant
 from nanscope.snapshot.observation import UNSEEN, Kind, Observation, Phase
 from nanscope.snapshot.step import Snapshot
@@ -123,16 +124,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Why a program fails. fix: the first edit that is proven to mend it, "" if none is; mended: its program."""
+    """Why a program fails. fix: the first edit that is proven to mend it, "" if none is; mended: its program; alone: without a second
+    one."""
 
     cause: Cause
     fix: str
     seen: Observation
     mended: Variant | None = None
+    alone: bool = False
 
     def like(self, other: Why) -> bool:
         """Is it the same cause, which the same edit mends?"""
-        return self.cause is other.cause and (not other.fix or self.fix == other.fix)
+        return self.cause is other.cause and (not other.fix or (self.fix == other.fix and self.alone >= other.alone))
 
 
 # Microseconds, as one core of 2024 takes them. They are counted and not measured: the same file gives the same script everywhere.
@@ -219,9 +222,10 @@ class Oracle:
             warnings.simplefilter("ignore")
             seen, replayed, _ = examine(smaller)
             cause, _ = because(seen, replayed)
-        fixes, _ = fixes_of(seen, cause, replayed.rows)
-        fix = next((fix.id for fix in fixes if fix.executed and fix.works and fix.id in replayed.variants), "")
-        return Why(cause, fix, seen, replayed.variants.get(fix))
+            fixes, _ = fixes_of(seen, cause, replayed.rows)
+            fix = next((fix.id for fix in fixes if fix.executed and fix.works and fix.id in replayed.variants), "")
+            alone = fix in EDITS and replayed.bench is not None and replayed.bench.edit(fix) is not None
+        return Why(cause, fix, seen, replayed.variants.get(fix), alone)
 
 
 def _cost(case: Case) -> int:

@@ -30,6 +30,7 @@ class Dimensions:
     def __init__(self, program: Program, values: Mapping[int, Tensor]) -> None:
         self._same: list[int] = []
         self._size: list[int] = []
+        self._parts: dict[int, Label] = {}  # what a dimension is the product of: a weight's, of the heads that it reads at once
         self._labels: dict[int, Labels] = {}
         self._shapes = {value: tuple(tensor.shape) for value, tensor in values.items()}
         for leaf in program.leaves:
@@ -39,7 +40,11 @@ class Dimensions:
 
     def of(self, value: int) -> Labels:
         """Return the labels of a value's dimensions."""
-        return tuple(tuple(self._root(atom) for atom in label) for label in self._labels.get(value, ()))
+        return tuple(self._expanded(label) for label in self._labels.get(value, ()))
+
+    def _expanded(self, label: Label) -> Label:
+        """A label in dimensions that are no products of others."""
+        return tuple(part for atom in label for part in self._expanded(self._parts.get(self._root(atom), ())) or (self._root(atom),))
 
     def size(self, atom: int) -> int:
         """Return how long a dimension is."""
@@ -62,6 +67,12 @@ class Dimensions:
         return atom
 
     def _join(self, one: Label, other: Label) -> None:
+        one, other = self._expanded(one), self._expanded(other)
+        for single, several in ((one, other), (other, one)):
+            if len(single) == 1 and len(several) > 1 and single[0] not in several:
+                if math.prod(self.size(atom) for atom in several) == self.size(single[0]):
+                    self._parts[single[0]] = several
+                return
         if len(one) == len(other):
             for a, b in zip(one, other, strict=True):
                 a, b = self._root(a), self._root(b)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections.abc import Container
 
 from nanscope.locate.names import Names
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
 
 LONGEST = 40  # characters
-OWN = frozenset(
-    ("torch", "pytest", "loss_of", "leaf", "part", "nan", "inf", "self", "cls", "annotations")
-)  # what the script uses for itself
+# What the script uses for itself.
+OWN = frozenset(("torch", "pytest", "loss_of", "leaf", "part", "nan", "inf", "self", "cls", "annotations"))
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _RESERVED = frozenset(dir(builtins)) | frozenset(keyword.kwlist) | frozenset(keyword.softkwlist) | OWN
 
@@ -49,6 +49,24 @@ _MADE: dict[str, str] = {
 }
 
 
+class Remembered:
+    """What the values of a shrunk program were called when it was whole: where calls are gone, others look like what they are not.
+
+    before: the names in the whole program, for what was in it; now: those in the program as it is.
+    """
+
+    def __init__(self, before: Names, known: Container[int], now: Names) -> None:
+        self._before, self._known, self._now = before, known, now
+
+    def name(self, value: int) -> str | None:
+        """Return the variable a value is bound to."""
+        return (self._before if value in self._known else self._now).name(value)
+
+    def role(self, value: int) -> Role | None:
+        """Return what a value means."""
+        return (self._before if value in self._known else self._now).role(value)
+
+
 def plain_name(text: str | None) -> str | None:
     """Return a name as a script may use it, None if it is none, or could be anything else than a name."""
     if not text or len(text) > 4 * LONGEST:
@@ -59,12 +77,12 @@ def plain_name(text: str | None) -> str | None:
     return word
 
 
-def own_name(names: Names, value: int) -> str | None:
+def own_name(names: Remembered, value: int) -> str | None:
     """Return what the code calls a value, None where it has no plain name for it."""
     return plain_name(names.name(value))
 
 
-def fallback(program: Program, names: Names, value: int) -> str:
+def fallback(program: Program, names: Remembered, value: int) -> str:
     """Return a name for what the code does not name."""
     leaf, made = program.leaf(value), program.maker(value)
     role = names.role(value)

@@ -21,8 +21,10 @@ from nanscope.program.run import Run
 from nanscope.replay.patch import Variant
 from nanscope.reproduce.alike import Case, Oracle
 from nanscope.reproduce.literals import listed_numbers
+from nanscope.reproduce.names import Remembered
 from nanscope.reproduce.reduce import Shrunk, shrunk
 from nanscope.reproduce.script import Draft, Marks, docstring, source_of
+from nanscope.reproduce.shorten import FRESH
 from nanscope.reproduce.told import asserts, bad_gradients, beside, first_line, healthy, second_line
 from nanscope.snapshot.file import load
 from nanscope.snapshot.observation import Kind, Phase
@@ -71,7 +73,7 @@ def reproducer(snapshot: Snapshot | str | Path) -> Reproducer:
     step = snapshot if isinstance(snapshot, Snapshot) else load(snapshot)
     _refuse(step)
     program = step.program.slice()
-    whole = Case(program, {leaf.id: step.tensors[leaf.id].detach().cpu().contiguous() for leaf in program.leaves})
+    whole = Case(program, {leaf.id: step.tensors[leaf.id].detach().cpu() for leaf in program.leaves})
     names = Names(program)
     found = shrunk(Oracle(step), whole, names)
     if found is None:
@@ -86,7 +88,7 @@ def reproducer(snapshot: Snapshot | str | Path) -> Reproducer:
             "`nanscope inspect` says what is in it",
             slug="too-many-numbers",
         )
-    return _Pages(found, whole).reproducer()
+    return _Pages(found, whole, names).reproducer()
 
 
 MOST = 20_000  # numbers in a script
@@ -122,11 +124,12 @@ class _Pages:
 
     found: Shrunk
     whole: Case
+    names: Names
 
     def reproducer(self) -> Reproducer:
         found, whole = self.found, self.whole
         case, why = found.case, found.why
-        failing = _Page.of(case, found.failed.trace.run, Marks(found.failed.origin.value_id, beside(found.failed)))
+        failing = self._page(case, found.failed.trace.run, Marks(found.failed.origin.value_id, beside(found.failed)))
         mended = self._mended(why.mended) if why.mended is not None else None
         story = self._story(failing)
         return Reproducer(
@@ -161,7 +164,16 @@ class _Pages:
         before = set(self.found.case.program.calls)
         new = _last_of_first([call for call in program.calls if call not in before], self.found.case.program)
         marks = None if new is None else Marks(new, f"the fix: {ADVICE.get(variant.id, variant.id).partition(';')[0]}")
-        return _Page.of(Case(program, variant.tensors, self.found.case.drawn), run, marks)
+        return self._page(Case(program, variant.tensors, self.found.case.drawn), run, marks)
+
+    def _page(self, case: Case, run: Run, marks: Marks | None) -> _Page:
+        smallest = self.found.case.program
+        known = {leaf.id for leaf in smallest.leaves} | {
+            out for call in smallest.calls for out in call.outs if out is not None and out < FRESH
+        }
+        graded = [leaf.id for leaf in case.program.leaves if leaf.id in run.grads]
+        names = Remembered(self.names, known, Names(case.program))
+        return _Page(case.program, run, source_of(case, names, marks, graded))
 
     def _slug(self) -> str:
         origin = self.found.failed.origin
@@ -186,12 +198,6 @@ class _Page:
     program: Program
     run: Run
     source: Draft
-
-    @staticmethod
-    def of(case: Case, run: Run, marks: Marks | None) -> _Page:
-        program = case.program
-        graded = [leaf.id for leaf in program.leaves if leaf.id in run.grads]
-        return _Page(program, run, source_of(case, Names(program), marks, graded))
 
     @property
     def leaves(self) -> Mapping[int, str]:

@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanscope.locate.names import Names
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import EXPANSIONS, HISTORY_ENDS, MOVES, SQUEEZES
 from nanscope.reproduce.alike import Case
 from nanscope.reproduce.idioms import ATOM, Asked, Phrase, idiom
 from nanscope.reproduce.literals import tensor_lines
-from nanscope.reproduce.names import fallback, own_name
+from nanscope.reproduce.names import Remembered, fallback, own_name
 
 WIDE = 96  # characters of a line, without its comment
 INLINE = 64  # characters of an expression that stands within another one
@@ -54,7 +53,7 @@ class Marks:
 class _Writing:
     """One program as it is written, call by call."""
 
-    def __init__(self, case: Case, names: Names, marks: Marks | None) -> None:
+    def __init__(self, case: Case, names: Remembered, marks: Marks | None) -> None:
         program = case.program
         self.program, self.names, self.tensors, self.marks, self.drawn = program, names, case.tensors, marks, case.drawn
         self.uses = Counter(value for call in program.calls for value in call.inputs())
@@ -176,7 +175,7 @@ SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chun
 _ALONE = frozenset(("_linalg_det", "log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
-def source_of(case: Case, names: Names, marks: Marks | None, graded: Sequence[int]) -> Draft:
+def source_of(case: Case, names: Remembered, marks: Marks | None, graded: Sequence[int]) -> Draft:
     """Return a program as source. marks: the value that goes wrong first. graded: leaves that get a gradient."""
     program, writing = case.program, _Writing(case, names, marks)
     leaves = dict(writing.leaf(leaf.id) for leaf in program.leaves)

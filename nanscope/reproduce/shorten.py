@@ -16,6 +16,7 @@ from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
 ENOUGH = 12  # calls that compute, and leaves: so many are read at a glance, and what is left is still somebody's loss
+FRESH = 1 << 32  # no program has so many values: what was in it and is gone keeps its number for itself
 ENDLESS = 400  # calls: a loop over tokens, whose loss is not waited for
 LONG, PART = 64, 8  # of a program of so many calls, what takes one in eight of them away goes first
 MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
@@ -204,7 +205,7 @@ def _reading(call: Call, other: dict[int, int]) -> Call:
 def _ending(case: Case, value: int) -> Case | None:
     """The sum of a value as the loss."""
     program = case.program
-    total = program.new_id()
+    total = max(program.new_id(), FRESH)
     end = Call("aten.sum.default", (Ref(value),), (), (total,))
     shorter = Case(replace(program, calls=(*program.calls, end), output=total), case.tensors, case.drawn).sliced
     return shorter if len(shorter.program.calls) < len(program.calls) else None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.names import Names
+from nanscope.program.calls import Ref
+from nanscope.program.ops import DIVISIONS
 from nanscope.reproduce.alike import Case, Failed, Seeded
 from nanscope.reproduce.literals import APART
 from nanscope.reproduce.literals import FEW as LISTED
@@ -29,7 +31,7 @@ def simplifications(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
         tensor = case.tensors[leaf.id]
         if tensor.is_complex() or not tensor.numel() or _is_plain(tensor):
             continue
-        kinds = _kinds(tensor)
+        kinds = _kinds(tensor, divides=_divides(case, leaf.id))
         for number in (*kinds, *_own(tensor)):
             yield f"all {leaf.id} {number}", _with(case, leaf.id, torch.full_like(tensor, number))
         if tensor.numel() > 1:
@@ -42,7 +44,15 @@ def _of_origin(failed: Failed) -> set[int]:
     return {operand.id for operand in failed.origin.operands} | {failed.origin.value_id}
 
 
-def _kinds(tensor: Tensor) -> tuple[float, ...]:
+def _divides(case: Case, leaf: int) -> bool:
+    """Is a leaf divided by? Then 0 is no plain number."""
+    readers = case.program.readers(leaf)
+    return any(call.name in DIVISIONS and call.args[DIVISIONS[call.name]] == Ref(leaf) for call in readers)
+
+
+def _kinds(tensor: Tensor, *, divides: bool) -> tuple[float, ...]:
+    if divides:
+        return (1.0, 0.5) if tensor.is_floating_point() else (1,)
     if tensor.is_floating_point():
         return PLAIN
     return (1, 0)

@@ -35,7 +35,7 @@ def beside(failed: Failed) -> str:
     """Return what is said beside the line that makes, or brings, the first harmful value."""
     origin = failed.origin
     place = f" at {show_index(origin.index)}" if math.prod(origin.shape) > 1 else ""
-    outside = ", at a token that the loss leaves out" if origin.masked else ""
+    outside = ", which the loss leaves out" if origin.masked else ""
     if failed.failure.largest is not None:
         return f"{said(origin.value)}{place}: finite, and the gradient is huge"
     if math.isfinite(origin.value):
