@@ -151,13 +151,14 @@ class Oracle:
     snapshot: Snapshot
     wanted: Failure | None = None
     work: int = 0
+    limit: float = 0.0
     runs: int = 0
     refused: set[str] = field(default_factory=set)
 
     @property
     def spent(self) -> bool:
-        """Is the work that may be done, done?"""
-        return self.work >= WORK
+        """Is the work that may be done by now, done?"""
+        return self.work >= self.limit
 
     def run(self, case: Case) -> Failed | None:
         """Run a program, and say how it fails; None if it does not, or cannot be run."""

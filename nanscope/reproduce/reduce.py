@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nanscope.locate.names import Names
-from nanscope.reproduce.alike import Case, Failed, Oracle, Why
+from nanscope.reproduce.alike import WORK, Case, Failed, Oracle, Why
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
 from nanscope.reproduce.shorten import ENDLESS, Edit, essential, shortcuts
@@ -22,6 +22,7 @@ from nanscope.text import unravel
 LARGE = 1 << 17  # elements of the leaves, from which on a replay waits until there are fewer
 TAKEN_BACK = 12  # edits of one pass, at most
 SWEEPS = 3
+SHARES = (0.4, 0.55, 0.7, 0.75, 0.9, 0.95, 0.98, 1.0)  # of the work, that may be done by the end of each pass
 PARTS = 32  # into which a dimension is taken apart, to leave out each
 
 
@@ -54,12 +55,15 @@ def shrunk(oracle: Oracle, case: Case, names: Names) -> Shrunk | None:
     oracle.wanted = failed.failure
     stand = Stand(case, failed)
     plainly, plainer = _swept(essential, names), _swept(simplifications, names)
+    oracle.limit = SHARES[0] * WORK
     if case.tokens >= LARGE:
         stand = _fewer(oracle, stand, _unheard)
     if len(case.program.calls) > ENDLESS:
         stand = plainly(oracle, stand, _unheard)
     wanted = why = oracle.why(stand.case)
-    for step in (plainly, _fewer, _swept(shortcuts, names), _fewer, plainer, plainly, _fewer, _swept(draws, names)):
+    passes = (plainly, _fewer, _swept(shortcuts, names), _fewer, plainer, plainly, _fewer, _swept(draws, names))
+    for step, share in zip(passes, SHARES, strict=True):
+        oracle.limit = share * WORK
         stand, why = _kept_alike(oracle, stand, step, wanted, why)
     return Shrunk(stand.case, stand.failed, why)
 

@@ -22,7 +22,7 @@ FEW = 48  # elements of a leaf that are made simpler one by one
 
 
 def simplifications(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
-    """Yield what makes the numbers that come in simpler: all of a leaf, then halves of it, then one by one."""
+    """Yield what makes the numbers that come in simpler: all of a leaf, then halves of it, then, where few are left, one by one."""
     for leaf in case.program.leaves:
         tensor = case.tensors[leaf.id]
         if tensor.dtype in (torch.float64, torch.float16, torch.bfloat16):
@@ -63,7 +63,14 @@ def _own(tensor: Tensor) -> list[float]:
     if not tensor.is_floating_point():
         return []
     numbers = tensor.double()[torch.isfinite(tensor)]
-    return [] if not numbers.numel() else [float(f"{float(end):.0e}") for end in (numbers.max(), numbers.min())]
+    ends = [float(numbers.max()), float(numbers.min())] if numbers.numel() else []
+    return [float(f"{end:.0e}") for end in ends] + [_away(end) for end in ends if end]
+
+
+def _away(number: float) -> float:
+    """One digit, and no smaller."""
+    unit = 10.0 ** math.floor(math.log10(abs(number)))
+    return math.copysign(float(f"{math.ceil(abs(number) / unit) * unit:.0e}"), number)
 
 
 def draws(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
@@ -123,7 +130,10 @@ def _words(number: float) -> str:
 
 def _one_by_one(case: Case, leaf: int, tensor: Tensor, kinds: tuple[float, ...]) -> Iterator[Edit]:
     flat = tensor.flatten()
-    other = [place for place in range(flat.numel()) if _words(float(flat[place])) not in map(_words, kinds)][:FEW]
+    plain = set(map(_words, kinds))
+    other = [place for place, number in enumerate(flat.tolist()) if _words(number) not in plain]
+    if len(other) > FEW:
+        return
     for place in other:
         now = float(flat[place])
         rounded = [] if not math.isfinite(now) or not tensor.is_floating_point() else [float(f"{now:.{digits - 1}e}") for digits in DIGITS]
