@@ -59,7 +59,7 @@ def tensor_lines(name: str, tensor: Tensor, *, grad: bool) -> list[str]:
 
 def _is_constant(tensor: Tensor) -> bool:
     first = tensor.flatten()[0]
-    return bool((tensor == first).all()) or bool(torch.isnan(tensor.float()).all())
+    return bool((tensor == first).all()) or bool(torch.isnan(tensor).all())
 
 
 def _wrapped(line: str) -> list[str]:
