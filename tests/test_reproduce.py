@@ -122,6 +122,15 @@ def test_the_same_step_gives_the_same_script() -> None:
     assert nanscope.reproducer(masked_step()) == nanscope.reproducer(masked_step())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numbers_at_the_end_of_their_dtype_are_rounded_within_it(dtype: torch.dtype) -> None:
+    """Of 65504 or 3.4e38 one digit more is no number any more."""
+    high = torch.finfo(dtype).max
+    x = torch.full((2, 3), 0.99 * high, dtype=dtype).requires_grad_()
+    made = nanscope.reproducer(record(lambda x: (x * x).sum(), x).snapshot())
+    assert run_bare([made.script]) == [""]
+
+
 def test_a_large_batch_is_cut_first() -> None:
     """Of 512 × 2,048 tokens as few are left as of 4 × 6."""
     made = nanscope.reproducer(masked_step(512, 2048))

@@ -64,7 +64,13 @@ def _own(tensor: Tensor) -> list[float]:
         return []
     numbers = tensor.double()[torch.isfinite(tensor)]
     ends = [float(numbers.max()), float(numbers.min())] if numbers.numel() else []
-    return [float(f"{end:.0e}") for end in ends] + [_away(end) for end in ends if end]
+    found = [float(f"{end:.0e}") for end in ends] + [_away(end) for end in ends if end]
+    return [number for number in found if _holds(tensor.dtype, number)]
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Is a number within the range of a dtype? Rounded up, it may not be."""
+    return not dtype.is_floating_point or abs(number) <= torch.finfo(dtype).max
 
 
 def _away(number: float) -> float:
@@ -137,7 +143,7 @@ def _one_by_one(case: Case, leaf: int, tensor: Tensor, kinds: tuple[float, ...])
     for place in other:
         now = float(flat[place])
         rounded = [] if not math.isfinite(now) or not tensor.is_floating_point() else [float(f"{now:.{digits - 1}e}") for digits in DIGITS]
-        for number in (*kinds, *rounded):
+        for number in (*kinds, *(number for number in rounded if _holds(tensor.dtype, number))):
             changed = flat.clone()
             changed[place] = number
             if float(changed[place]) == now and math.copysign(1, now) == math.copysign(1, number):
