@@ -1,7 +1,7 @@
 """Does a smaller program still fail as the recorded one did? Asked by running it, and never guessed.
 
 A failure is what a walk finds: phase, the operator and the line where the first harmful value is made, what kind of number it is, whether
-the loss counts it, and what has become of the loss and of the gradients. Why it fails is asked seldom, since it takes a replay.
+the loss counts it, and what has become of the loss and of the gradients. Reason it fails is asked seldom, since it takes a replay.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class Reason:
     """Why a program fails. fix: the first edit that is proven to mend it, "" if none is; mended: its program; alone: without a second
     one."""
 
@@ -133,7 +133,7 @@ class Why:
     mended: Variant | None = None
     alone: bool = False
 
-    def like(self, other: Why) -> bool:
+    def like(self, other: Reason) -> bool:
         """Is it the same cause, which the same edit mends?"""
         return self.cause is other.cause and (not other.fix or (self.fix == other.fix and self.alone >= other.alone))
 
@@ -206,7 +206,7 @@ class Oracle:
         failed = self.run(case)
         return failed if failed is not None and (self.wanted is None or failed.failure.like(self.wanted)) else None
 
-    def why(self, case: Case) -> Why:
+    def why(self, case: Case) -> Reason:
         """Return why a program fails, and the edit that mends it."""
         self.work += REPLAY + REPLAYS * _cost(case)
         smaller = replace(
@@ -226,7 +226,7 @@ class Oracle:
             fixes, _ = fixes_of(seen, cause, replayed.rows)
             fix = next((fix.id for fix in fixes if fix.executed and fix.works and fix.id in replayed.variants), "")
             alone = fix in EDITS and replayed.bench is not None and replayed.bench.edit(fix) is not None
-        return Why(cause, fix, seen, replayed.variants.get(fix), alone)
+        return Reason(cause, fix, seen, replayed.variants.get(fix), alone)
 
 
 def _cost(case: Case) -> int:

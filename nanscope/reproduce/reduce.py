@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nanscope.locate.names import Names
-from nanscope.reproduce.alike import WORK, Case, Failed, Oracle, Why
+from nanscope.reproduce.alike import WORK, Case, Failed, Oracle, Reason
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
 from nanscope.reproduce.shorten import ENDLESS, Edit, essential, shortcuts
@@ -40,7 +40,7 @@ class Shrunk:
 
     case: Case
     failed: Failed
-    why: Why
+    why: Reason
 
 
 Taken: TypeAlias = Callable[[str, Stand], None]  # notes an edit that was taken, and where it leads to
@@ -72,7 +72,7 @@ def _unheard(key: str, after: Stand) -> None:
     """Nothing is taken back of what went before the first replay."""
 
 
-def _kept_alike(oracle: Oracle, stand: Stand, step: Pass, wanted: Why, why: Why) -> tuple[Stand, Why]:
+def _kept_alike(oracle: Oracle, stand: Stand, step: Pass, wanted: Reason, why: Reason) -> tuple[Stand, Reason]:
     """Make a pass, without the edits after which the program fails for another reason."""
     for _ in range(TAKEN_BACK):
         taken: list[tuple[str, Stand]] = []

@@ -13,14 +13,14 @@ from nanscope.locate.origin import Element
 from nanscope.program.calls import Computes
 from nanscope.program.program import Program
 from nanscope.program.run import Run
-from nanscope.reproduce.alike import Failed, Why
+from nanscope.reproduce.alike import Failed, Reason
 from nanscope.text import listed, show_index
 from nanscope.verdict.sentence import reason
 
 SHOWN = 3  # operands of a calculation that is told
 
 
-def first_line(why: Why) -> str:
+def first_line(why: Reason) -> str:
     """Return what goes wrong, as a sentence."""
     title = "it is not known why" if why.cause is Cause.UNKNOWN else reason(why.seen, why.cause)
     return f"{title[:1].upper()}{title[1:]}."
