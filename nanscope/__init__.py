@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from nanscope.watching.scope import Scope, watch
 
 __all__ = [
-    "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay", "Reproducer",
-    "Scope", "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss", "history",
-    "integrations", "load", "loss_inputs", "ray", "replay", "replay_under", "reproducer", "show", "summarise", "watch",
+    "Check", "Forecast", "Incident", "LossInputs", "LossSettings", "NanscopeError", "NonFiniteError", "ProgramError", "Replay",
+    "Reproducer", "Scope", "Snapshot", "SnapshotError", "Verdict", "__version__", "advantages", "check", "diagnose", "framework_loss",
+    "history", "integrations", "load", "loss_inputs", "ray", "replay", "replay_under", "reproducer", "show", "summarise", "watch",
 ]  # fmt: skip
 
 # Looked up when used: the command line and `inspect` do not need torch.

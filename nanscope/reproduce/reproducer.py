@@ -23,7 +23,7 @@ from nanscope.reproduce.alike import Case, Oracle
 from nanscope.reproduce.literals import listed_numbers
 from nanscope.reproduce.names import Remembered
 from nanscope.reproduce.reduce import Shrunk, shrunk
-from nanscope.reproduce.script import Draft, Marks, docstring, source_of
+from nanscope.reproduce.script import Script, Marks, docstring, source_of
 from nanscope.reproduce.shorten import FRESH
 from nanscope.reproduce.told import asserts, bad_gradients, beside, first_line, healthy, second_line
 from nanscope.snapshot.file import load
@@ -197,7 +197,7 @@ class _Page:
 
     program: Program
     run: Run
-    source: Draft
+    source: Script
 
     @property
     def leaves(self) -> Mapping[int, str]:

@@ -31,7 +31,7 @@ INLINE = 64  # characters of an expression that stands within another one
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Script:
     """The pieces of a script. leaves: by name, the lines that make each tensor; body: the calls; output: what the last value is called;
     gradients: names of the leaves that get one; called: what each value is, by its id."""
 
@@ -175,14 +175,14 @@ SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chun
 _ALONE = frozenset(("_linalg_det", "log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
-def source_of(case: Case, names: Remembered, marks: Marks | None, graded: Sequence[int]) -> Draft:
+def source_of(case: Case, names: Remembered, marks: Marks | None, graded: Sequence[int]) -> Script:
     """Return a program as source. marks: the value that goes wrong first. graded: leaves that get a gradient."""
     program, writing = case.program, _Writing(case, names, marks)
     leaves = dict(writing.leaf(leaf.id) for leaf in program.leaves)
     for place, call in enumerate(program.calls):
         writing.call(place, call)
     called = {value: piece.text for value, piece in writing.pieces.items()}
-    return Draft(leaves, writing.body, called[program.output], [called[leaf] for leaf in graded], called)
+    return Script(leaves, writing.body, called[program.output], [called[leaf] for leaf in graded], called)
 
 
 def docstring(text: str, indent: str = "") -> list[str]:
