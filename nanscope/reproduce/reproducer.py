@@ -23,7 +23,7 @@ from nanscope.reproduce.alike import Case, Oracle
 from nanscope.reproduce.literals import listed_numbers
 from nanscope.reproduce.names import Remembered
 from nanscope.reproduce.reduce import Shrunk, shrunk
-from nanscope.reproduce.script import Script, Marks, docstring, source_of
+from nanscope.reproduce.script import Marks, Script, docstring, source_of
 from nanscope.reproduce.shorten import FRESH
 from nanscope.reproduce.told import asserts, bad_gradients, beside, first_line, healthy, second_line
 from nanscope.snapshot.file import load
