@@ -131,6 +131,23 @@ def test_numbers_at_the_end_of_their_dtype_are_rounded_within_it(dtype: torch.dt
     assert run_bare([made.script]) == [""]
 
 
+def test_a_long_loop_is_shrunk() -> None:
+    """Of hundreds of calls over tokens a few are left: the ways to let it end early are few, and the work is kept for the others."""
+
+    def loss(x: Tensor, gate: Tensor) -> Tensor:
+        h = torch.zeros(2)
+        for t in range(120):
+            h = (h * gate + torch.exp(x[t])) * 0.5 + 0.1 * h
+        return h.sum()
+
+    x = torch.zeros(120, 2)
+    x[7, 1] = 95.0
+    step = record(loss, x.requires_grad_(), torch.full((2,), 0.5)).snapshot()
+    made = nanscope.reproducer(step)
+    assert made.of_calls > 400 and made.calls <= 12
+    assert run_bare([made.script]) == [""]
+
+
 def test_a_large_batch_is_cut_first() -> None:
     """Of 512 × 2,048 tokens as few are left as of 4 × 6."""
     made = nanscope.reproducer(masked_step(512, 2048))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from nanscope.reproduce.alike import Case, Failed
 ENOUGH = 12  # calls that compute, and leaves: so many are read at a glance, and what is left is still somebody's loss
 FRESH = 1 << 32  # no program has so many values: what was in it and is gone keeps its number for itself
 ENDLESS = 400  # calls: a loop over tokens, whose loss is not waited for
+NEAREST = 6  # ways to let it end early
 LONG, PART = 64, 8  # of a program of so many calls, what takes one in eight of them away goes first
 MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
 CARRYING = MOVES - COPIES | SQUEEZES | frozenset(("expand", "flatten", "movedim", "permute", "swapaxes", "t", "transpose", "unflatten"))
@@ -30,7 +32,7 @@ def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
     """Yield what any reader would leave out: terms that have no part in it, copies, and long ways to what is not the matter."""
     program, behind = case.program, _behind(case, failed)
     if len(program.calls) > ENDLESS:
-        yield from _ends(case, failed, behind)
+        yield from islice(_ends(case, failed, behind), NEAREST)
     if len(program.calls) > LONG:
         hoists = sorted(_hoists(case, failed, names, behind), key=lambda found: -found[0])
         yield from (edit for saved, edit in hoists if saved * PART > len(program.calls))
