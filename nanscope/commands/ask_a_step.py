@@ -317,26 +317,33 @@ def audit(
 @app.command(rich_help_panel=ASK)
 def repro(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A snapshot or a run, by path or address.", autocompletion=snapshots_near)],
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="A snapshot or a run, by path or address; without one, the latest run.", autocompletion=snapshots_near
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there; without, it is printed.")] = None,
     fix: Annotated[bool, typer.Option("--fix", help="With the fix that was seen to work: nothing fails any more.")] = False,
     pytest: Annotated[bool, typer.Option("--pytest", help="As a test, which is red while the fault is there.")] = False,
 ) -> None:
-    """Shrink a saved step to a script that fails alike.
+    """Shrink a saved step to a small script that fails alike.
 
     On nothing but torch: what a bug report needs. Rows, tokens, calls and numbers go as long as the cause, the place and the harm stay what
-    they are; each try is run. Names are those of your code, numbers and operators are all else that is in it.
+    they are; each try is run. Names are those of your code; numbers and operators are all else that is in it.
 
     Example: nanscope repro step-000412.rank0.safetensors -o repro.py
 
-    Example: nanscope repro step-000412.rank0.safetensors --pytest -o test_loss.py
+    Example: nanscope repro nanscope-runs/latest --pytest -o test_loss.py
     """
-    load_torch()
     from nanscope.report.console import progress
+
+    (given,) = or_latest([file] if file is not None else None)
+    step = step_of(context, given)
+    load_torch()
     from nanscope.reproduce.reproducer import reproducer
     from nanscope.snapshot.file import load
 
-    step = step_of(context, file)
     with progress(f"shrinking {step.path.name}", file=sys.stderr):
         made = reproducer(load(step.path))
     text = made.text(fix=fix, pytest=pytest)
@@ -400,48 +407,6 @@ def _names(a: Path, b: Path) -> tuple[str, str]:
     if one == other:
         one, other = (f"{path.parent.name}/{path.name.removesuffix(SNAPSHOT)}" for path in (a, b))
     return ("A", "B") if one == other else (one, other)
-
-
-@app.command(rich_help_panel=ASK)
-def repro(
-    context: typer.Context,
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE", help="A snapshot or a run, by path or address; without one, the latest run.", autocompletion=snapshots_near
-        ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there; without, it is printed.")] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="With the fix that was seen to work: nothing fails any more.")] = False,
-    pytest: Annotated[bool, typer.Option("--pytest", help="As a test, which is red while the fault is there.")] = False,
-) -> None:
-    """Shrink a saved step to a small script that fails alike.
-
-    On nothing but torch: what a bug report needs. Rows, tokens, calls and numbers go as long as the cause, the place and the harm stay what
-    they are; each try is run. Names are those of your code; numbers and operators are all else that is in it.
-
-    Example: nanscope repro step-000412.rank0.safetensors -o repro.py
-
-    Example: nanscope repro nanscope-runs/latest --pytest -o test_loss.py
-    """
-    from nanscope.report.console import progress
-
-    (given,) = or_latest([file] if file is not None else None)
-    step = step_of(context, given)
-    load_torch()
-    from nanscope.reproduce.reproducer import reproducer
-    from nanscope.snapshot.file import load
-
-    with progress(f"shrinking {step.path.name}", file=sys.stderr):
-        made = reproducer(load(step.path))
-    text = made.text(fix=fix, pytest=pytest)
-    if output is None:
-        print(text, end="")
-        print(made.kept, file=sys.stderr)
-    else:
-        with writing(output):
-            output.write_text(text, encoding="utf-8")
-        print(f"{clean(str(output))}: {made.kept}")
 
 
 @app.command(rich_help_panel=ASK)
