@@ -1,0 +1,93 @@
+"""What the page's script reads, and what stands there without it: the same numbers, and nothing that JSON or a reader cannot hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from verdicts import NASTY, hostile, incident_of, verdict_of
+
+from nanscope.report.clean import LIMITS
+from nanscope.report.history import panels_of
+from nanscope.report.html import render_html
+from nanscope.report.lookout import chart_data, lookout_of, map_data, short
+from nanscope.verdict.incident import Incident
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(math.nan, '"n"'), (math.inf, '"i"'), (-math.inf, '"-i"'), (0.0, "0"), (-2.0, "-2"), (0.123456, "0.1235"), (1.23456e30, "1.235e+30")],
+)
+def test_a_number_is_short(value: float, text: str) -> None:
+    """Four digits are enough to read, and what JSON has no number for is text that the script knows."""
+    assert json.dumps(short(value)) == text
+
+
+def test_the_data_of_the_script_are_those_of_the_verdict() -> None:
+    """Windows, tracks and masks come through, and as many windows as are asked for."""
+    incident = incident_of("forward masked")
+    found = map_data(incident, LIMITS[0], 1)
+    assert found is not None and incident.tokens is not None
+    assert len(found["windows"]) == 1 and len(found["tracks"]) == len(incident.tokens.tracks)
+    (window,) = found["windows"]
+    assert [cell == "1" for cell in window["masked"][0]] == list((incident.tokens.windows[0].masked or ())[0])
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_stands_there_without_a_script() -> None:
+    """The origin's values, what is bad of the whole, and the rows with most of it."""
+    incident = incident_of("forward masked")
+    found = lookout_of(incident, LIMITS[0], 0)
+    assert found is not None and found.summary.endswith("masked") and found.where.endswith("the loss does not count it")
+    assert found.lines[0].bad and found.worst and any(tile.look == "bad" for tile in found.tiles)
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    """An origin outside the file has no tokens."""
+    assert lookout_of(incident_of("observed only"), LIMITS[0], 0) is None
+    assert map_data(incident_of("observed only"), LIMITS[0], 6) is None
+
+
+def test_charts_are_data_too() -> None:
+    """Every point of every curve, and the limit."""
+    (panel, *_) = panels_of(incident_of("history"))
+    found = chart_data(panel)
+    assert [len(curve["points"]) for curve in found["curves"]] == [len(line.points) for line in panel.series if line.points]
+    json.dumps(found, allow_nan=False)
+
+
+def test_hostile_names_are_clean_in_the_data() -> None:
+    """No control character, and nothing that ends a script."""
+    incident: Incident = hostile(Incident, NASTY)
+    text = json.dumps(map_data(incident, LIMITS[0], 1), ensure_ascii=False)
+    assert "\x1b" not in text and "\u202e" not in text and "\ud800" not in text
+    page = render_html(verdict_of("forward masked"))
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert not set(data) & set("<>&")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_the_script_shows_what_stands_there_without_it(tmp_path: Path) -> None:
+    """In a browser the table of the origin, which the script writes anew, says the same numbers, and the controls are there."""
+    page = render_html(verdict_of("forward masked"))
+    (tmp_path / "report.html").write_text(page, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]
+    done = subprocess.run(
+        [str(BROWSER), *options, f"file://{tmp_path}/report.html"], capture_output=True, text=True, timeout=120, check=True
+    )
+
+    def read(text: str) -> list[list[str]]:
+        (body,) = re.findall(r'<table class="readout">.*?<tbody>(.*?)</tbody>', text, re.DOTALL)
+        rows = re.findall(r"<tr.*?>(.*?)</tr>", body, re.DOTALL)
+        return [[re.sub(r"<[^>]*>|\s", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)] for row in rows]
+
+    assert read(done.stdout) == read(page)
+    assert 'class="controls" hidden' in page and 'class="controls" hidden' not in done.stdout
+    assert len(re.findall("<option", done.stdout)) >= 3

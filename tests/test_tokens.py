@@ -1,0 +1,148 @@
+"""Everything known of the tokens around an origin: it is what the run computed, nothing bad is lost, and a large batch stays small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recorded import record
+from torch import Tensor
+
+from nanscope.replay.tries import Replay, replay
+from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.verdict.tokens import HEIGHT, RECORDED, TILES, WIDTH, WINDOWS, TokenMap, Track, tokens_of
+
+
+def loss(logps: Tensor, ref_logps: Tensor, advantages: Tensor, completion_mask: Tensor) -> Tensor:
+    ref_log_ratio = ref_logps - logps
+    per_token_kl = torch.exp(ref_log_ratio) - ref_log_ratio - 1
+    per_token_loss = (-advantages.unsqueeze(1) * logps + 0.1 * per_token_kl) * completion_mask
+    return per_token_loss.sum() / completion_mask.sum()
+
+
+def batch(rows: int, columns: int, bad: dict[tuple[int, int], bool]) -> tuple[Tensor, ...]:
+    """A batch in which some log-probs overflow; bad: (row, column) → is it masked?"""
+    torch.manual_seed(0)
+    logps, mask = -torch.rand(rows, columns) - 0.1, torch.ones(rows, columns)
+    for (row, column), masked in bad.items():
+        logps[row, column] = -200.0
+        mask[row, column] = 0.0 if masked else 1.0
+    return logps.requires_grad_(), -torch.rand(rows, columns) - 0.1, torch.randn(rows), mask
+
+
+def replayed(args: tuple[Tensor, ...], function: Callable[..., Tensor] = loss) -> Replay:
+    recorded = record(function, *args)
+    return replay(Snapshot(1, 0, recorded.program, recorded.tensors, recorded.loss, {}, Reached()))
+
+
+def map_of(args: tuple[Tensor, ...], fix: str | None = "mask_before_op", function: Callable[..., Tensor] = loss) -> TokenMap:
+    found = tokens_of(replayed(args, function), fix)
+    assert found is not None
+    return found
+
+
+def track(found: TokenMap, name: str) -> Track:
+    return next(one for one in found.tracks if one.name == name)
+
+
+def at(found: TokenMap, one: Track, row: int, column: int, way: str = RECORDED) -> float:
+    for window, cells in zip(found.windows, one.cells[way], strict=True):
+        if window.row <= row < window.row + window.height and window.column <= column < window.column + window.width:
+            return cells[row - window.row][0 if one.per_row else column - window.column]
+    raise AssertionError("not kept")
+
+
+def test_every_role_is_what_the_run_computed() -> None:
+    """The log-probs, their reference, the log-ratio, the KL, the advantage of a row, and the gradient, at the origin and beside it."""
+    args = batch(3, 5, {(1, 3): True})
+    found = map_of(args)
+    logps, ref, advantages, _ = (arg.detach() for arg in args)
+    assert (found.row, found.column, found.rows, found.columns) == (1, 3, 3, 5)
+    for row, column in ((1, 3), (0, 0), (2, 4)):
+        assert at(found, track(found, "logps"), row, column) == float(logps[row, column])
+        assert at(found, track(found, "ref_logps"), row, column) == float(ref[row, column])
+        assert at(found, track(found, "advantages"), row, column) == float(advantages[row])
+    assert found.tracks[found.main].name == "ref_log_ratio" and found.tracks[found.main].limit == pytest.approx(88.72, abs=0.01)
+    assert at(found, track(found, "per_token_kl"), 1, 3) == math.inf
+
+
+def test_the_fix_stands_beside_what_was_recorded() -> None:
+    """The gradient that the log-prob would have had is there, and what a fix does not change is left out."""
+    found = map_of(batch(3, 5, {(1, 3): True}))
+    gradient = track(found, "gradient of logps")
+    assert not math.isfinite(at(found, gradient, 1, 3)) and math.isfinite(at(found, gradient, 1, 3, "mask_before_op"))
+    assert set(track(found, "logps").cells) == {RECORDED}
+    assert list(found.ways) == [RECORDED, "mask_before_op"]
+    assert list(map_of(batch(3, 5, {(1, 3): True}), None).ways) == [RECORDED]
+
+
+def test_counts_are_of_the_whole_and_masked_apart() -> None:
+    """One bad token that counts is not lost among those that do not."""
+    bad = {(0, 0): True, (2, 1): True, (7, 9): False}
+    found = map_of(batch(9, 11, bad))
+    main = found.tracks[found.main]
+    assert (main.bad, main.bad_masked) == (3, 2)
+    assert found.worst[0] == (7, 1, 0) and {row for row, _, _ in found.worst} == {0, 2, 7}
+    assert sum(map(sum, found.tiles)) == 3
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 300), (300, 1), (50, 130), (97, 193), (24, 64)])
+def test_the_windows_hold_the_origin_and_the_tiles_the_whole(rows: int, columns: int) -> None:
+    """Whatever the shape: windows lie inside, no two alike, as many as are kept, the one around the origin first."""
+    row, column = rows - 1, columns - 1
+    found = map_of(batch(rows, columns, {(row, column): True}) if rows * columns > 1 else batch(rows, columns, {(0, 0): False}), None)
+    first = found.windows[0]
+    assert first.row <= found.row < first.row + first.height and first.column <= found.column < first.column + first.width
+    assert len({(w.row, w.column) for w in found.windows}) == len(found.windows) <= WINDOWS
+    for window in found.windows:
+        assert 0 <= window.row <= rows - window.height and 0 <= window.column <= columns - window.width
+        assert window.height <= HEIGHT and window.width <= WIDTH
+    assert len(found.tiles) <= TILES[0] and all(len(line) <= TILES[1] for line in found.tiles)
+    assert len(found.tiles) * found.tile_height >= rows and len(found.tiles[0]) * found.tile_width >= columns
+    assert sum(map(sum, found.tiles)) == found.tracks[found.main].bad == 1
+
+
+def test_windows_go_where_it_is_bad() -> None:
+    """A far corner in which more is bad is kept, too."""
+    bad = {(0, 0): True, **{(199, 290 + n): True for n in range(8)}}
+    found = map_of(batch(200, 300, bad))
+    assert at(found, found.tracks[found.main], 199, 295) > 88.8
+
+
+def test_ranges_and_histogram_are_of_what_is_finite() -> None:
+    """The median is that of the tokens that count; every finite element is in a bin, counted or masked."""
+    args = batch(6, 10, {(1, 3): True, (4, 4): True})
+    found = map_of(args)
+    logps, mask = args[0].detach(), args[3]
+    one = track(found, "logps")
+    assert one.median == pytest.approx(float(torch.quantile(logps[mask == 1].double(), 0.5)), rel=1e-6)
+    assert (one.least, one.most) == (float(logps.min()), float(logps.max()))
+    assert one.histogram is not None
+    assert sum(one.histogram.counted) == 58 and sum(one.histogram.masked) == 2
+    kl = track(found, "per_token_kl")
+    assert kl.histogram is not None and sum(kl.histogram.counted) + sum(kl.histogram.masked) == 58 and math.isfinite(kl.most)
+
+
+def test_a_scalar_has_no_map() -> None:
+    """There is nothing to look around in."""
+
+    def scalar(x: Tensor, n: Tensor) -> Tensor:
+        return x.sum() / n
+
+    assert tokens_of(replayed((torch.ones(3, requires_grad=True), torch.tensor(0.0)), scalar), None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: Any) -> None:
+    """Half precision and double are read as they are."""
+
+    def half(x: Tensor, mask: Tensor) -> Tensor:
+        return (torch.exp(x) * mask).float().sum()
+
+    x = torch.zeros(2, 3, dtype=dtype)
+    x[1, 2] = 800.0
+    found = map_of((x.requires_grad_(), torch.ones(2, 3, dtype=dtype)), None, half)
+    assert (found.row, found.column) == (1, 2) and found.tracks[found.main].bad == 1
