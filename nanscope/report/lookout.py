@@ -23,7 +23,7 @@ DIGITS = 4
 
 @dataclass(frozen=True, slots=True)
 class ReadLine:
-    """What one role is at the origin. fixed: with the fix, "" where nothing is known of it."""
+    """What one role is at the origin. fixed: with the fix, "" where nothing is known of it. far: finite, and far out of its usual range."""
 
     name: str
     role: str
@@ -32,6 +32,7 @@ class ReadLine:
     median: str
     usual: str
     bad: bool
+    far: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,17 @@ def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine
         numeral(track.median),
         f"{numeral(track.low)} … {numeral(track.high)}",
         bad,
+        not bad and is_far(value, track),
     )
+
+
+FAR = 5  # widths of the usual range
+
+
+def is_far(value: float, track: Track) -> bool:
+    """Is a number of a role far out of where most of them are?"""
+    room = FAR * (track.high - track.low)
+    return room > 0 and not track.low - room <= value <= track.high + room
 
 
 def _at(track: Track, found: TokenMap, way: str) -> float:
@@ -226,6 +237,7 @@ def _track(track: Track, limits: Limits, windows: int) -> dict[str, Any]:
         "low": short(track.low),
         "high": short(track.high),
         "histogram": None if h is None else {"low": h.low, "high": h.high, "counted": list(h.counted), "masked": list(h.masked)},
+        "left": {clean(way, 60): list(counts) for way, counts in track.left.items()},
         "cells": {clean(way, 60): _cells(cells, windows) for way, cells in track.cells.items()},
     }
 

@@ -53,14 +53,16 @@
       this.svg.setAttribute("role", "application");
       this.svg.setAttribute("aria-label", "map of tokens: the arrow keys go from one to the next, and what is known of it is read below");
       this.svg.addEventListener("pointermove", (event) => this.over(event));
-      this.svg.addEventListener("pointerdown", (event) => this.over(event));
+      this.svg.addEventListener("pointerdown", (event) => { this.over(event); this.pinned = this.at; });
+      this.svg.addEventListener("pointerleave", () => { if (this.pinned) { this.at = this.pinned; this.read(); } });
       this.svg.addEventListener("keydown", (event) => this.key(event));
-      all("[data-row]", node).forEach((spot) => spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); }));
+      all("[data-row]", node).forEach((spot) => spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.svg.scrollIntoView({ block: "center" }); }));
       const tiles = node.querySelector("svg.tiles");
       if (tiles) {
         tiles.addEventListener("click", (event) => {
           const box = tiles.getBoundingClientRect();
-          this.go(Math.floor((event.clientY - box.top) / box.height * map.rows), Math.floor((event.clientX - box.left) / box.width * map.columns));
+          const row = Math.floor((event.clientY - box.top) / box.height * map.rows), column = Math.floor((event.clientX - box.left) / box.width * map.columns);
+          this.go(...(this.near(row, column, 6 * map.rows / box.height, 6 * map.columns / box.width) || [row, column]));
         });
       }
       this.mark = drawn(this.svg, "rect");
@@ -81,11 +83,14 @@
       const here = windows[this.window];
       const found = holds(here) ? this.window : windows.findIndex(holds);
       if (found < 0) {
-        this.caption.textContent = `row ${count(row)}, ${this.map.column_name} ${count(column)} is not kept in this page: its values are in the snapshot`;
+        this.at = this.pinned = null;
+        this.caption.textContent = `${this.map.row_name} ${count(row)}, ${this.map.column_name} ${count(column)}: its values are in the snapshot, and not in this page`;
+        this.readout.replaceChildren();
+        this.mark.setAttribute("width", 0);
         return;
       }
       this.window = found;
-      this.at = [row - windows[found].row, column - windows[found].column];
+      this.at = this.pinned = [row - windows[found].row, column - windows[found].column];
       this.draw();
     }
 
@@ -98,11 +103,23 @@
       this.read();
     }
 
+    // the bad token that is meant by a click beside its small red mark, if its values are kept
+    near(row, column, down, across) {
+      const track = this.map.tracks[this.map.main], found = [];
+      this.map.windows.forEach((w, n) => track.cells.as_recorded[n].forEach((line, r) => line.forEach((cell, c) => {
+        const value = real(cell), far = [Math.abs(w.row + r - row) / Math.max(1, down), Math.abs(w.column + c - column) / Math.max(1, across)];
+        if ((!Number.isFinite(value) || (track.limit !== null && value > track.limit)) && Math.max(...far) <= 1) found.push([Math.hypot(...far), w.row + r, w.column + c]);
+      })));
+      found.sort((a, b) => a[0] - b[0]);
+      return found.length ? found[0].slice(1) : null;
+    }
+
     key(event) {
       const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }, move = moves[event.key], w = this.map.windows[this.window];
       if (event.key === "Home") { event.preventDefault(); this.go(this.map.row, this.map.column); return; }
       if (!move) return;
       event.preventDefault();
+      if (!this.at) { this.go(this.map.row, this.map.column); return; }
       this.go(
         Math.max(0, Math.min(this.map.rows - 1, w.row + this.at[0] + move[0])),
         Math.max(0, Math.min(this.map.columns - 1, w.column + this.at[1] + move[1])),
@@ -134,11 +151,13 @@
       set(".gaps", `M0 0h${width}v${height}h${-width}z`);
       this.svg.setAttribute("viewBox", `-0.35 -0.35 ${width + 0.7} ${height + 0.7}`);
       const ring = this.svg.querySelector(".ring"), inside = map.row >= w.row && map.row < w.row + height && map.column >= w.column && map.column < w.column + width;
-      all(".ring, .lead", this.svg).forEach((part) => { part.style.display = inside ? "" : "none"; });
+      const told = inside && this.track === map.main && this.way === "as_recorded";
+      all(".ring", this.svg).forEach((part) => { part.style.display = inside ? "" : "none"; });
+      all(".lead", this.svg).forEach((part) => { part.style.display = told ? "" : "none"; });
       if (ring) { ring.setAttribute("x", map.column - w.column - 0.16); ring.setAttribute("y", map.row - w.row - 0.16); }
       set(".lead", `M${map.column - w.column + 0.5} -0.35V${map.row - w.row - 0.16}`);
       const flag = this.node.querySelector(".flag");
-      if (flag) flag.style.visibility = inside && this.track === map.main && this.way === "as_recorded" ? "" : "hidden";
+      if (flag) flag.style.visibility = told ? "" : "hidden";
       if (flag && inside) flag.firstElementChild.style.left = `${100 * (map.column - w.column + 0.5) / width}%`;
       const ticks = (node, first, size, side, strong, least) => {
         if (!node) return;
@@ -151,8 +170,9 @@
       const ends = all(".scale b", this.node);
       if (ends.length) { ends[0].textContent = `${saturated ? "≤ " : ""}−${numeral(scale)}`; ends[1].textContent = `${saturated ? "≥ " : ""}${numeral(scale)}`; }
       this.node.querySelector(".caption code").textContent = track.name;
-      this.node.querySelector(".caption .total").textContent = track.bad
-        ? `${count(track.bad)} of ${count(track.per_row ? map.rows : map.rows * map.columns)} ${track.limit !== null ? "beyond the limit" : "non-finite"}${track.bad_masked ? `, ${track.bad_masked === track.bad ? "all" : count(track.bad_masked)} masked` : ""}`
+      const [many, hidden] = track.left[this.way] || [track.bad, track.bad_masked];
+      this.node.querySelector(".caption .total").textContent = many
+        ? `${count(many)} of ${count(track.per_row ? map.rows : map.rows * map.columns)} ${track.limit !== null ? "beyond the limit" : "non-finite"}${hidden ? `, ${hidden === many ? "all" : count(hidden)} masked` : ""}`
         : "all finite";
       const here = this.node.querySelector(".tiles .here");
       if (here) Object.entries({ x: w.column, y: w.row, width: w.width, height: w.height }).forEach(([name, value]) => here.setAttribute(name, value));
@@ -162,6 +182,7 @@
     }
 
     read() {
+      if (!this.at) return;
       const { map } = this, w = map.windows[this.window], [row, column] = this.at;
       Object.entries({ x: column, y: row, width: 1, height: 1 }).forEach(([name, value]) => this.mark.setAttribute(name, value));
       const hidden = w.masked && w.masked[row][column] === "1";
@@ -172,7 +193,9 @@
         name.scope = "row";
         name.append(make("code", track.name), make("span", track.role === track.name ? "" : ` ${track.role.replaceAll("_", " ")}`));
         const bad = !Number.isFinite(value) || (track.limit !== null && value > track.limit);
-        line.append(name, make("td", numeral(value), bad ? "num bad" : "num"));
+        const low = real(track.low), high = real(track.high), room = 5 * (high - low);
+        const far = !bad && room > 0 && !(low - room <= value && value <= high + room);
+        line.append(name, make("td", numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
         if (fixed) line.append(make("td", track.cells[fixed] ? numeral(this.value(track, row, column, fixed)) : "same", track.cells[fixed] ? "num" : "num quiet"));
         line.append(make("td", numeral(real(track.median)), "num"), make("td", `${numeral(real(track.low))} … ${numeral(real(track.high))}`, "num"));
         return line;

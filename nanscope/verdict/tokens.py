@@ -72,7 +72,7 @@ class Track:
     name: what the code calls it. role: what it means. per_row: one number for a row of tokens. limit: where exp of it overflows, in nats.
     bad, bad_masked: elements that are not finite or beyond the limit, and how many of these the loss does not count.
     median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %. least, most: the range of all finite ones.
-    cells: by the way of running the step; one that changes nothing here is left out.
+    cells: by the way of running the step; one that changes nothing here is left out. left: of each that is not, what is bad then.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Track:
     most: float
     histogram: Histogram | None
     cells: Mapping[str, Cells]
+    left: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def tokens_of(replayed: Replay, fix: str | None) -> TokenMap | None:
         return None
     row, column = divmod(origin.flat, columns)
     masked = _mask(trace, origin.drops, shape, row, column)
-    chosen = list(_chosen(trace, value, shape))
+    chosen = list(_chosen(trace, value, shape, origin.flat))
     names = {value: last_word(operand_name(origin, 0) if exponent is not None else origin.variable or origin.op)}
     limits = {value: exponent}
     bad = _bad(shown.reshape(rows, columns), exponent)
@@ -160,9 +161,9 @@ def tokens_of(replayed: Replay, fix: str | None) -> TokenMap | None:
 # -- which tensors -------------------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(trace: Trace, value: int, shape: torch.Size) -> Iterator[tuple[int, Role | str]]:
+def _chosen(trace: Trace, value: int, shape: torch.Size, flat: int) -> Iterator[tuple[int, Role | str]]:
     """Yield the offending tensor, and of every role the value of its shape, or of its rows, that the code has a name for."""
-    own = trace.names.role(value)
+    own, rows = trace.names.role(value), math.prod(shape[:-1])
     yield value, own or "value"
     found: dict[Role, int] = {}
     for other, content in trace.values.items():
@@ -172,7 +173,10 @@ def _chosen(trace: Trace, value: int, shape: torch.Size) -> Iterator[tuple[int, 
         role = trace.names.role(other)
         if role is None or role is Role.MASK or role == own:
             continue
-        if role not in found or (trace.names.name(found[role]) is None and trace.names.name(other) is not None):
+        spoilt = content.numel() == rows * shape[-1] and not math.isfinite(float(content.reshape(-1)[flat]))
+        before, name = found.get(role), trace.names.name(other)
+        called = None if before is None else trace.names.name(before)
+        if before is None or (called is None and name is not None) or (name == called and spoilt):  # of one name, what the origin went into
             found[role] = other
     yield from ((found[role], role) for role in _ORDER if role in found)
     yield from ((other, role) for role, other in found.items() if role not in _ORDER)
@@ -334,11 +338,17 @@ def _of(
     least, most = _range(flat, fine)
     low, median, high = _usual(flat, fine, hidden)
     cells = {way: _cells(one, windows, per_row) for way, one in flats.items()}
-    kept = {way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED])}
+    left = {way: _badness(one, limit, hidden) for way, one in flats.items() if way != RECORDED}
+    kept = {way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED]) or left[way][0] != int(bad.sum())}
     return Track(
         name, role, per_row, limit, int(bad.sum()), int((bad & hidden).sum()) if hidden is not None else 0,
-        median, low, high, least, most, _histogram(flat, fine, hidden, (least, most), limit), kept,
+        median, low, high, least, most, _histogram(flat, fine, hidden, (least, most), limit), kept, {way: counts for way, counts in left.items() if way in kept},
     )  # fmt: skip
+
+
+def _badness(flat: Tensor, limit: float | None, hidden: Tensor | None) -> tuple[int, int]:
+    bad = _bad(flat, limit)
+    return int(bad.sum()), int((bad & hidden).sum()) if hidden is not None else 0
 
 
 def _cells(flat: Tensor, windows: Sequence[Window], per_row: bool) -> Cells:
