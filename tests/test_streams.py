@@ -36,6 +36,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "check": ("check", "SNAPSHOT"),
     "precision": ("check", "--precision", "SNAPSHOT"),
     "runs": ("runs", "FOLDER"),
+    "diff": ("diff", "SNAPSHOT"),
     "run": ("run", "--out", "RUN", "SCRIPT"),
     "replay": ("replay", "SNAPSHOT", "--edit", "clamp:5", "--as", "verl.vanilla"),
     "sweep": ("replay", "SNAPSHOT", "--sweep", "clamp"),
@@ -127,17 +128,17 @@ def full() -> Iterator[io.TextIOWrapper]:
         yield stream
 
 
-@functools.cache
-def _usual() -> dict[str, Done]:
+@pytest.fixture(scope="module")
+def known(folder: Path) -> dict[str, Done]:
+    """What was asked already, of this folder."""
     return {}
 
 
 @pytest.fixture
-def usual(call: Callable[..., Done]) -> Callable[[str], Done]:
+def usual(call: Callable[..., Done], known: dict[str, Done]) -> Callable[[str], Done]:
     """What a verb gives where nothing is unusual; asked once."""
 
     def once(verb: str) -> Done:
-        known = _usual()
         if verb not in known:
             known[verb] = call(*VERBS[verb])
         return known[verb]

@@ -366,7 +366,7 @@ def diff(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it as JSON.")] = None,
 ) -> None:
-    """Lay two steps, or two runs, side by side: where do they part?
+    """Lay two steps or runs side by side: where do they part?
 
     What came in, the first call whose result differs and by how much, the first that differs on the same operands, settings, versions, and
     the histories. Status 3 if anything differs.

@@ -91,7 +91,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
 def _reductions(audit: Audit) -> RenderableType:
     several = len(audit.parts) > 1
     figures = [*(("averaged", "in one piece") if several else ("loss",)), "× token mean", "short : long row"]
-    shown = table("  the same tokens, as", *figures, *(("adds up",) if several else ()), "as in")
+    shown = table("  the same tokens, as", *figures, *(("adds up",) if several else ()), "as in", under="as in", said="  as in ")
     shown.columns[0].no_wrap = True
     shown.columns[-1].style = QUIET
     for column in shown.columns[1 : 1 + len(figures)]:

@@ -95,6 +95,7 @@ class Columns(Table):
     """
 
     under: int | None = None
+    said: str = ""  # before what goes under its row
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it as wide as there is room."""
@@ -131,7 +132,7 @@ class Columns(Table):
         for row in zip(*texts, strict=True):
             yield self._row([row[index] for index in beside], beside, widths)
             if self.under is not None and row[self.under].plain:
-                yield Padding(Text.assemble(row[self.under], style=QUIET), (0, 0, 0, 2))
+                yield Padding(Text.assemble(self.said, row[self.under], style=QUIET), (0, 0, 0, 2))
 
     def _row(self, cells: list[Text], beside: list[int], widths: list[int]) -> Table:
         row = Columns(box=None, padding=self.padding, pad_edge=False, show_header=False)
@@ -192,12 +193,13 @@ def _text(cell: RenderableType) -> Text:
     return cell.copy() if isinstance(cell, Text) else Text(str(cell))
 
 
-def table(*heads: str, under: str = "") -> Table:
-    """Return a table without lines, its columns two spaces apart. under: the column that goes under its row where there is no room."""
+def table(*heads: str, under: str = "", said: str = "") -> Table:
+    """Return a table without lines, its columns two spaces apart. under: the column that goes under its row where there is no room, said:
+    what is said before it there."""
     found = Columns(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(heads), header_style=QUIET)
     for head in heads:
         found.add_column(head, overflow="fold")
-    found.under = heads.index(under) if under else None
+    found.under, found.said = heads.index(under) if under else None, said
     return found
 
 

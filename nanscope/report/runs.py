@@ -17,6 +17,8 @@ from nanscope.report.clean import clean
 from nanscope.report.console import HARM, PROVEN, QUIET, show, table
 from nanscope.snapshot.record import Listed
 
+SHOWN_BY = "nanscope report …"
+
 STYLES = {"healthy": PROVEN, "non-finite": HARM, "suspect": HARM, "killed": HARM, "damaged": HARM}
 
 
@@ -25,7 +27,7 @@ def print_runs(runs: Sequence[Listed], folder: str, *, file: IO[str]) -> None:
     if not runs:
         show(Text(f"no run in {clean(folder)}"), file=file)
         return
-    shown = table("began", "script", "status", "steps", "bad", "ranks", "size", "nanscope report …")
+    shown = table("began", "script", "status", "steps", "bad", "ranks", "size", SHOWN_BY, under=SHOWN_BY, said="nanscope report ")
     for name in ("steps", "bad", "ranks", "size"):
         next(column for column in shown.columns if column.header == name).justify = "right"
     for run in runs:
