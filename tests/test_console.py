@@ -52,3 +52,28 @@ def test_progress_is_shown_on_terminals_only() -> None:
         advance("one")
         assert list(track([1, 2], "reading", file=stream)) == [1, 2]
     assert stream.getvalue() == "training …\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_is_told_what_is_running(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First this, then that, in one line however long a file is called; of a single file, too; and nothing of it stays."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    monkeypatch.setattr(Terminal, "encoding", encoding, raising=False)
+    with progress("reading [bold]one[/bold]", file=stream) as now:
+        now(f"replaying {'a' * 100}\x1b[31m")
+    assert list(track(["one"], "weighing", file=stream)) == ["one"]
+    shown = stream.getvalue()
+    assert all(words in shown for words in ("reading [bold]one[/bold]", "replaying aaa", "weighing"))
+    assert "\x1b[31m" not in shown and "a" * 60 not in shown
+    assert encoding != "ascii" or "⠋" not in shown
+    assert shown.rstrip("\r\n").endswith("\x1b[2K")  # the line is taken away
+
+
+def test_columns_of_no_width_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """COLUMNS=0 is what some schedulers set."""
+    monkeypatch.setenv("COLUMNS", "0")
+    stream = io.StringIO()
+    show(Text("word " * 60), file=stream)
+    assert max(map(len, stream.getvalue().splitlines())) > 100

@@ -9,8 +9,8 @@ from recorded import record
 from test_locate import CASES
 
 from nanscope.report.clean import clean
-from nanscope.report.console import WIDTH
-from nanscope.report.terminal import render_text
+from nanscope.report.console import WIDTH, plain
+from nanscope.report.terminal import incident_shown, render_text
 from nanscope.snapshot.observation import Link
 from nanscope.verdict.diagnose import diagnose
 from nanscope.verdict.incident import Incident, Note, Verdict
@@ -91,3 +91,25 @@ def test_that_files_of_several_runs_are_told_as_one_is_said_beside_the_counts() 
     note = Note("mixed_runs", "files of 2 runs lie in this directory")
     for verdict in (Verdict((incident(),), (note,), steps=3), Verdict((), (note,), steps=3)):
         assert "note: files of 2 runs lie in this directory" in render_text(verdict)
+
+
+def test_the_headline_is_two_lines_at_80_columns() -> None:
+    """Also of the 63rd rank of a large model, at a late token of a late row, with a scaler that skipped the step; and it says where that was."""
+    case = next(case for case in CASES if case.name == "mask multiplies")
+    snapshot = record(case.loss, *case.args()).snapshot()
+    reached = replace(snapshot.reached, bad_gradients=291, gradients=291, bad_weights=0, weights=291, optimizer="AdamW")
+    far = replace(snapshot, step=104123, rank=63, reached=replace(reached, stepped="skipped by the scaler"))
+    wide = replace(snapshot, step=104123, rank=63, reached=replace(reached, bad_weights=291, stepped="taken"))
+    for one in (far, wide):
+        found = diagnose(one)
+        assert " at row 1, token 3   " in found.headline
+        headline = found.headline.replace("row 1, token 3", "row 511, token 2047")
+        shown = plain(incident_shown(replace(found, headline=headline)), 80)
+        assert shown.startswith("● step 104123") and len(shown.partition("\n\n")[0].splitlines()) == 2
+
+
+def test_what_is_proposed_next_is_not_what_was_done() -> None:
+    """After a run its replay, after a replay what comes then, or nothing but why."""
+    found = incident()
+    assert "  next  nanscope replay " in plain(incident_shown(found)) and "  next  nanscope repro " in plain(incident_shown(found, "repro"))
+    assert "  next  " not in plain(incident_shown(found, "")) and "  why   nanscope explain " in plain(incident_shown(found, ""))

@@ -63,9 +63,9 @@ class Folding(Console):
             renderable = Text(renderable)
         if isinstance(renderable, Text):
             renderable = in_characters(renderable, self.spelling)
-            width = (options or self.options).max_width
-            if not renderable.no_wrap:
-                renderable = folded(renderable, width)
+            room = options or self.options
+            if not (renderable.no_wrap or room.no_wrap):
+                renderable = folded(renderable, room.max_width)
         return super().render(renderable, options)
 
 
