@@ -99,9 +99,12 @@ def _prepared(case: Case) -> tuple[Any, Any, list[Tensor]] | None:
         if _is_float(thing):
             if not leaves:
                 number = {**PLANTED, **EXTREME}[case.plant]
-                twin.fill_(number) if case.everywhere else twin.view(-1)[:1].fill_(number) if twin.is_contiguous() else twin[
-                    (0,) * twin.dim()
-                ].fill_(number)
+                if twin.is_contiguous() and twin.dtype in (torch.float16, torch.float32, torch.float64):
+                    given = twin.numpy().copy()  # what comes in was not made by torch: it would be told where
+                    given.reshape(-1)[slice(None) if case.everywhere else slice(1)] = number
+                    twin = torch.tensor(given)
+                else:
+                    twin.fill_(number) if case.everywhere else twin[(0,) * twin.dim()].fill_(number)
             leaves.append(twin.requires_grad_())
         return twin
 

@@ -32,6 +32,9 @@ OTHERS = {  # private names of others than torch
     "_getframe", "_lru_cache_wrapper", "_current_frames", "_run_exitfuncs", "_shutdown", "_threads_queues", "_worker",  # Python
     "_cells",  # rich
     "_hp_mapping",  # DeepSpeed
+    "_get_latest_active_run",  # MLflow
+    "_names_to_collectors",  # prometheus_client
+    "torch._safe_softmax",  # as the source of a fix says it
     "_compute_loss", "_entropy_bonus_enabled", "_metrics", "_get_per_token_logps_and_entropies",  # TRL
 }  # fmt: skip
 PRIVATE = re.compile(r"torch(\.\w+)*\._[a-zA-Z]\w*")  # as a name in a string

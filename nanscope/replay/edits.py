@@ -23,6 +23,7 @@ from nanscope.program.numbers import smallest
 from nanscope.program.ops import (
     ADDITIONS,
     BOUNDS,
+    CHECKS,
     CLAMPABLE,
     DECOMPOSITIONS,
     DIVISIONS,
@@ -118,7 +119,7 @@ def _descends(program: Program, value: int, ancestor: int) -> bool:
 def _asks_what_is_finite(program: Program, value: int, ancestor: int) -> bool:
     """Is all that a value is told of another one which of its elements are finite?"""
     readers = [call for call in program.slice(value).calls if ancestor in call.inputs()]
-    return bool(readers) and all(call.name in ("isfinite", "isinf", "isnan") for call in readers)
+    return bool(readers) and all(call.name in CHECKS for call in readers)
 
 
 def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
