@@ -184,7 +184,7 @@ class TaskRunner:
         logged.log({{"actor/loss": 1.0}}, step=1)
         return keeps.lines
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 print("told", json.dumps(ray.get(TaskRunner.remote().run.remote(Trainer.remote()))), flush=True)
 """
 

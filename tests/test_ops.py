@@ -182,18 +182,9 @@ def listed(source: str) -> Iterator[tuple[int, tuple[str, ...]]]:
                 yield node.lineno, names
 
 
-SPELLING = {
-    "idioms.py",
-    "statement.py",
-    "cut.py",
-    "dimensions.py",
-    "script.py",
-    "shorten.py",
-}  # how each is written in a source, and shortened
+SPELLING = {ROOT / name for name in ("program/idioms.py", "replay/statement.py", "reproduce/idioms.py")}  # how a source writes each of them
 OTHERS = [
-    path
-    for path in sorted(ROOT.rglob("*.py"))
-    if path != Path(ops.__file__) and path.parent.name != "frameworks" and path.name not in SPELLING
+    path for path in sorted(ROOT.rglob("*.py")) if path != Path(ops.__file__) and path.parent.name != "frameworks" and path not in SPELLING
 ]
 
 

@@ -148,6 +148,7 @@ REPLACEMENTS = _family("nan_to_num nanmean nansum")  # a number takes the place 
 ADDITIONS = _family("add sub")
 SHIFTS = ADDITIONS | _family("rsub")
 DIFFERENCES = _family("rsub sub")
+UNDONE_SECOND = _family("div sub")  # by 1, or 0, as the second operand alone
 PRODUCTS = _family("mul")
 ZERO_PRODUCTS = PRODUCTS | _family("addcmul addmm")  # where 0 · inf happens
 SCALES = _family("mul neg")
@@ -195,6 +196,7 @@ MATRIX_VECTORS = _family("addmv mv")
 SIZES = ROOTS | SQUARES | SPREADS | _family("abs dot")  # what a norm or a spread is made by
 TO_A_SCALE = CLAMPS | EXTREMA | POWERS | SHIFTS | RESCALINGS | _family("reciprocal")  # between it and what it rescales
 BATCHED_MATMULS = _family("baddbmm bmm")
+ADDED_MATMULS = _family("addmm baddbmm")  # onto argument 0
 PLAIN_MATMULS = _family("bmm matmul mm")  # of two factors, and nothing else
 WHOLE_PRODUCTS = _family("dot matmul")  # no finer rule than: all of both factors
 UNSPLIT_PRODUCTS = WHOLE_PRODUCTS | MATRIX_VECTORS | _family("linear")
@@ -211,6 +213,7 @@ EDGES: dict[str, tuple[int, ...]] = {
 GROWING = SHIFTS | PRODUCTS | SQUARES | SEQUENCE_SUMS | SPREADS | _family("addcmul linalg_vector_norm norm prod " + _TABLE[Flow.MATMUL])
 
 # Of matrices. What they divide by, of which 0 ruins them: see `locate.matrices`.
+ALONE = _family("_linalg_det log_sigmoid_forward nll_loss_forward")  # whose further results are autograd's own
 DETERMINANTS = _family("_linalg_det det")
 LOG_DETERMINANTS = _family("_linalg_slogdet")
 SPECTRA = _family("_linalg_eigh _linalg_svd")  # their backward divides by the distances of eigenvalues, or of squared singular values
@@ -243,6 +246,12 @@ REARRANGINGS = (
         "take_along_dim transpose unsqueeze view"
     )
 )
+CUTTINGS = _family("select slice")  # a part of a dimension, by its numbers
+TRANSPOSITIONS = _family("swapaxes transpose")  # of the two dimensions that arguments 1 and 2 say
+RESHAPINGS = _family("_reshape_alias flatten unflatten")  # the same elements in another shape, which no argument says as a whole
+SPLITS = _family("chunk split split_with_sizes unbind unsafe_chunk unsafe_split")  # one tensor in several
+CARRYING = MOVES - COPIES | SQUEEZES | TRANSPOSITIONS | _family("expand flatten movedim permute t unflatten")  # the same tensor
+OVERWRITING = _family("index_copy index_put masked_scatter put scatter select_scatter slice_scatter")  # a tensor with another one in a part
 UP_TO_SIGN = MOVES | _family("expand neg")
 WEIGHINGS = COPIES | MASKINGS | _family("_unsafe_view div neg squeeze unsqueeze view")  # between a token's loss and the sum
 BEFORE_RAISED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # of a log-ratio, before e is raised to it

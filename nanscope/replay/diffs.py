@@ -13,13 +13,14 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.idioms import Text, literal, written
 from nanscope.program.ops import COMMUTATIVE, COPIES, SPREADS
 from nanscope.program.program import Program
-from nanscope.replay.statement import Statement
+from nanscope.replay.statement import Span, Statement
 from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import Diff
 
@@ -63,15 +64,12 @@ class _Change:
 
 def _diff(file: str, changes: list[_Change]) -> Diff | None:
     statement = changes[0].statement
-    spans = {statement.span(change.node): change for change in changes if change.node is not None}
-    texts = {(change.node and statement.span(change.node), change.text.text) for change in changes}
-    added: tuple[str, ...] = ()
-    lines: tuple[str, ...] | None = statement.lines
-    if spans:
-        if len({span for span, _ in texts if span is not None}) < len([span for span, _ in texts if span is not None]):
+    spans: dict[Span, _Change] = {}
+    for change in changes:
+        if change.node is not None and spans.setdefault(statement.span(change.node), change).text != change.text:
             return None  # one expression, and two ways to write it
-        by_node = {_same(statement, change.node): change.text for change in spans.values() if change.node is not None}
-        lines = statement.replaced(by_node)
+    by_node = {_same(statement, change.node): change.text for change in spans.values() if change.node is not None}
+    lines = statement.replaced(by_node) if by_node else statement.lines
     if lines is None:
         return None
     indent = statement.lines[0][: len(statement.lines[0]) - len(statement.lines[0].lstrip())]
@@ -117,6 +115,14 @@ class _Comparison:
     _made: dict[int, Call] = field(default_factory=dict)  # the inserted call that makes a value
     _guarded: set[tuple[int, str]] = field(default_factory=set)  # what is changed under a condition that the source states
 
+    def _is_changed(self, call: Call) -> bool:
+        """Is it another call in the edited program?"""
+        return self._edited.get(call.outs) != call
+
+    @cached_property
+    def _edited(self) -> dict[tuple[int | None, ...], Call]:
+        return {call.outs: call for call in self.after.calls}
+
     def changes(self) -> Iterator[_Change]:
         """Yield what is to be written otherwise. Raises _Unwritable where that cannot be said."""
         known = {call.outs: call for call in self.before.calls}
@@ -140,10 +146,8 @@ class _Comparison:
 
     def _only_these(self, done: set[tuple[int, str]]) -> None:
         """Whatever else the same expression computes has to be changed, too, as it will be in the source."""
-        after = {call.outs: call for call in self.after.calls}
-        for call in self.before.calls:
-            if (call.site, call.op) in done - self._guarded and after.get(call.outs) == call:
-                raise _Unwritable
+        if any((call.site, call.op) in done - self._guarded and not self._is_changed(call) for call in self.before.calls):
+            raise _Unwritable
 
     def _replaced(self, pairs: list[tuple[Call, Call]]) -> dict[int, int]:
         """Values in whose place others are read, wherever they are: what is put after a call, or onto what came in."""
@@ -212,8 +216,7 @@ class _Comparison:
     def _of_single(self, old: Call, new: Call) -> bool:
         """Is it a deviation of everything at once, changed where there is a single element only?"""
         same = [call for call in self.before.calls if (call.site, call.op) == (old.site, old.op)]
-        after = {call.outs: call for call in self.after.calls}
-        return old.name in SPREADS and new.name == old.name and old.args[1:] in ((), (None,)) and any(after.get(c.outs) == c for c in same)
+        return old.name in SPREADS and new.name == old.name and old.args[1:] in ((), (None,)) and not all(map(self._is_changed, same))
 
     def _result(self, value: int, last: int) -> Iterator[_Change]:
         """What is put after a call, or as a statement of its own before what came in is first read."""
@@ -326,30 +329,23 @@ class _Comparison:
         return there.text(there.node)
 
     def _words(self, value: int, site: Site) -> Iterator[str]:
+        """What may stand for a value in the function of a call: its name, as it is read there, or what is handed on to who reads it."""
         name, maker = self.names.name(value), self.before.maker(value)
         made = None if maker is None else self.before.site_of(maker)
-        here = [one for call in self.before.readers(value) if (one := self.before.site_of(call)) is not None]
-        if (
-            name is not None
-            and _NAME.fullmatch(name)
-            and (maker is None or (made is not None and _alike(made, site) and made.line < site.line))
-        ):
+        here = made is not None and _alike(made, site)
+        late = here and made is not None and made.line >= site.line
+        if name is not None and _NAME.fullmatch(name) and not late and (here or maker is None):
             yield name
-        for call in self.before.readers(value):
-            reader = self.before.site_of(call)
-            if reader is None or not _alike(reader, site):
-                continue
-            for arg, words in zip(call.args, reader.args, strict=False):
-                if arg == Ref(value) and (
-                    _NAME.fullmatch(words) is None or made is None or not _alike(made, site) or made.line < site.line
-                ):
+        readers = [(call, read) for call in self.before.readers(value) if (read := self.before.site_of(call)) is not None]
+        for call, read in readers:
+            for arg, words in zip(call.args, read.args, strict=False):
+                if _alike(read, site) and arg == Ref(value) and not (late and _NAME.fullmatch(words)):
                     yield words
-        for reader in here:  # what the code hands to another function, which calls it something else
-            handed = {
-                words for words in _handed(site, self.before, reader.function.rpartition(".")[2]) if role_of(last_word(words)) is Role.MASK
-            }
-            if len(handed) == 1 and not _alike(reader, site):
-                yield handed.pop()
+        for _, read in readers:
+            handed = set(_handed(site, self.before, read.function.rpartition(".")[2])) if not _alike(read, site) else set()
+            masks = {words for words in handed if role_of(last_word(words)) is Role.MASK}
+            if len(masks) == 1:
+                yield masks.pop()
 
 
 def _alike(one: Site, other: Site) -> bool:

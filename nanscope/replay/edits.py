@@ -41,8 +41,9 @@ from nanscope.program.ops import (
     TAKEN_OF,
 )
 from nanscope.program.program import Program
+from nanscope.program.summary import broadcasts
 from nanscope.replay.matrices import apart
-from nanscope.replay.patch import Insert, Patch, Variant, after, before, broadcasts, in_order, index_in
+from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
@@ -231,14 +230,6 @@ def in_order(program: Program) -> Program:
     if len(ordered) < len(program.calls):
         raise NanscopeError("the mask depends on the value that it should guard", slug="edit-not-applicable")
     return replace(program, calls=tuple(ordered))
-
-
-def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
-    """Does one shape broadcast to another?"""
-    try:
-        return torch.empty(tuple(small), device="meta").expand(tuple(large)).shape == torch.Size(large)
-    except RuntimeError:
-        return False
 
 
 def index_in(origin: Element, content: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.ops import DIVISIONS, Flow, flow_of
 from nanscope.program.program import Program
-from nanscope.replay.patch import Patch, Variant, broadcasts
+from nanscope.program.summary import broadcasts
+from nanscope.replay.patch import Patch, Variant
 
 
 @dataclass(frozen=True, slots=True)

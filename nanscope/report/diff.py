@@ -74,13 +74,20 @@ def changed(hunk: Hunk) -> Iterator[DiffLine]:
 
 def unified(fix: Fix | None, limit: int = WHOLE.text) -> str:
     """Return a fix as a unified diff, which `patch` takes in the folder of the file; "" where its change of the source is not known."""
-    parts, named = [], ""
+    return "".join(f"{line.sign.strip(HEAD)}{line.text}\n" for line in patch_of(fix, limit))
+
+
+HEAD = "@"  # the sign of a line that says where
+
+
+def patch_of(fix: Fix | None, limit: int = WHOLE.text) -> Iterator[DiffLine]:
+    """Yield the lines of a unified diff, those that say where with a sign of their own."""
+    named = ""
     for hunk in hunks_of(fix, limit):
         if hunk.file != named:
             named = hunk.file
-            parts += [f"--- {named}", f"+++ {named}"]
+            yield from (DiffLine(HEAD, "", f"{sign} {named}") for sign in ("---", "+++"))
         old = sum(line.sign != "+" for line in hunk.lines)
         new = sum(line.sign != "-" for line in hunk.lines)
-        parts.append(f"@@ -{hunk.first},{old} +{hunk.first},{new} @@")
-        parts += [f"{line.sign}{line.text}" for line in hunk.lines]
-    return "".join(f"{part}\n" for part in parts)
+        yield DiffLine(HEAD, "", f"@@ -{hunk.first},{old} +{hunk.first},{new} @@")
+        yield from hunk.lines

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanscope.report.clean import Limits, clean, numeral
 from nanscope.report.history import Panel, Scale
-from nanscope.report.map import axes, whole_count
+from nanscope.report.map import axes, is_bad, whole_count
 from nanscope.text import count
 from nanscope.verdict.incident import Incident
 from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
@@ -146,14 +146,14 @@ def _first_bad(found: TokenMap, row: int) -> int:
     for window, cells in zip(found.windows, track.cells[RECORDED], strict=True):
         if window.row <= row < window.row + window.height and not track.per_row:
             for n, value in enumerate(cells[row - window.row]):
-                if not math.isfinite(value) or (track.limit is not None and value > track.limit):
+                if is_bad(value, track.limit):
                     return window.column + n
     return found.column
 
 
 def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine:
     value = _at(track, found, RECORDED)
-    bad = not math.isfinite(value) or (track.limit is not None and value > track.limit)
+    bad = is_bad(value, track.limit)
     return ReadLine(
         clean(track.name, limits.text),
         clean(track.role.replace("_", " "), 60) if track.role != track.name else "",

@@ -70,7 +70,7 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
     masked = tuple(tuple(_cell(picture.masked or (), r, c) is True for c in columns) for r in lines)
     overflowed = not is_finite_number(incident.origin.value)
     limit, ring = real(incident.origin.limit), (picture.row - top, picture.column - left)
-    bad = tuple(tuple(_is_bad(v, limit) or ((r, c) == ring and overflowed) for c, v in enumerate(line)) for r, line in enumerate(values))
+    bad = tuple(tuple(is_bad(v, limit) or ((r, c) == ring and overflowed) for c, v in enumerate(line)) for r, line in enumerate(values))
     scale, saturated = _scale(values, bad)
     inside = 0 <= ring[0] < len(lines) and 0 <= ring[1] < len(columns)
     row_name, column_name = axes(incident.origin)
@@ -98,7 +98,8 @@ def _cell(lines: Sequence[Sequence[Any]], row: int, column: int) -> Any:
     return lines[row][column] if row < len(lines) and column < len(lines[row]) else None
 
 
-def _is_bad(value: float | None, limit: float | None) -> bool:
+def is_bad(value: float | None, limit: float | None) -> bool:
+    """Is it no finite number, or an exponent beyond its limit?"""
     return value is not None and (not math.isfinite(value) or (limit is not None and value > limit))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
-from nanscope.report.diff import hunks_of, unified, written_fix
+from nanscope.report.diff import DiffLine, hunks_of, patch_of, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows, watched_of
 from nanscope.report.history import panels_of, panels_of_run
@@ -23,16 +23,8 @@ from nanscope.report.way import Way, way_of
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
 from nanscope.verdict.explain import explanation
-from nanscope.verdict.incident import Fix, Incident, Note, Verdict
+from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.sentence import blamed
-
-
-@dataclass(frozen=True, slots=True)
-class PatchLine:
-    """A line of the fix as a diff. sign: "-", "+", " ", or "@" of a line that says where."""
-
-    sign: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,7 @@ class Section:
     place: str
     map: Map | None
     lookout: Lookout | None
-    patch: tuple[PatchLine, ...]
+    patch: tuple[DiffLine, ...]
     patch_file: str
     patch_id: str
     why: Why | None
@@ -169,7 +161,7 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         place=where_in(place, limits.text),
         map=map_of(incident, limits),
         lookout=lookout_of(incident, limits, index - 1),
-        patch=tuple(_patch(written, limits)),
+        patch=tuple(patch_of(written, limits.text)),
         patch_file=", ".join(hunk.where for hunk in hunks_of(written, limits.text)),
         patch_id=clean(written.id, 60) if written is not None and written is not best else "",
         why=_why(incident.cause),
@@ -188,12 +180,6 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         tables=_tables(incident, limits),
         command=_command(incident.snapshot, limits) if incident.snapshot else "",
     )
-
-
-def _patch(fix: Fix | None, limits: Limits) -> Iterator[PatchLine]:
-    """The fix as a unified diff, line by line."""
-    for line in unified(fix, limits.text).splitlines():
-        yield PatchLine("@", line) if line.startswith(("@@", "---", "+++")) else PatchLine(line[:1], line[1:])
 
 
 def _why(cause: Cause) -> Why | None:

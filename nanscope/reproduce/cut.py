@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanscope.program.calls import Arg, Call
-from nanscope.program.ops import ROW_NORMS, SIZED, Flow, flow_of
+from nanscope.program.ops import CUTTINGS, ROW_NORMS, SIZED, Flow, flow_of
 from nanscope.reproduce.alike import Case
 from nanscope.reproduce.dimensions import Dimensions, Label
 
@@ -95,7 +95,7 @@ def _resized(call: Call, values: Mapping[int, Tensor], dimensions: Dimensions, k
         return call
     if call.name == "_reshape_alias":  # it says strides, which are others now
         call = replace(call, op="aten.reshape.default", args=call.args[:2])
-    if call.name in ("select", "slice"):
+    if call.name in CUTTINGS:
         return _moved(call, dimensions, kept)
     labels, shape = dimensions.of(out), tuple(values[out].shape)
     if not any(atom in kept for label in labels for atom in label):

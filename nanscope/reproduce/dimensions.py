@@ -17,7 +17,18 @@ from torch import Tensor
 
 from nanscope.program.calls import Call
 from nanscope.program.flow import dims_of, element_flow
-from nanscope.program.ops import CHOICES, EXPANSIONS, PLAIN_MATMULS, ROW_NORMS, SIZED, Flow
+from nanscope.program.ops import (
+    ADDED_MATMULS,
+    CHOICES,
+    EXPANSIONS,
+    PLAIN_MATMULS,
+    RESHAPINGS,
+    ROW_NORMS,
+    SIZED,
+    SQUEEZES,
+    TRANSPOSITIONS,
+    Flow,
+)
 from nanscope.program.program import Program
 
 Label: TypeAlias = tuple[int, ...]  # the dimensions that one of a tensor is the product of; () for a size of 1
@@ -94,9 +105,9 @@ class Dimensions:
         numbers = [arg for arg in call.args[1:] if isinstance(arg, int)]
         if flow is Flow.POINTWISE or name in CHOICES or name in EXPANSIONS:
             return self._broadcast(read, shape)
-        if name in SIZED or name in ("_reshape_alias", "flatten", "unflatten"):
+        if name in SIZED or name in RESHAPINGS:
             return self._reshaped(read[0], shape)
-        if name in ("transpose", "swapaxes") and len(numbers) >= 2:
+        if name in TRANSPOSITIONS and len(numbers) >= 2:
             order = list(range(len(first)))
             a, b = (number % len(order) for number in numbers[:2])
             order[a], order[b] = order[b], order[a]
@@ -105,7 +116,7 @@ class Dimensions:
             return first[::-1]
         if name == "permute" and isinstance(call.args[1], tuple):
             return tuple(first[int(place) % len(first)] for place in call.args[1] if isinstance(place, int))
-        if name in ("unsqueeze", "squeeze"):
+        if name in SQUEEZES:
             return self._reshaped(read[0], shape)
         if name == "select" and numbers:
             return tuple(label for place, label in enumerate(first) if place != numbers[0] % len(first))
@@ -113,7 +124,7 @@ class Dimensions:
             left, right = (self._labels[value] for value in read)
             self._join(left[-1], right[-2])
             return (*left[:-1], right[-1]) if len(left) == len(shape) else None
-        if name in ("addmm", "baddbmm") and len(read) == 3:
+        if name in ADDED_MATMULS and len(read) == 3:
             start, left, right = (self._labels[value] for value in read)
             self._join(left[-1], right[-2])
             made = (*left[:-1], right[-1])

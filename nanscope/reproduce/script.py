@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanscope.program.calls import Call, Computes
-from nanscope.program.ops import EXPANSIONS, HISTORY_ENDS, MOVES, SQUEEZES
+from nanscope.program.ops import ALONE, EXPANSIONS, HISTORY_ENDS, MOVES, SPLITS, SQUEEZES
 from nanscope.reproduce.alike import Case
 from nanscope.reproduce.idioms import ATOM, Asked, Phrase, idiom
 from nanscope.reproduce.literals import tensor_lines
@@ -104,7 +104,7 @@ class _Writing:
         if not outs:
             return
         self.place = place
-        alone = outs == [call.outs[0]] and call.name in _ALONE
+        alone = outs == [call.outs[0]] and call.name in ALONE
         piece = idiom(Asked.of(call, self.pieces, single=alone or len(call.outs) == 1))
         came = any(value in self.grad for value in call.inputs())
         ended = came and not call.grad and call.name not in HISTORY_ENDS  # it was computed without gradients
@@ -171,8 +171,6 @@ def _commented(line: str, comment: str) -> list[str]:
 
 
 COMMENTED = 116  # characters of a line with its comment
-SPLITS = frozenset(("chunk", "split", "split_with_sizes", "unbind", "unsafe_chunk", "unsafe_split"))
-_ALONE = frozenset(("_linalg_det", "log_sigmoid_forward", "nll_loss_forward"))  # whose other results are autograd's own
 
 
 def source_of(case: Case, names: Remembered, marks: Marks | None, graded: Sequence[int]) -> Script:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, substitute
-from nanscope.program.ops import ADDITIONS, COPIES, MOVES, SQUEEZES, Flow, flow_of
+from nanscope.program.ops import ADDITIONS, CARRYING, COPIES, MOVES, OVERWRITING, RESCALINGS, UNDONE_SECOND, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
@@ -22,8 +22,6 @@ ENDLESS = 400  # calls: a loop over tokens, whose loss is not waited for
 NEAREST = 6  # ways to let it end early
 LONG, PART = 64, 8  # of a program of so many calls, what takes one in eight of them away goes first
 MANY = 3  # calls that a leaf stands for: it is worth it even in a short program
-CARRYING = MOVES - COPIES | SQUEEZES | frozenset(("expand", "flatten", "movedim", "permute", "swapaxes", "t", "transpose", "unflatten"))
-OVERWRITING = frozenset(("index_copy", "index_put", "masked_scatter", "put", "scatter", "select_scatter", "slice_scatter"))
 
 Edit: TypeAlias = tuple[str, Callable[[], Case | None]]  # what it is called, and what makes it
 
@@ -106,12 +104,12 @@ def _of_nothing(case: Case, index: int, call: Call) -> Iterator[Edit]:
     number = _NOTHING.get(call.name)
     for place, arg in enumerate(call.args[:2] if number is not None else ()):
         other = call.args[1 - place] if len(call.args) > 1 else None
-        if not isinstance(other, Ref) or (place == 0 and call.name in ("sub", "div")):
+        if not isinstance(other, Ref) or (place == 0 and call.name in UNDONE_SECOND):
             continue
         given = case.tensors.get(arg.id) if isinstance(arg, Ref) else arg
         if given is None or isinstance(given, (str, tuple, torch.dtype)):
             continue
-        scale = call.name in ("mul", "div") and torch.as_tensor(given).dim() == 0
+        scale = call.name in RESCALINGS and torch.as_tensor(given).dim() == 0
         if scale or bool(torch.as_tensor(given == number).all()) or _is_again(case, call, arg):
             yield _without(case, index, other.id)
 

@@ -333,17 +333,18 @@ def _of(
     rows = math.prod(shape[:-1])
     flats = {way: tensor.detach().reshape(rows, -1) for way, tensor in found.items() if tensor.shape == content.shape}
     flat = flats[RECORDED]
-    fine, bad = torch.isfinite(flat), int(_bad(flat, limit).sum())
+    fine = torch.isfinite(flat)
     hidden = None if masked is None or per_row else masked
     least, most = _range(flat, fine)
     low, median, high = _usual(flat, fine, hidden)
     cells = {way: _cells(one, windows, per_row) for way, one in flats.items()}
-    left = {way: _badness(one, limit, hidden) for way, one in flats.items() if way != RECORDED}
-    kept = {way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED]) or left[way][0] != bad}
-    many, out_of_loss = _badness(flat, limit, hidden)
+    bad = {way: _badness(one, limit, hidden) for way, one in flats.items()}
+    kept = {
+        way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED]) or bad[way][0] != bad[RECORDED][0]
+    }
     bins = _histogram(flat, fine, hidden, (least, most), limit)
-    still = {way: counts for way, counts in left.items() if way in kept}
-    return Track(name, role, per_row, limit, many, out_of_loss, median, low, high, least, most, bins, kept, still)
+    left = {way: counts for way, counts in bad.items() if way in kept and way != RECORDED}
+    return Track(name, role, per_row, limit, *bad[RECORDED], median, low, high, least, most, bins, kept, left)
 
 
 def _badness(flat: Tensor, limit: float | None, hidden: Tensor | None) -> tuple[int, int]:
