@@ -77,7 +77,7 @@ def test_a_fix_that_is_known_in_the_source_is_a_diff() -> None:
     assert found is not None
     lines = found.group(1).splitlines()
     assert lines[0].startswith("--- ") and lines[2].startswith("@@ -")
-    assert sum(line.startswith("-") for line in lines[3:]) == sum(line.startswith("+") for line in lines[3:]) == 1
+    assert [line for line in lines[3:] if line[0] in "-+"] == ["+    log_ratio = log_ratio.masked_fill(mask == 0, 0.0)"]
 
 
 def test_nothing_hostile_becomes_markup() -> None:

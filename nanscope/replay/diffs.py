@@ -18,8 +18,9 @@ from functools import cached_property
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.idioms import Text, literal, written
-from nanscope.program.ops import COMMUTATIVE, COPIES, SPREADS
+from nanscope.program.ops import COPIES, SPREADS
 from nanscope.program.program import Program
+from nanscope.replay.namespace import Namespace, alike, roots
 from nanscope.replay.statement import Span, Statement
 from nanscope.roles import Role, last_word, role_of
 from nanscope.snapshot.observation import Diff
@@ -120,6 +121,10 @@ class _Comparison:
         return self._edited.get(call.outs) != call
 
     @cached_property
+    def _namespace(self) -> Namespace:
+        return Namespace(self.before, self.names)
+
+    @cached_property
     def _edited(self) -> dict[tuple[int | None, ...], Call]:
         return {call.outs: call for call in self.after.calls}
 
@@ -135,7 +140,8 @@ class _Comparison:
         done = set[tuple[int, str]]()
         for old, new in pairs:
             changed = [position for position, arg in enumerate(new.args) if position >= len(old.args) or arg != old.args[position]]
-            if replaced and new.op == old.op and all(self._reads_replaced(old.args[p], new.args[p], replaced) for p in changed):
+            alike_else = (old.op, old.kwargs, len(old.args)) == (new.op, new.kwargs, len(new.args))
+            if changed and alike_else and all(self._reads_replaced(old.args[p], new.args[p], replaced) for p in changed):
                 continue
             site = self._site(new)
             done.add((new.site, old.op))
@@ -185,7 +191,7 @@ class _Comparison:
             raise _Unwritable
         was, now = old.args[position], new.args[position]
         node = self._node(site, statement, old, position)
-        if _writes(statement.node) and position == 0:
+        if statement.writes and position == 0:
             raise _Unwritable  # what is read there is written to
         own = next(refs(was), None)
         text = self._text(now, site, {} if own is None else {own: statement.text(node)})
@@ -193,7 +199,7 @@ class _Comparison:
 
     def _whole(self, site: Site, statement: Statement, old: Call, new: Call) -> _Change:
         """The expression of a call, written anew. It must say this operator, and nothing else."""
-        if not statement.calls_it(old.name) or _writes(statement.node):
+        if not statement.calls_it(old.name) or statement.writes:
             raise _Unwritable
         given: dict[int, Text] = {}
         for position, arg in enumerate(old.args):
@@ -221,10 +227,10 @@ class _Comparison:
     def _result(self, value: int, last: int) -> Iterator[_Change]:
         """What is put after a call, or as a statement of its own before what came in is first read."""
         maker = self.before.maker(value)
-        site = None if maker is None else self.before.site_of(maker)
+        site = None if maker is None or self._is_bound_anew(last) else self.before.site_of(maker)
         statement = None if site is None else Statement.of(site)
         plain = maker is not None and statement is not None and len(maker.outs) == 1 and statement.calls_it(maker.name)
-        if site is None or statement is None or not plain or _writes(statement.node):
+        if site is None or statement is None or not plain or statement.writes:
             yield from self._first_reads(value, last)
             return
         text = self._text(Ref(last), site, {value: statement.text(statement.node)})
@@ -233,43 +239,35 @@ class _Comparison:
     def _first_reads(self, value: int, last: int) -> Iterator[_Change]:
         """A statement of its own in each function that reads what came in, before it does so for the first time."""
         found: dict[tuple[str, str], tuple[Site, str]] = {}
+        anew = self._is_bound_anew(last)
         for call in self.before.readers(value):
+            if anew and not self._is_changed(call):
+                continue  # it has read the name before, or reads another one
             site = self._site(call)
-            words = next((text for arg, text in zip(call.args, words_of(call, site), strict=False) if arg == Ref(value)), "")
+            words = next((self._namespace.words(call, place, site) for place, arg in enumerate(call.args) if arg == Ref(value)), "")
             first = found.get((site.file, site.function))
             if not _NAME.fullmatch(words) or words.isupper() or call.name in COPIES or (first is not None and first[1] != words):
                 raise _Unwritable
             if first is None or site.line < first[0].line:
                 found[site.file, site.function] = site, words
         for site, words in found.values():
-            text = self._text(Ref(last), site, {value: Text(words)})
-            yield _Change(site.file, self._statement(site), None, Text(f"{words} = {text.text}"))
+            text, statement = self._text(Ref(last), site, {value: Text(words)}), self._statement(site)
+            if not statement.begins:
+                raise _Unwritable
+            yield _Change(site.file, statement, None, Text(f"{words} = {text.text}"))
+
+    def _is_bound_anew(self, last: int) -> bool:
+        """Does an edit give a name of the source another value, so that its calls stand at none of the places that are there?"""
+        return self.before.site_of(self._made[last]) is None
 
     def _node(self, site: Site, statement: Statement, call: Call, position: int) -> ast.expr:
         """The expression in the source that is an argument of a call."""
-        texts = words_of(call, site)
-        if call.name in COMMUTATIVE and len(texts) == 2 and sum(isinstance(arg, Ref) for arg in call.args[:2]) == 1:
-            told = [text for text in texts if self._is_called(call.args[position], text, site)]  # the number may stand first
-            words = told[0] if len(told) == 1 else ""
-        else:
-            words = texts[position] if position < len(texts) else ""
+        words, texts = self._namespace.words(call, position, site), words_of(call, site)
         same = [node for node in statement.operands() if words and ast.unparse(node) == words]
         turn = min(texts[:position].count(words), len(same) - 1)
-        if not same or not (statement.calls_it(call.name) or self._is_called(call.args[position], words, site)):
+        if not same or not (statement.calls_it(call.name) or self._namespace.is_called(call.args[position], words, site)):
             raise _Unwritable
         return same[turn]
-
-    def _is_called(self, arg: Arg, words: str, site: Site) -> bool:
-        """Is an argument what the code calls so, though the code asks for something larger (`F.cross_entropy(logits, labels)`)?"""
-        value = next(refs(arg), None)
-        while value is not None:
-            maker = self.before.maker(value)
-            made = None if maker is None else self.before.site_of(maker)
-            whole = maker is not None and len(maker.outs) == 1 and made != site
-            if self.names.name(value) == words or (whole and made is not None and made.expression == words):
-                return True
-            value = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
-        return False
 
     # -- expressions -----------------------------------------------------------------------------------------------------------------------
 
@@ -302,8 +300,8 @@ class _Comparison:
         current: int | None = value
         while current is not None:
             for words in self._words(current, site):
-                roots = _roots(words)
-                if roots and all(_is_bound(root, site, self.before) for root in roots):
+                read = roots(words)
+                if read and all(self._namespace.is_bound(root, site) for root in read):
                     return Text(words, not re.search(r"[~<>=!]", words))
             if (part := self._part(current, site)) is not None:
                 return part
@@ -318,7 +316,7 @@ class _Comparison:
         if (
             index is None
             or made is None
-            or not _alike(made, site)
+            or not alike(made, site)
             or not self.names.is_last(index)
             or len(self.before.calls[index].outs) > 1
         ):
@@ -332,98 +330,17 @@ class _Comparison:
         """What may stand for a value in the function of a call: its name, as it is read there, or what is handed on to who reads it."""
         name, maker = self.names.name(value), self.before.maker(value)
         made = None if maker is None else self.before.site_of(maker)
-        here = made is not None and _alike(made, site)
+        here = made is not None and alike(made, site)
         late = here and made is not None and made.line >= site.line
         if name is not None and _NAME.fullmatch(name) and not late and (here or maker is None):
             yield name
         readers = [(call, read) for call in self.before.readers(value) if (read := self.before.site_of(call)) is not None]
         for call, read in readers:
             for arg, words in zip(call.args, read.args, strict=False):
-                if _alike(read, site) and arg == Ref(value) and not (late and _NAME.fullmatch(words)):
+                if alike(read, site) and arg == Ref(value) and not (late and _NAME.fullmatch(words)):
                     yield words
         for _, read in readers:
-            handed = set(_handed(site, self.before, read.function.rpartition(".")[2])) if not _alike(read, site) else set()
-            masks = {words for words in handed if role_of(last_word(words)) is Role.MASK}
+            given = set(self._namespace.handed(site, read.function.rpartition(".")[2])) if not alike(read, site) else set()
+            masks = {words for words in given if role_of(last_word(words)) is Role.MASK}
             if len(masks) == 1:
                 yield masks.pop()
-
-
-def _alike(one: Site, other: Site) -> bool:
-    return (one.file, one.function) == (other.file, other.function)
-
-
-def _writes(node: ast.expr | ast.AugAssign) -> bool:
-    """Does an expression change what it is called on?"""
-    func = node.func if isinstance(node, ast.Call) else None
-    return isinstance(node, ast.AugAssign) or (isinstance(func, ast.Attribute) and func.attr.endswith("_") and not func.attr.endswith("__"))
-
-
-def _excerpt(site: Site, program: Program) -> dict[int, str]:
-    """The lines of a function that the program keeps, by number, without those of its neighbours."""
-    return {number: line for one in program.sites if _alike(one, site) for number, line in _own(one)}
-
-
-def _own(site: Site) -> Iterator[tuple[int, str]]:
-    """The lines around a call that are its function's: up to where that begins, and down to where the next thing does."""
-    kept = dict(site.source)
-    inner = len(kept.get(site.line, "")) - len(kept.get(site.line, "").lstrip())
-    for numbers in (range(site.line, max(kept, default=0) + 1), range(site.line - 1, min(kept, default=1) - 1, -1)):
-        for number in numbers:
-            line = kept.get(number, "")
-            outside = number != site.line and line.strip() and len(line) - len(line.lstrip()) < inner
-            begins = outside and re.match(r"\s*(async\s+def|def|class|@)\b|@", line) is not None
-            if begins and number > site.line:
-                break
-            if outside and inner and line[:1].strip() and not begins and not line.startswith((")", "]", "}")):
-                break
-            yield number, line
-            if begins:
-                break
-
-
-_PLAIN = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Compare, ast.UnaryOp, ast.Tuple, ast.Call)
-_WORDS = re.compile(r"""#.*|'[^']*'|"[^"]*\"""")  # what is no code in a line
-_METHODS = frozenset(("bool", "detach", "float", "long", "squeeze", "unsqueeze", "view"))  # by which a name stays what it is
-
-
-def _roots(words: str) -> set[str]:
-    """The names that a plain expression is made of; none if it is anything else, or does something."""
-    try:
-        tree = ast.parse(words, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr)]
-    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
-    if not all(isinstance(node, _PLAIN) for node in nodes) or not all(isinstance(f, ast.Attribute) and f.attr in _METHODS for f in calls):
-        return set()
-    return {node.id for node in nodes if isinstance(node, ast.Name)}
-
-
-def _is_bound(root: str, site: Site, program: Program) -> bool:
-    """Does the function know the name before its statement, as far as its lines are there? Then it is handed over, or bound above."""
-    lines = _excerpt(site, program)
-    code = {number: _WORDS.sub("", line) for number, line in lines.items()}
-    if not any(re.search(rf"\b{re.escape(root)}\b", line) for line in code.values()):
-        return False
-    binding = re.compile(rf"^\s*(?:[\w.]+\s*,\s*)*{re.escape(root)}\s*(?:,[^=]*)?(?::[^=]*)?=(?!=)")
-    bound = [number for number, line in code.items() if binding.search(line)]
-    return not bound or min(bound) < site.line
-
-
-def _handed(site: Site, program: Program, function: str) -> Iterator[str]:
-    """What a function hands to another one of this name, as far as its lines are there."""
-    for one in program.sites:
-        if not _alike(one, site) or not function:
-            continue
-        for _, line in one.source:
-            found = re.search(rf"\b{re.escape(function)}\((.*)\)", line)
-            try:
-                parsed = ast.parse(f"f({found.group(1)})", mode="eval").body if found else None
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                continue
-            if isinstance(parsed, ast.Call):
-                yield from (
-                    ast.unparse(arg)
-                    for arg in [*parsed.args, *(keyword.value for keyword in parsed.keywords)]
-                    if isinstance(arg, (ast.Name, ast.Attribute))
-                )

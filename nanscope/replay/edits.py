@@ -44,6 +44,7 @@ from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
 from nanscope.replay.matrices import apart
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
+from nanscope.replay.rebind import bound_anew
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
 
@@ -54,6 +55,18 @@ CLAMP = 20.0  # nats; e^20 is 4.9e8, the bound that frameworks which clamp have 
 
 def mask_before_op(patch: Patch) -> Variant | None:
     """Fill the operand where the mask excludes it, before the op."""
+    return _masked(patch, before)
+
+
+def mask_variable(patch: Patch) -> Variant | None:
+    """Fill the variable that the operand is, for all that reads it from there on. Raises NanscopeError where it is none."""
+    return _masked(patch, bound_anew) if patch.origin.call is not None else None
+
+
+Putting = Callable[[Patch, int, Callable[[int], list[Insert]]], Program]
+
+
+def _masked(patch: Patch, put: Putting) -> Variant | None:
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
     position = _spoilt(patch)
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
@@ -86,7 +99,7 @@ def mask_before_op(patch: Patch) -> Variant | None:
 
     name = mask.name or "the mask"
     label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
-    program = before(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0), asking))
+    program = put(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0), asking))
     return Variant("mask_before_op", label, program, patch.tensors)
 
 
@@ -411,6 +424,8 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "avoid_singular_op": avoid_singular_op,
     "skip_disabled_term": skip_disabled_term,
 }
+
+WIDER: dict[str, Callable[[Patch], Variant | None]] = {"mask_before_op": mask_variable}  # tried first: what a person would write
 
 FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours takes the place of one that came in
 MOVE_OFF = frozenset(("avoid_singular_op", "clamp_denominator"))  # near where it was, the derivative may be as steep as they make it

@@ -119,7 +119,7 @@ def before(patch: Patch, position: int, inserts: Sequence[Insert] | Callable[[in
         value = next(refs(calls[index].args[position]), None) if position < len(calls[index].args) else None
         if value is None:
             continue
-        added, last = _emit(fresh, value, inserts(ordinal) if callable(inserts) else inserts, calls[index])
+        added, last = emitted(fresh, value, inserts(ordinal) if callable(inserts) else inserts, calls[index])
         fresh += len(added)
         args = tuple(_with(arg, value, last) if place == position else arg for place, arg in enumerate(calls[index].args))
         calls[index : index + 1] = [*added, replace(calls[index], args=args)]
@@ -143,9 +143,9 @@ def after(patch: Patch, inserts: Sequence[Insert], but: Container[int] = ()) -> 
         if value is None:
             continue
         like = calls[index] if index >= 0 else Call("", (), (), (), -1, True)
-        added, last = _emit(fresh, value, inserts, like)
+        added, last = emitted(fresh, value, inserts, like)
         fresh += len(added)
-        rest = [call if call.outs[0] in but else _reading(call, value, last) for call in calls[index + 1 :]]
+        rest = [call if call.outs[0] in but else reading(call, value, last) for call in calls[index + 1 :]]
         output = last if output == value else output
         calls = [*calls[: index + 1], *added, *rest]
     return replace(patch.program, calls=tuple(calls), output=output)
@@ -167,7 +167,7 @@ def held_still(
             Call("aten.detach.default", (Ref(value),), (), (still,)),
             Call("aten.where.self", (Ref(mark), Ref(still), Ref(value)), (), (last,), program.calls[at].site, program.calls[at].grad),
         )
-        rest = (_reading(call, value, last) for call in program.calls[at + 1 :])
+        rest = (reading(call, value, last) for call in program.calls[at + 1 :])
         program = replace(
             program,
             leaves=(*program.leaves, Leaf(mark, "offending", "data", False)),
@@ -178,7 +178,8 @@ def held_still(
     return program, tensors
 
 
-def _emit(fresh: int, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
+def emitted(fresh: int, value: int, inserts: Sequence[Insert], like: Call) -> tuple[list[Call], int]:
+    """Return the calls of `inserts` on a value, at the place of another call, and what they make in the end. fresh: the first free id."""
     added: list[Call] = []
     last = value
     for op, args in inserts:
@@ -202,7 +203,8 @@ def _with(arg: Arg, value: int, last: int) -> Arg:
     return arg
 
 
-def _reading(call: Call, value: int, last: int) -> Call:
+def reading(call: Call, value: int, last: int) -> Call:
+    """Return a call that reads another value in the place of one."""
     return replace(
         call,
         args=tuple(_with(arg, value, last) for arg in call.args),

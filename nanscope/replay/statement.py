@@ -9,6 +9,7 @@ The source comes out of a file and is only parsed.
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from nanscope.program.calls import Site
 from nanscope.program.idioms import Text
 
 Span = tuple[int, int, int, int]  # first line, its column in bytes, last line, the column after the end
+
+NO_CODE = re.compile(r"""#.*|'[^']*'|"[^"]*\"""")  # what is no code in a line
+_HEADS = re.compile(r"\s*(while|elif|else|except|finally|case|@|[-+*/%&|^.)\]}])")  # before such a line nothing is put
+_OPEN = re.compile(r"([-+*/%&|^=,\\<>~]|\b(and|or|not|in|is|if|return|lambda))$")  # after such a line a statement goes on
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
 
@@ -69,6 +74,36 @@ class Statement:
         parts = [part.decode(errors="replace") for part in lines]
         plain = isinstance(node, _ATOMS) or (isinstance(node, ast.Constant) and not isinstance(node.value, (int, float)))
         return Text("\n".join(parts), plain)
+
+    @property
+    def writes(self) -> bool:
+        """Does the expression change what it is called on?"""
+        func = self.node.func if isinstance(self.node, ast.Call) else None
+        return isinstance(self.node, ast.AugAssign) or (
+            isinstance(func, ast.Attribute) and func.attr.endswith("_") and not func.attr.endswith("__")
+        )
+
+    @property
+    def begins(self) -> bool:
+        """May another statement be put before its first line: is that neither within brackets, nor the head of a loop or of a branch?"""
+        code = {number: NO_CODE.sub("", line).rstrip() for number, line in self.around.items()}
+        if _HEADS.match(code[self.first]):
+            return False
+        above = [code[number] for number in sorted(code) if number < self.first and code[number].strip()]
+        depth = 0
+        for line in reversed(above):
+            for sign in reversed(line):
+                depth += (sign in ")]}") - (sign in "([{")
+                if depth < 0:
+                    return False
+        return not above or not _OPEN.search(above[-1])
+
+    def binds(self, name: str) -> bool:
+        """Does a part of the statement give a name a meaning of its own (`[f(x) for x in xs]`, `lambda x: f(x)`)?"""
+        own = [node.args for node in ast.walk(self.tree) if isinstance(node, ast.Lambda)]
+        arguments = {argument.arg for one in own for argument in (*one.posonlyargs, *one.args, *one.kwonlyargs)}
+        loops = [node.target for node in ast.walk(self.tree) if isinstance(node, ast.comprehension)]
+        return name in arguments | {node.id for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Name)}
 
     def operands(self) -> list[ast.expr]:
         """Return the operands of the call's expression in the order in which the operator receives them."""

@@ -29,7 +29,7 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
 from nanscope.replay.diffs import diffs
-from nanscope.replay.edits import CONTROLS, EDITS
+from nanscope.replay.edits import CONTROLS, EDITS, WIDER
 from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following, then
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
@@ -236,6 +236,8 @@ class Bench:
 
     def _tried(self, name: str, kind: str, edit: Edit) -> _Tried | None:
         """What comes out under one edit; None if it does not apply here."""
+        if (wider := self._tried_wider(name, kind)) is not None:
+            return wider
         try:
             variant = edit(self.patch)
         except UNMADE as error:  # an edit that cannot be made here is not worth losing the verdict for
@@ -251,6 +253,18 @@ class Bench:
             row, variant = replace(row, then=then(there)), again
         row = self._judged(row)
         return _Tried(self._shown(row, variant) if kind == "fix" else row, variant, there)
+
+    def _tried_wider(self, name: str, kind: str) -> _Tried | None:
+        """What comes out under the edit as a person would make it, of a whole variable, if that is proven."""
+        try:
+            variant = WIDER[name](self.patch) if name in WIDER else None
+        except UNMADE:
+            return None
+        row = None if variant is None else self._judged(_try(variant, kind, self.healthy))
+        if row is None or variant is None or not row.proven:
+            return None
+        shown = self._shown(row, variant)
+        return _Tried(shown, variant) if shown.diffs else None
 
     def _shown(self, row: Row, variant: Variant) -> Row:
         """A row with what its edit is in the source, if it works."""

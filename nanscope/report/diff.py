@@ -65,8 +65,10 @@ def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
 
 
 def changed(hunk: Hunk) -> Iterator[DiffLine]:
-    """Yield the lines that are not the same afterwards, without the indentation that they share."""
+    """Yield the lines that are not the same afterwards, without the indentation that they share, and the line before which one is put."""
     lines = [line for line in hunk.lines if line.sign != " "]
+    if all(line.sign == "+" for line in lines):
+        lines += hunk.lines[hunk.lines.index(lines[-1]) + 1 :][:1]
     indent = min((len(line.text) - len(line.text.lstrip()) for line in lines if line.text.strip()), default=0)
     for line in lines:
         yield DiffLine(line.sign, line.number, line.text[indent:])
