@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("nightly" if NIGHTLY else "nanscope")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--accept` takes what test_golden.py sees as what it is to be."""
+    """`--accept` takes what test_golden.py and test_screenshots.py see as what it is to be."""
     parser.addoption("--accept", action="store_true", help="write the golden outputs anew instead of comparing with them")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -47,6 +48,25 @@ def test_what_stands_there_without_a_script() -> None:
     found = lookout_of(incident, LIMITS[0], 0)
     assert found is not None and found.summary.endswith("masked") and found.where.endswith("the loss does not count it")
     assert found.lines[0].bad and found.worst and any(tile.look == "bad" for tile in found.tiles)
+
+
+def test_keys_are_of_what_is_drawn() -> None:
+    """Of a batch in which nothing is masked, nothing says what masked looks like."""
+    incident = incident_of("forward masked")
+    assert incident.tokens is not None and incident.tokens.tiles_masked is not None
+    none = tuple(tuple(0.0 for _ in line) for line in incident.tokens.tiles_masked)
+    for tiles, masks in ((incident.tokens.tiles_masked, True), (none, False), (None, False)):
+        found = dataclasses.replace(incident, tokens=dataclasses.replace(incident.tokens, tiles_masked=tiles))
+        page = render_html(dataclasses.replace(verdict_of("forward masked"), incidents=(found,)))
+        assert ('<i class="key grey">' in page, '<i class="key masked"></i> masked' in page) == (masks, masks)
+
+
+@pytest.mark.parametrize(("value", "crossed"), [(math.inf, True), (math.nan, True), (-0.1376, False)])
+def test_a_finite_origin_is_not_crossed_out(value: float, crossed: bool) -> None:
+    """Of a value whose gradient went bad, the script draws the ring alone, as it stands there without it."""
+    incident = incident_of("forward masked")
+    found = map_data(dataclasses.replace(incident, origin=dataclasses.replace(incident.origin, value=value)), LIMITS[0], 1)
+    assert found is not None and found["overflowed"] is crossed
 
 
 def test_nothing_is_drawn_of_nothing() -> None:

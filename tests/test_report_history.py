@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from verdicts import incident_of
 import nanscope
 from nanscope.report.draw import chart_of
 from nanscope.report.history import Panel, Scale, Series, panels_of, thin
+from nanscope.report.html import render_html
 from nanscope.snapshot.history import Entry
 from nanscope.verdict.incident import Verdict
 
@@ -100,3 +102,13 @@ def test_charts_stay_inside_their_frame(points: list[tuple[float, float]], limit
     assert all(-1e-9 <= scale.y(v) <= 1 + 1e-9 for _, v in points if math.isfinite(v))
     chart = chart_of(panel)
     assert "nan" not in chart.curves[0].line and "inf" not in chart.curves[0].line + chart.curves[0].marks
+
+
+@pytest.mark.parametrize(("step", "late"), [(5, False), (9, True)])
+def test_what_was_said_shortly_before_the_end_stands_to_its_left(step: int, late: bool) -> None:
+    """There is no room to the right of it."""
+    incident = incident_of("history")
+    entries = tuple(dataclasses.replace(entry, forecast=entry.step == step) for entry in incident.history)
+    page = render_html(Verdict((dataclasses.replace(incident, history=entries),)))
+    words = set(re.findall(r'<span class="(said-words[^"]*)" style="[^"]*">said at (\d+)</span>', page))
+    assert words == {("said-words late" if late else "said-words", str(step))}

@@ -12,6 +12,7 @@ from pages import checked
 from verdicts import incident_of
 
 from nanscope.report.draw import outline
+from nanscope.report.html import render_html
 from nanscope.report.map import grid_of
 from nanscope.verdict.incident import Picture, Verdict
 
@@ -53,6 +54,20 @@ def test_colours_diverge_around_zero() -> None:
     values = (tuple([1.0] * 40 + [1e30]),)
     grid = grid_of(incident_of("input", picture=Picture("x", values, None, 0, 3, 0, 0, 1, 41)), 32, 72)
     assert grid is not None and grid.saturated and grid.scale == 1.0 and grid.level(0, 40) == 5
+
+
+def test_numbers_stand_at_the_middle_of_their_cells() -> None:
+    """Along both axes, with the room that the ring takes around the cells; so does what is said of the origin."""
+    page = render_html(Verdict((incident_of(picture=picture(3, 8, 1, 6), tokens=None),)))
+    left, top, width, height = map(float, re.search(r'class="cells" viewBox="(\S+) (\S+) (\S+) (\S+)"', page).groups())  # type: ignore[union-attr]
+    assert (left, top, width, height) == (-0.35, -0.35, 8.7, 3.7)
+    sides = {side: re.findall(rf'style="{side}:([\d.]+)%">(\d+)</span>', page) for side in ("left", "top")}
+    for side, first, whole, count in (("left", left, width, 8), ("top", top, height, 3)):
+        assert [(round(first + whole * float(at) / 100, 2), int(n)) for at, n in sides[side][:count]] == [
+            (n + 0.5, n) for n in range(count)
+        ]
+    (flag,) = re.findall(r'class="flag"><span class="\w+" style="left:([\d.]+)%"', page)
+    assert left + width * float(flag) / 100 == pytest.approx(6.5, abs=0.01)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-320, 5e-324, 1.7e308])

@@ -9,6 +9,7 @@ import math
 import tempfile
 import types
 import typing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def verdict_of(kind: str) -> Verdict:
         with nanscope.watch(out=folder) as scope:
             RUNS[kind]()
         return scope.verdict
+
+
+ENVIRONMENT = {"versions": {"torch": "1.2.3"}, "python": "3.0", "device": "cpu"}
+
+
+def still(incident: Incident) -> Incident:
+    """Return an incident without what differs from one machine to the next."""
+    path = incident.snapshot and f"nanscope-runs/{Path(incident.snapshot).name}"
+    return dataclasses.replace(incident, environment=ENVIRONMENT if incident.environment else {}, snapshot=path)
+
+
+def still_verdict(found: Verdict) -> Verdict:
+    """Return a verdict without what differs from one machine, and one version, to the next."""
+    return dataclasses.replace(found, incidents=tuple(map(still, found.incidents)), version="0.0")
 
 
 def ppo_step(environment: dict[str, Any]) -> Snapshot:

@@ -89,6 +89,7 @@ class Chart:
 
 
 CHART = (480, 120)  # width and height of a chart in its own units
+MARGIN = 0.35  # around the cells of a map, in cells: the ring of an origin at the edge is drawn there
 
 
 def map_of(incident: Incident, limits: Limits) -> Map | None:
@@ -107,7 +108,7 @@ def map_of(incident: Incident, limits: Limits) -> Map | None:
             looks.setdefault(f"{'n' if level < 0 else 'p' if level else 'z'}{abs(level)}", set()).add((r, c))
     cell = max(10, min(34, 896 // columns, 480 // rows))
     ring = grid.ring
-    share = (ring[1] + 0.5) / columns if ring else 0.0
+    share = _share(ring[1], columns) if ring else 0.0
     around: tuple[tuple[str, str, str], ...] = ()
     if ring:
         near = range(max(0, ring[1] - 4), min(columns, ring[1] + 5))
@@ -162,7 +163,12 @@ def _ticks(count: int, first: int, strong: int | None, every: int) -> tuple[Tick
     """Labels at multiples of `every`, and at the origin; those that would run into the origin's are left out."""
     shown = [n for n in range(count) if (first + n) % every == 0 and (strong is None or abs(n - strong) >= min(every, 3) or every == 1)]
     shown = sorted({*shown, strong} if strong is not None else shown)
-    return tuple(Tick(f"{100 * (n + 0.5) / count:.2f}", str(first + n), n == strong) for n in shown)
+    return tuple(Tick(f"{100 * _share(n, count):.2f}", str(first + n), n == strong) for n in shown)
+
+
+def _share(cell: int, count: int) -> float:
+    """Where the middle of a cell lies between the edges of the map."""
+    return (cell + 0.5 + MARGIN) / (count + 2 * MARGIN)
 
 
 def chart_of(panel: Panel, number: int = 0) -> Chart:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanscope.report.clean import Limits, clean, numeral
+from nanscope.report.clean import Limits, clean, is_finite_number, numeral
 from nanscope.report.history import Panel, Scale
 from nanscope.report.map import axes, is_bad, whole_count
 from nanscope.text import count
@@ -61,7 +61,7 @@ class Lookout:
     """What the template draws of a token map.
 
     title: how large the whole is. summary: how much is bad, of all there is. tiles: from far, without the plain ones. bars: of the
-    histogram, as paths. ends: its numbers.
+    histogram, as paths. ends: its numbers. masks: is something masked?
     """
 
     number: int
@@ -81,6 +81,7 @@ class Lookout:
     limit: str
     ends: tuple[str, str]
     bins: int
+    masks: bool
 
 
 def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | None:
@@ -113,6 +114,7 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
         limit=bars[2],
         ends=(numeral(main.histogram.low), numeral(main.histogram.high)) if main.histogram else ("", ""),
         bins=len(main.histogram.counted) if main.histogram else 0,
+        masks=any(share > 0 for line in found.tiles_masked or () for share in line),
     )
 
 
@@ -210,6 +212,7 @@ def map_data(incident: Incident, limits: Limits, windows: int) -> dict[str, Any]
         "columns": found.columns,
         "row": found.row,
         "column": found.column,
+        "overflowed": not is_finite_number(incident.origin.value),
         "row_name": row_name or "row",
         "column_name": column_name,
         "main": found.main,

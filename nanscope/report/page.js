@@ -20,6 +20,9 @@
 
   // -- the map --------------------------------------------------------------------------------------------------------------------------
 
+  const MARGIN = 0.35; // around the cells, in cells
+  const share = (cell, size) => 100 * (cell + 0.5 + MARGIN) / (size + 2 * MARGIN); // where the middle of a cell lies, in percent
+
   const outline = (cells) => cells.map(([row, first, last]) => `M${first} ${row}h${last - first}v1h${first - last}z`).join("");
 
   const runs = (height, width, look) => {
@@ -138,7 +141,7 @@
       const saturated = 0 < 5 * usual && 5 * usual < most, scale = saturated ? usual : most;
       const look = (row, column) => {
         const value = at(row, column);
-        if (bad(value) || (row + w.row === map.row && column + w.column === map.column && this.track === map.main && this.way === "as_recorded")) return "bad";
+        if (bad(value) || (map.overflowed && row + w.row === map.row && column + w.column === map.column && this.track === map.main && this.way === "as_recorded")) return "bad";
         const level = scale > 0 ? Math.sign(value) * Math.round(5 * Math.min(1, Math.abs(value) / scale)) : 0;
         return level ? `${level < 0 ? "n" : "p"}${Math.abs(level)}` : "z0";
       };
@@ -149,21 +152,21 @@
       set(".hatch", outline(masked.x || []));
       set(".crosses", outline(layers.bad || []));
       set(".gaps", `M0 0h${width}v${height}h${-width}z`);
-      this.svg.setAttribute("viewBox", `-0.35 -0.35 ${width + 0.7} ${height + 0.7}`);
+      this.svg.setAttribute("viewBox", `${-MARGIN} ${-MARGIN} ${width + 2 * MARGIN} ${height + 2 * MARGIN}`);
       const ring = this.svg.querySelector(".ring"), inside = map.row >= w.row && map.row < w.row + height && map.column >= w.column && map.column < w.column + width;
       const told = inside && this.track === map.main && this.way === "as_recorded";
       all(".ring", this.svg).forEach((part) => { part.style.display = inside ? "" : "none"; });
       all(".lead", this.svg).forEach((part) => { part.style.display = told ? "" : "none"; });
       if (ring) { ring.setAttribute("x", map.column - w.column - 0.16); ring.setAttribute("y", map.row - w.row - 0.16); }
-      set(".lead", `M${map.column - w.column + 0.5} -0.35V${map.row - w.row - 0.16}`);
+      set(".lead", `M${map.column - w.column + 0.5} ${-MARGIN}V${map.row - w.row - 0.16}`);
       const flag = this.node.querySelector(".flag");
       if (flag) flag.style.visibility = told ? "" : "hidden";
-      if (flag && inside) flag.firstElementChild.style.left = `${100 * (map.column - w.column + 0.5) / width}%`;
+      if (flag && inside) flag.firstElementChild.style.left = `${share(map.column - w.column, width)}%`;
       const ticks = (node, first, size, side, strong, least) => {
         if (!node) return;
         const every = size > 16 ? 8 : size > 8 ? 4 : 1, numbers = [];
         for (let n = 0; n < size; n++) if (first + n === strong || ((first + n) % every === 0 && Math.abs(first + n - strong) >= Math.min(every, least))) numbers.push(n);
-        node.replaceChildren(...numbers.map((n) => { const tick = make("span", String(first + n), first + n === strong ? "strong" : ""); tick.style[side] = `${100 * (n + 0.5) / size}%`; return tick; }));
+        node.replaceChildren(...numbers.map((n) => { const tick = make("span", String(first + n), first + n === strong ? "strong" : ""); tick.style[side] = `${share(n, size)}%`; return tick; }));
       };
       ticks(this.node.querySelector(".map .xaxis"), w.column, width, "left", map.column, 3);
       ticks(this.node.querySelector(".map .yaxis"), w.row, height, "top", map.row, 2);
@@ -185,6 +188,7 @@
       if (!this.at) return;
       const { map } = this, w = map.windows[this.window], [row, column] = this.at;
       Object.entries({ x: column, y: row, width: 1, height: 1 }).forEach(([name, value]) => this.mark.setAttribute(name, value));
+      this.mark.style.display = w.row + row === map.row && w.column + column === map.column ? "none" : ""; // the ring is there
       const hidden = w.masked && w.masked[row][column] === "1";
       this.caption.textContent = `${map.row_name} ${count(w.row + row)}, ${map.column_name} ${count(w.column + column)}${hidden ? ": masked, the loss does not count it" : w.masked ? ": the loss counts it" : ""}`;
       const fixed = Object.keys(map.ways).find((way) => way !== "as_recorded");
