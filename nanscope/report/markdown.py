@@ -123,6 +123,7 @@ def _facts(incident: Incident) -> list[tuple[str, str]]:
         ("tested", tested(incident, LIMIT.text)),
         ("objective", clean(incident.loss_words, LIMIT.text)),
         ("versions", _versions(incident)),
+        ("commit", _commit(incident)),
     )
     return [*facts, *((name, clean(words, LIMIT.text)) for name, words in more if words)]
 
@@ -134,6 +135,11 @@ def _versions(incident: Incident) -> str:
     return ", ".join(
         f"{name} {version}" for name, version in list(pairs)[: LIMIT.items] if isinstance(version, str) and re.match(r"\d", version)
     )
+
+
+def _commit(incident: Incident) -> str:
+    found = incident.environment.get("commit")
+    return found if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{7,64}", found) else ""
 
 
 def _cells(row: Tried) -> list[str]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nanscope.capture.source import variables
 from nanscope.frameworks.rows import Framework
+from nanscope.snapshot.record import now
+from nanscope.watching.invoked import command, commit
 
 
 def find_trainer(targets: Iterable[Any]) -> Any:
@@ -74,10 +76,14 @@ def _version(package: str) -> str | None:
 
 
 def environment(loss: Tensor | None, package: str | None) -> dict[str, Any]:
-    """Return versions, device and dtype of a run. package: the framework's distribution."""
+    """Return how a run was started, when this was asked, versions, device and dtype. package: the framework's distribution."""
     like = torch.zeros(()) if loss is None else loss
     packages = ("torch", "nanscope", "transformers", "accelerate", *((package,) if package else ()))
+    at = commit(sys.argv[0]) if sys.argv and sys.argv[0] else None
     return {
+        "command": command(sys.argv),
+        **({"commit": at} if at is not None else {}),
+        "time": now(),
         "versions": {name: version for name in packages if (version := _version(name)) is not None},
         "python": sys.version.split()[0],
         "device": like.device.type if like.device.type == "cpu" else torch.cuda.get_device_name(like.device),
