@@ -31,6 +31,14 @@ def test_every_renderer_takes_every_kind(kind: str, suffix: str, tmp_path: Path)
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, *beside}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_line_of_the_text_ends_in_blanks(kind: str, tmp_path: Path) -> None:
+    """It is put into mails and commit messages."""
+    render(verdict_of(kind), tmp_path / "report.txt")
+    lines = (tmp_path / "report.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 @pytest.mark.parametrize("suffix", suffixes())
 def test_every_renderer_takes_hostile_strings(suffix: str, tmp_path: Path) -> None:
     """Text that no codec or template likes in every field stops no renderer."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from markdown_it import MarkdownIt  # rich needs it, so it is there
 from verdicts import KINDS, NASTY, hostile, verdict_of
 
+import nanscope
 from nanscope.report.markdown import block, code, escaped, render_markdown
 from nanscope.report.render import render
 
@@ -111,6 +115,16 @@ def test_the_picture_is_beside_it(tmp_path: Path) -> None:
     render(verdict_of("forward masked"), tmp_path / "my report.md")
     assert (tmp_path / "my report.png").read_bytes().startswith(b"\x89PNG")
     assert "](my%20report.png)" in (tmp_path / "my report.md").read_text(encoding="utf-8")
+
+
+def test_the_script_that_fails_alike_is_beside_it(tmp_path: Path) -> None:
+    """A maintainer gets something to run; what is linked stops at the harm."""
+    model = torch.nn.Linear(2, 3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        torch.exp(100 * model(torch.ones(4, 2)).abs() + 90).mean().backward()
+    render(scope.verdict, tmp_path / "report.md")
+    assert "](report.repro.py), on nothing but torch (" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    subprocess.run((sys.executable, tmp_path / "report.repro.py"), check=True, timeout=120)
 
 
 def test_a_healthy_run_has_no_picture(tmp_path: Path) -> None:

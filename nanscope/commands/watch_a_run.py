@@ -129,13 +129,16 @@ def _tell(leading: Leading, json_file: Path | None, busy: bool = True) -> None:
 def report(
     context: typer.Context,
     path: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run, a folder of runs (the latest is taken), or one snapshot.")] = RUNS,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="report.html, .png, .txt or .json.")] = Path("report.html"),
+    output: Annotated[
+        list[Path],
+        typer.Option("-o", "--output", metavar="FILE", help="report.html, .md, .png, .txt or .json; may be given several times."),
+    ] = [Path("report.html")],  # noqa: B006
 ) -> None:
     """Draw the report of a run, also of one that was killed.
 
-    The suffix of the output chooses its form: a page, a picture, text or data.
+    The suffix of the output chooses its form: a page, Markdown for an issue, a picture, text or data. Several cost one diagnosis.
 
-    Example: nanscope report nanscope-runs -o report.html
+    Example: nanscope report nanscope-runs -o report.html -o report.md
     """
     load_torch()
     from nanscope.report.console import progress
@@ -144,17 +147,20 @@ def report(
     from nanscope.snapshot.fetched import fetched
     from nanscope.snapshot.remote import is_remote
 
-    choose(RENDERERS, output)
+    for file in output:
+        choose(RENDERERS, file)
     if not is_remote(path):
         refuse_missing(path)
     here = context.with_resource(fetched(path))
     verdict = _read(here, path)
-    with writing(output), progress("measuring the precision of the step", file=sys.stderr) as now:
+    with progress("measuring the precision of the step", file=sys.stderr) as now:
         precision = _precision_of(here.path)
-        now(f"drawing {output.name}")
-        render(verdict, output, precision)
-    print(clean(str(output)), flush=True)
-    print_next(verdict, output, file=sys.stderr)
+        for file in output:
+            now(f"drawing {file.name}")
+            with writing(file):
+                render(verdict, file, precision)
+            print(clean(str(file)), flush=True)
+    print_next(verdict, output[0], file=sys.stderr)
     leave_with(verdict)
 
 

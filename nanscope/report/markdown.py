@@ -31,8 +31,9 @@ LIMIT = LIMITS[1]  # an issue is read, and not searched
 LISTED = 5  # further bad steps that are named
 
 
-def render_markdown(verdict: Verdict, picture: str = "") -> str:
-    """Return the report as Markdown. picture: the name of a file beside it that is to be shown."""
+def render_markdown(verdict: Verdict, picture: str = "", script: tuple[str, str] | None = None) -> str:
+    """Return the report as Markdown. picture: the name of a file beside it that is to be shown. script: that of the smallest script that
+    fails alike, and what is left in it, in words."""
     lines: list[str] = []
     if not verdict.incidents:
         lines += [f"## {escaped(str(verdict.status)).capitalize()}", "", escaped(calm(verdict, LIMIT.long)), ""]
@@ -40,6 +41,8 @@ def render_markdown(verdict: Verdict, picture: str = "") -> str:
         lines += _incident(incident)
     if picture:
         lines += [f"![the offending tensor and the way there]({picture})", ""]
+    if script is not None:
+        lines += [f"Run it: [{escaped(script[0])}]({script[0]}), on nothing but torch ({escaped(script[1])}).", ""]
     lines += _others(verdict)
     lines += [f"<sub>{_counts(verdict)}</sub>"]
     return "\n".join(lines).rstrip() + "\n"

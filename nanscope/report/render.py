@@ -14,21 +14,26 @@ from nanscope.snapshot.files import write_whole
 
 if TYPE_CHECKING:
     from nanscope.foresight.precision_model import Precision
+    from nanscope.reproduce.reproducer import Reproducer
     from nanscope.verdict.incident import Verdict
 
 
 def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision | None = None) -> None:
     """Write the report of a verdict; a reader never sees half a file. precision: of its step, where it was measured; not in a picture.
 
-    What is written for an issue has its picture beside it, under the same name.
+    What is written for an issue has its picture beside it, and the smallest script that fails alike, under the same name.
 
     Raises NanscopeError for a suffix that no renderer has, OSError if the file cannot be written.
     """
     path = Path(path)
     drawn = choose(RENDERERS, path)
     if drawn is _md and verdict.incidents:
-        write_whole(path.with_suffix(".png"), _png(verdict, None))
-        write_whole(path, _md(verdict, precision, quote(path.with_suffix(".png").name)))
+        picture, script = path.with_suffix(".png"), path.with_suffix(".repro.py")
+        write_whole(picture, _png(verdict, None))
+        made = _reproducer(verdict)
+        if made is not None:
+            write_whole(script, made.script.encode())
+        write_whole(path, _md(verdict, precision, quote(picture.name), None if made is None else (quote(script.name), made.kept)))
     else:
         write_whole(path, drawn(verdict, precision))
 
@@ -80,10 +85,21 @@ def _txt(verdict: Verdict, precision: Precision | None) -> bytes:
     return told.encode(errors="backslashreplace")
 
 
-def _md(verdict: Verdict, precision: Precision | None, picture: str = "") -> bytes:
+def _md(verdict: Verdict, precision: Precision | None, picture: str = "", script: tuple[str, str] | None = None) -> bytes:
     from nanscope.report.markdown import render_markdown
 
-    return render_markdown(verdict, picture).encode(errors="backslashreplace")
+    return render_markdown(verdict, picture, script).encode(errors="backslashreplace")
+
+
+def _reproducer(verdict: Verdict) -> Reproducer | None:
+    """The step of the first cause as a script, None if its file is elsewhere, or there is no such script."""
+    from nanscope.reproduce.reproducer import reproducer
+
+    saved = next((Path(incident.snapshot) for incident in verdict.causes if incident.snapshot), None)
+    try:
+        return reproducer(saved) if saved is not None and saved.is_file() else None
+    except NanscopeError:
+        return None
 
 
 def _json(verdict: Verdict, precision: Precision | None) -> bytes:
