@@ -17,6 +17,7 @@ from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
 from nanscope.program.flow import sources
 from nanscope.program.numbers import at, is_binary, smallest
 from nanscope.program.ops import (
+    ADDITIONS,
     BOUNDING,
     CHOICES,
     CLAMPS,
@@ -294,10 +295,12 @@ def _from_mask(trace: Trace, value: int) -> bool:
     """Is a value a sum over a mask?"""
     if "sum" not in _ancestors(trace.program, value):
         return False
+    summed = False
     for _ in range(12):
         call = trace.program.maker(value)
-        if call is not None and call.name in DIFFERENCES:
-            return False  # a count less one
+        summed = summed or (call is not None and call.name in SEQUENCE_SUMS)
+        if call is not None and (call.name in DIFFERENCES or (not summed and call.name in ADDITIONS and len(set(call.inputs())) > 1)):
+            return False  # a count less one; a sum beside something else
         if trace.names.says_mask(value):
             return True
         if call is None:

@@ -9,9 +9,9 @@ from nanscope.locate.norms import Norms
 from nanscope.locate.onward import Onward
 from nanscope.locate.uses import Uses
 from nanscope.program.calls import Site
-from nanscope.program.ops import SUMS
+from nanscope.program.ops import COPIES, DIVISIONS, PRODUCTS, SUMS
 from nanscope.program.program import Program
-from nanscope.roles import SCORES, Role, role_of
+from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
 
 
 class Names:
@@ -54,6 +54,8 @@ class Names:
         named, made = self.named(value), self.program.maker(value)
         if named is Role.REWARDS and made is not None and (made.module or self._uses.attends(value)):
             named = Role.ATTENTION  # inside a model scores are those of attention
+        if named is Role.REWARDS and self._scores_an_answer(value):
+            named = Role.LOG_PROBS  # the policy's own, by which answers are ranked
         if named is Role.LOG_RATIO and self._called.is_exponential(value):
             named = None  # a name that is used for one thing after another
         if named is Role.ROUTER and made is not None and not made.module:
@@ -61,6 +63,17 @@ class Names:
         if named is Role.LOG_PROBS:
             return self._uses.role(value) or named  # of whose policy, the loss knows better than a name that does not say
         return self.by_use(value, via) if named is None else named
+
+    def _scores_an_answer(self, value: int) -> bool:
+        """Is it what a policy gives the tokens of an answer, added up, or their mean?"""
+        summed, call = False, self.program.maker(value) if self._uses.carried(value) else None
+        while call is not None and (call.name in SUMS | PRODUCTS | DIVISIONS.keys() or call.name in COPIES):
+            summed = summed or call.name in SUMS
+            value = next(call.inputs())
+            if summed and self._computed.role(value) in (Role.LOGITS, *LOG_PROBS):
+                return True
+            call = self.program.maker(value)
+        return False
 
     def by_use(self, value: int, via: int | None = None) -> Role | None:
         """Return what a value means whatever it is called."""

@@ -409,7 +409,7 @@ def _followed(recording: Recording, reruns: Reruns) -> Look | None:
 def _called_so(reruns: Reruns, tensor: Tensor, look: Look) -> Look:
     """What a model was given bad, and nobody has read before, has its name and its line from where the model was called."""
     seen = look.seen
-    if seen is None or seen.phase is not Phase.INPUT or seen.origin.variable:
+    if seen is None or seen.phase is not Phase.INPUT or (seen.origin.variable and seen.origin.file):
         return look
     place = place_of(tensor)
     for call in reruns.calls:
@@ -425,7 +425,7 @@ def _called_so(reruns: Reruns, tensor: Tensor, look: Look) -> Look:
             if seen.origin.file
             else replace(seen.origin, file=site.file, line=site.line, function=site.function, source=site.source)
         )
-        return replace(look, seen=replace(seen, origin=replace(where, variable=words)))
+        return replace(look, seen=replace(seen, origin=replace(where, variable=seen.origin.variable or words)))
     return look
 
 
