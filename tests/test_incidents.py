@@ -120,7 +120,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
 ROUNDED = {"yolo_ciou_of_cells_without_object"}  # the gradient of a convolution comes out again but for rounding, and that is said
 
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
-    "phase": 0, "cause": 0, "op": 0, "index": 0, "masked": 0, "role": 0, "fix": 0, "variable": 0, "line": 0,
+    "phase": 675, "cause": 620, "op": 660, "index": 688, "masked": 686, "role": 590, "fix": 473, "variable": 645, "line": 656,
 }  # fmt: skip
 
 
