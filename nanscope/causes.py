@@ -158,3 +158,8 @@ ADVICE: dict[str, str] = {
     "skip_disabled_term": "do not compute a term whose coefficient is 0",
     "fix_upstream": "go back to the step or checkpoint before; the harm was done earlier",
 }
+
+# Where the same class of fix is another thing to do.
+ADVICE_AGAINST: dict[tuple[Cause, str], str] = {
+    (Cause.ALLREDUCE_NAN, "fix_upstream"): "mend the rank whose own loss or gradient is not finite; on this one nothing went wrong",
+}

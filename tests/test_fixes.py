@@ -171,6 +171,13 @@ def test_what_cannot_be_tried_is_advised(name: str) -> None:
     assert all(fix.label == ADVICE[fix.id] and fix.works is None and fix.where == "loss.py:12" for fix in fixes if not fix.executed)
 
 
+def test_a_rank_that_was_only_reached_is_sent_to_the_other_one() -> None:
+    """On it nothing was done earlier: no checkpoint of its own helps."""
+    (fix,), _ = fixes_of(SEEN, Cause.ALLREDUCE_NAN, [])
+    assert (fix.id, fix.executed) == ("fix_upstream", False)
+    assert "rank" in fix.label and "checkpoint" not in fix.label
+
+
 @pytest.mark.parametrize("cause", Cause)
 def test_every_fix_of_a_cause_can_be_advised(cause: Cause) -> None:
     """There are words for each of them."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanscope.causes import ADVICE, CAUSES, OF_A_BATCH, Cause
+from nanscope.causes import ADVICE, ADVICE_AGAINST, CAUSES, OF_A_BATCH, Cause
 from nanscope.program.ops import DIVISIONS, GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.verdict.grounds import divisor
@@ -34,7 +34,7 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     )
     untried = [name for name in wanted if name not in {fix.id for fix in tried}]
     names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
-    advised = [Fix(name, ADVICE[name], where, False, None) for name in names]
+    advised = [Fix(name, ADVICE_AGAINST.get((cause, name), ADVICE[name]), where, False, None) for name in names]
     # What cannot be tried on one step is the better answer, but who divides by a number of the batch has no setting to check.
     ordered = [*working, *advised] if cause is Cause.ZERO_DENOMINATOR and not seen.facts.setting else [*advised, *working]
     return tuple(ordered), tuple(fix for fix in tried if not _is_fix(fix))
