@@ -1,13 +1,20 @@
-"""Publishes what is written elsewhere: a page for each cause, CHANGELOG.md and CONTRIBUTING.md; and shows parameters as a list."""
+"""Publishes what stands elsewhere or is made now: a page and a report for each cause, CHANGELOG.md, CONTRIBUTING.md; lists parameters."""
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +28,9 @@ def _causes() -> dict[str, str]:
 
 
 CAUSES = _causes()
+SEEN = """## See it
+
+[The report](../gallery/{name}/report.html) of a script that dies of it, and [those of all causes](../gallery.md#{name})."""
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -36,9 +46,30 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     rows = "".join(f"| [`{name}`]({name}.md) | {text.splitlines()[2]} |\n" for name, text in CAUSES.items())
     index.content_string = f"{index.content_string}\n| cause | what it is |\n| --- | --- |\n{rows}"
     for name, text in CAUSES.items():
-        files.append(File.generated(config, f"causes/{name}.md", content=text))
+        files.append(File.generated(config, f"causes/{name}.md", content=f"{text}\n{SEEN.format(name=name)}\n"))
+    _add_gallery(files, config)
     for name, path in PUBLISHED.items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+
+
+def _add_gallery(files: Files, config: MkDocsConfig) -> None:
+    """Add the real reports, each as the file that it is, and the page that leads to them."""
+    folder = _gallery()
+    page = next(file for file in files if file.src_uri == "gallery.md")
+    page.content_string = f"{page.content_string}\n{(folder / 'gallery.md').read_text(encoding='utf-8')}"
+    for path in sorted(folder.glob("*/report.*")):
+        files.append(File.generated(config, f"gallery/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))
+
+
+@cache
+def _gallery() -> Path:
+    """The folder of the reports, which are made once, however often `mkdocs serve` builds."""
+    folder = Path(tempfile.mkdtemp(prefix="nanscope-gallery-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    done = subprocess.run([sys.executable, ROOT / "docs" / "gallery.py", folder], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PluginError(f"there is no gallery:\n{done.stderr}")
+    return folder
 
 
 class Parameters(griffe.Extension):
