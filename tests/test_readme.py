@@ -98,7 +98,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SESSIONS = [ROOT / "docs" / "session.md", ROOT / "docs" / "trackers.md"]  # each command after the one before it
+SESSIONS = [ROOT / "docs" / f"{name}.md" for name in ("session", "trackers", "tutorial")]  # each command after the one before it
 OUTPUTS = [block for block in BLOCKS if block.language == "text" and block.text.startswith("$ ")]
 SHOWN = [block for block in OUTPUTS if block.page not in SESSIONS]
 COMMANDS = [
@@ -272,20 +272,32 @@ def compare(block: Block, output: str, accept: bool) -> None:
         assert is_in(real, shown), f"{block} shows something else; accept it with --accept\n{output}"
 
 
+NEEDS = {"trackers": "trl", "tutorial": "wandb"}
+PROGRAMS = {"nanscope": [sys.executable, "-m", "nanscope"], "python": [sys.executable], "patch": ["patch"]}
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
 def test_a_session_goes_as_it_is_shown(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Each command after the one before it, in processes of their own."""
-    if page.stem == "trackers":
-        pytest.importorskip("trl")
+    if page.stem in NEEDS:
+        pytest.importorskip(NEEDS[page.stem])
+    if page.stem == "tutorial" and not shutil.which("patch"):
+        pytest.skip("patch is not installed")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "PATH": path}
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "PATH": path, "WANDB_MODE": "offline"}
     for block in (block for block in OUTPUTS if block.page == page):
         name, *words = shlex.split(block.text.splitlines()[0].removeprefix("$ "))
-        line = [sys.executable, *{"nanscope": ["-m", "nanscope"], "python": []}[name], *words]
         ran = subprocess.run(
-            line, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
+            [*PROGRAMS[name], *words],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
         )
         compare(block, ran.stdout, request.config.getoption("--accept", default=False))
 
