@@ -345,7 +345,7 @@ def answers_of(tool: str, paths: list[Path]) -> list[Answer]:
     found: list[Answer] = []
     for some in [[path] for path in paths] if tool == "msprobe" else [paths]:
         done = run("--answers", tool, *map(str, some))
-        found += [Answer(**{**row, "element": row["element"] and tuple(row["element"])}) for row in json.loads(done)]
+        found += [Answer(**{**row, "element": None if row["element"] is None else tuple(row["element"])}) for row in json.loads(done)]
     return found
 
 
@@ -402,27 +402,28 @@ bad, or stops.
 
 {summary}
 
-What nanscope says beside the line, where the scripts state it: {told}. The other tools say none of the four.
+Beside the line nanscope is right about
+{told},
+where the scripts state it. The others say nothing of these four.
 
-**Read it with care.** All these scripts are nanscope's own tests. It was built on them, and of the first {gallery} it would not be allowed to get one wrong;
-the other tools never saw them. And these are losses of RL post-training, computed outside of modules, where tools for the inside of a model have nothing to look at.
+**Read it with care.** All these scripts are nanscope's own tests: it was built on them, and the others never saw them. Its tests require
+the right answer on each of the first {gallery}. Most of those go wrong in a loss, outside of modules, where tools for the inside of a model have nothing to look at.
 
 ## When another tool is enough
 
-- **`torch.autograd.detect_anomaly`** is one line, and is in torch. It finds a NaN in a gradient, and shows the forward line of the node that returned it.
-  That is the line you want if the trap is in backward (`where`, a square root at 0). If forward was bad already it is a line further on, and an infinity
-  is none: a loss that is infinite passes. It stops the run.
-- **`DebugMode` with a hook** of ten lines names the line as well as nanscope does, if you know what to ask for: *NaN out of no NaN, infinity out of
-  finite numbers*. If you can run the script again and have minutes, that is enough. It is also the tool to compare two runs bit by bit
-  (`log_tensor_hashes`). It reads every tensor back, holds each call, and calls every mask of −inf and every skipped step of a GradScaler bad.
-- **`DebugUnderflowOverflow`** and **a hook that asks `isfinite`** look at what modules take and return. Where activations of a model in half precision grow
-  from layer to layer the former is the better picture: it prints the largest number of the last 21 modules before the one that overflowed. Of a loss outside of
-  modules they see nothing.
-- **msprobe** dumps statistics of every call and finds the first bad one afterwards (`msprobe overflow_check`), with its stack, over many ranks, also on
-  NPUs, and lays two dumps side by side (`msprobe compare`). It is the one to take where a run on another device differs. It wants to know which steps to
-  dump; here it dumped all of them.
-
-None of them runs a fix, says whether the loss counts the element, or can be left on in a run that is expected to live.
+- **`torch.autograd.detect_anomaly`** is one line, and is in torch. It finds a NaN in a gradient, and shows the forward line of the node that returned it:
+  the line you want where the trap is in backward (`where` after `exp`, a square root at 0). Where forward was bad already it is a line further on. Infinities
+  are none to it. It stops the run.
+- **`DebugMode` with a hook** of ten lines names the line nearly as often as nanscope, if you know what to ask for: *NaN out of no NaN, infinity out of
+  finite numbers*. If the script can be run again, and may take four times as long, that is enough. It is also the tool to compare two runs with
+  (`log_tensor_hashes`). It reads every tensor back and holds every call. What is not finite on purpose, a mask of −inf or a step that a GradScaler skips,
+  it shows as well.
+- **`DebugUnderflowOverflow`** and **a hook that asks `isfinite`** look at what modules take and return. Where activations in half precision grow from layer to
+  layer the former is the better picture: it prints the largest number of each of the last 21 modules before the one that overflowed. Of weights it says
+  which one is bad. Both stop the run.
+- **msprobe** dumps statistics of every call, and `msprobe overflow_check` finds the first bad one of them afterwards, with its stack, over many ranks. It is made
+  for NPUs, and where a run on another device differs it is the one to take: `msprobe compare` lays two dumps side by side. It wants to know which steps to
+  dump; here it dumped all.
 
 ## Script by script
 
@@ -432,11 +433,13 @@ None of them runs a fix, says whether the loss counts the element, or can be lef
 
 ## How it was measured
 
-{machine}. A step is a GRPO step of a transformer of 24 M parameters on one thread (that of `overhead.py`); the tools take turns, {rounds} rounds, each in
-a fresh process: one step that is not timed, {timed} that are. Ratios are to `bare` in the same round, medians and quartiles; by processor time, which
-other work on the machine stretches less. *bare again* is the noise. nanscope without its deep looks, the first three steps and one in a hundred, which take 10 % longer. The
-demo was opened two steps before it dies. `DebugMode` records stacks (`record_stack_trace=True`); msprobe has `task: statistics`, `level: mix`, all
-steps. Its start says that no CANN is there, and goes on.
+{machine}.
+
+A step is a GRPO step of a transformer of 24 M parameters on one thread, that of `tests/benchmarks/overhead.py`. The tools take turns, {rounds} rounds, each
+in a fresh process: one step that is not timed, {timed} that are. Ratios are to bare in the same round, medians and quartiles, by processor time, which other
+work on the machine stretches less; *bare again* is the noise. nanscope is timed without its [deep looks](costs.md#what-it-costs), the first three steps and one
+in a hundred. The demo was opened two steps before it dies. `DebugMode` records stacks (`record_stack_trace=True`). msprobe is `mindstudio-probe` of PyPI, with
+`task: statistics`, `level: mix`, on a CPU: it says that no CANN is there, and goes on.
 
 This page is written by `python tests/benchmarks/beside.py docs/beside.md`.
 """
