@@ -69,6 +69,18 @@ def test_a_finite_origin_is_not_crossed_out(value: float, crossed: bool) -> None
     assert found is not None and found["overflowed"] is crossed
 
 
+def test_a_finite_origin_is_not_called_bad() -> None:
+    """Where all numbers are finite, and a gradient is not, the map leads to the origin by another name."""
+    incident = incident_of("forward masked")
+    assert incident.tokens is not None
+    main, *rest = incident.tokens.tracks
+    finite = dataclasses.replace(incident.tokens, tracks=(dataclasses.replace(main, bad=0, bad_masked=0), *rest))
+    found = lookout_of(dataclasses.replace(incident, tokens=finite), LIMITS[0], 0)
+    assert found is not None and found.summary == "all finite"
+    assert {row.text.partition(": ")[2] for row in found.worst} == {"the origin"}
+    assert {tile.title.partition(": ")[2] for tile in found.tiles if tile.look == "bad"} == {"the origin"}
+
+
 def test_nothing_is_drawn_of_nothing() -> None:
     """An origin outside the file has no tokens."""
     assert lookout_of(incident_of("observed only"), LIMITS[0], 0) is None

@@ -69,6 +69,25 @@ def test_every_role_is_what_the_run_computed() -> None:
     assert at(found, track(found, "per_token_kl"), 1, 3) == math.inf
 
 
+def policy_loss(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
+    ratio = torch.exp(log_prob - old_log_prob)
+    return (ratio * mask).sum() / mask.sum()
+
+
+def rewritten(logps: Tensor, spare: Tensor, mask: Tensor) -> Tensor:
+    old_log_probs = logps.detach() * 1.0
+    old_log_probs[1, 3] = -120.0
+    return policy_loss(old_log_probs, logps, mask)
+
+
+def test_a_role_is_shown_as_the_origin_read_it() -> None:
+    """Of a tensor that was written to, and has two names, not what it was before."""
+    logps, spare, _, mask = batch(3, 5, {})
+    found = map_of((logps, spare, mask), "clamp_exponent", rewritten)
+    old = next(one for one in found.tracks if one.role == "old_log_probs")
+    assert at(found, old, 1, 3) == -120.0 and at(found, old, 1, 2) == float(logps[1, 2].detach())
+
+
 def test_the_fix_stands_beside_what_was_recorded() -> None:
     """The gradient that the log-prob would have had is there, and what a fix does not change is left out."""
     found = map_of(batch(3, 5, {(1, 3): True}))

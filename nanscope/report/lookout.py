@@ -128,7 +128,8 @@ def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]
                 continue
             y, x = down * found.tile_height, across * found.tile_width
             height, width = min(found.tile_height, found.rows - y), min(found.tile_width, found.columns - x)
-            title = f"{row_name}s {y}–{y + height - 1}, {column_name}s {x}–{x + width - 1}: {bad} bad" if bad else ""
+            what = f"{bad} bad" if found.tracks[found.main].bad else THE_ORIGIN
+            title = f"{row_name}s {y}–{y + height - 1}, {column_name}s {x}–{x + width - 1}: {what}" if bad else ""
             if tiles and not bad and tiles[-1].look == look and tiles[-1].y == y and tiles[-1].x + tiles[-1].width == x:
                 before = tiles.pop()  # padding is mostly of one piece
                 x, width = before.x, before.width + width
@@ -139,7 +140,8 @@ def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]
 def _worst(row: int, counted: int, hidden: int, found: TokenMap, row_name: str) -> WorstRow:
     parts = [f"{counted:,} bad" if counted else "", f"{hidden:,} bad and masked" if hidden else ""]
     column = found.column if row == found.row else _first_bad(found, row)
-    return WorstRow(row, column, f"{row_name} {row:,}: {', '.join(filter(None, parts))}")
+    words = ", ".join(filter(None, parts)) if found.tracks[found.main].bad else THE_ORIGIN
+    return WorstRow(row, column, f"{row_name} {row:,}: {words}")
 
 
 def _first_bad(found: TokenMap, row: int) -> int:
@@ -167,6 +169,8 @@ def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine
         not bad and is_far(value, track),
     )
 
+
+THE_ORIGIN = "the origin"  # where the number itself is finite, and its gradient is not
 
 FAR = 5  # widths of the usual range
 

@@ -166,6 +166,8 @@ def _chosen(trace: Trace, value: int, shape: torch.Size, flat: int) -> Iterator[
     own, rows = trace.names.role(value), math.prod(shape[:-1])
     yield value, own or "value"
     found: dict[Role, int] = {}
+    path = trace.program.slice(value)  # what the origin was made of: of two versions of a tensor, the one that it read
+    behind = {leaf.id for leaf in path.leaves} | {out for call in path.calls for out in call.outs if out is not None}
     for other, content in trace.values.items():
         fits = content.shape == shape or (len(shape) > 1 and content.shape in (shape[:-1], torch.Size((*shape[:-1], 1))))
         if other == value or not fits or not content.is_floating_point():
@@ -176,7 +178,9 @@ def _chosen(trace: Trace, value: int, shape: torch.Size, flat: int) -> Iterator[
         spoilt = content.numel() == rows * shape[-1] and not math.isfinite(float(content.reshape(-1)[flat]))
         before, name = found.get(role), trace.names.name(other)
         called = None if before is None else trace.names.name(before)
-        if before is None or (called is None and name is not None) or (name == called and spoilt):  # of one name, what the origin went into
+        ours, theirs = (name is not None, other in behind), (called is not None, before in behind)
+        nearer = ours == theirs and (other in behind or (name == called and spoilt))  # of one name, what the origin went into
+        if before is None or ours > theirs or nearer:
             found[role] = other
     yield from ((found[role], role) for role in _ORDER if role in found)
     yield from ((other, role) for role, other in found.items() if role not in _ORDER)
