@@ -81,6 +81,20 @@ def test_a_finite_origin_is_not_called_bad() -> None:
     assert {tile.title.partition(": ")[2] for tile in found.tiles if tile.look == "bad"} == {"the origin"}
 
 
+def test_the_id_of_a_token_keeps_its_digits() -> None:
+    """151643 and 151600 are two tokens."""
+    incident = incident_of("forward masked")
+    assert incident.tokens is not None
+    main = incident.tokens.tracks[0]
+    cells = tuple(tuple(tuple(151_643.0 for _ in line) for line in window) for window in main.cells["as_recorded"])
+    nan = dict.fromkeys(("median", "low", "high"), math.nan)
+    ids = dataclasses.replace(main, name="input_ids", role="response_ids", limit=None, cells={"as_recorded": cells}, histogram=None, **nan)
+    tokens = dataclasses.replace(incident.tokens, tracks=(main, ids))
+    found, data = (make(dataclasses.replace(incident, tokens=tokens), LIMITS[0], 1) for make in (lookout_of, map_data))
+    assert found is not None and (found.lines[1].value, found.lines[1].median, found.lines[1].usual) == ("151643", "", "")
+    assert data is not None and data["tracks"][1]["cells"]["as_recorded"][0][0][0] == 151_643
+
+
 def test_nothing_is_drawn_of_nothing() -> None:
     """An origin outside the file has no tokens."""
     assert lookout_of(incident_of("observed only"), LIMITS[0], 0) is None

@@ -88,6 +88,24 @@ def test_a_role_is_shown_as_the_origin_read_it() -> None:
     assert at(found, old, 1, 3) == -120.0 and at(found, old, 1, 2) == float(logps[1, 2].detach())
 
 
+def gathered(logits: Tensor, input_ids: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    logps = torch.gather(logits.log_softmax(-1), 2, input_ids.unsqueeze(-1)).squeeze(-1)
+    return (torch.exp(logps - old_logps) * mask).sum() / mask.sum()
+
+
+def test_token_ids_that_were_saved_are_shown_whole() -> None:
+    """A person looks them up in the tokenizer; to the map they are a role as any other, without a range."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 200_000, (2, 4))
+    ids[1, 2] = 151_643
+    logits, old, mask = torch.randn(2, 4, 200_000, requires_grad=True), torch.full((2, 4), -12.0), torch.ones(2, 4)
+    old[1, 2], mask[1, 2] = -150.0, 0.0
+    found = map_of((logits, ids, old, mask), function=gathered)
+    shown = track(found, "input_ids")
+    assert shown.role == "response_ids" and shown.histogram is None and math.isnan(shown.median)
+    assert [at(found, shown, row, column) for row in range(2) for column in range(4)] == ids.flatten().tolist()
+
+
 def test_the_fix_stands_beside_what_was_recorded() -> None:
     """The gradient that the log-prob would have had is there, and what a fix does not change is left out."""
     found = map_of(batch(3, 5, {(1, 3): True}))

@@ -7,13 +7,14 @@ a page of one or two megabytes. What comes out of a run is data in here, and nev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanscope.report.clean import Limits, clean, is_finite_number, numeral
 from nanscope.report.history import Panel, Scale
 from nanscope.report.map import axes, is_bad, whole_count
+from nanscope.roles import Role
 from nanscope.text import count
 from nanscope.verdict.incident import Incident
 from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
@@ -161,10 +162,10 @@ def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine
     return ReadLine(
         clean(track.name, limits.text),
         clean(track.role.replace("_", " "), 60) if track.role != track.name else "",
-        numeral(value),
+        f"{value:.0f}" if is_named(track) and math.isfinite(value) else numeral(value),
         (numeral(_at(track, found, fixed)) if fixed in track.cells else "same") if fixed else "",
-        numeral(track.median),
-        f"{numeral(track.low)} … {numeral(track.high)}",
+        "" if math.isnan(track.median) else numeral(track.median),
+        "" if math.isnan(track.median) else f"{numeral(track.low)} … {numeral(track.high)}",
         bad,
         not bad and is_far(value, track),
     )
@@ -179,6 +180,11 @@ def is_far(value: float, track: Track) -> bool:
     """Is a number of a role far out of where most of them are?"""
     room = FAR * (track.high - track.low)
     return room > 0 and not track.low - room <= value <= track.high + room
+
+
+def is_named(track: Track) -> bool:
+    """Are its numbers names, of which each digit counts?"""
+    return track.role == Role.RESPONSE_IDS
 
 
 def _at(track: Track, found: TokenMap, way: str) -> float:
@@ -245,12 +251,13 @@ def _track(track: Track, limits: Limits, windows: int) -> dict[str, Any]:
         "high": short(track.high),
         "histogram": None if h is None else {"low": h.low, "high": h.high, "counted": list(h.counted), "masked": list(h.masked)},
         "left": {clean(way, 60): list(counts) for way, counts in track.left.items()},
-        "cells": {clean(way, 60): _cells(cells, windows) for way, cells in track.cells.items()},
+        "ids": is_named(track),
+        "cells": {clean(way, 60): _cells(cells, windows, short_step if is_named(track) else short) for way, cells in track.cells.items()},
     }
 
 
-def _cells(cells: Cells, windows: int) -> list[Any]:
-    return [[[short(value) for value in line] for line in window] for window in cells[:windows]]
+def _cells(cells: Cells, windows: int, written: Callable[[float], float | int | str]) -> list[Any]:
+    return [[[written(value) for value in line] for line in window] for window in cells[:windows]]
 
 
 def short(value: float) -> float | int | str:

@@ -199,9 +199,10 @@
         const bad = !Number.isFinite(value) || (track.limit !== null && value > track.limit);
         const low = real(track.low), high = real(track.high), room = 5 * (high - low);
         const far = !bad && room > 0 && !(low - room <= value && value <= high + room);
-        line.append(name, make("td", numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
+        line.append(name, make("td", track.ids ? String(value) : numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
         if (fixed) line.append(make("td", track.cells[fixed] ? numeral(this.value(track, row, column, fixed)) : "same", track.cells[fixed] ? "num" : "num quiet"));
-        line.append(make("td", numeral(real(track.median)), "num"), make("td", `${numeral(real(track.low))} … ${numeral(real(track.high))}`, "num"));
+        const known = !Number.isNaN(real(track.median));
+        line.append(make("td", known ? numeral(real(track.median)) : "", "num"), make("td", known ? `${numeral(real(track.low))} … ${numeral(real(track.high))}` : "", "num"));
         return line;
       }));
     }

@@ -21,6 +21,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.drops import Drop
 from nanscope.locate.observe import operand_name
 from nanscope.locate.trace import Trace
+from nanscope.program.calls import Ref
 from nanscope.program.ops import EXPONENTIALS
 from nanscope.replay.tries import Replay
 from nanscope.roles import Role, last_word
@@ -71,7 +72,8 @@ class Track:
 
     name: what the code calls it. role: what it means. per_row: one number for a row of tokens. limit: where exp of it overflows, in nats.
     bad, bad_masked: elements that are not finite or beyond the limit, and how many of these the loss does not count.
-    median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %. least, most: the range of all finite ones.
+    median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %; NaN where there are none, and of
+    ids. least, most: the range of all finite ones.
     cells: by the way of running the step; one that changes nothing here is left out. left: of each that is not, what is bad then.
     """
 
@@ -150,6 +152,7 @@ def tokens_of(replayed: Replay, fix: str | None) -> TokenMap | None:
         _track(names.get(v) or trace.names.name(v) or str(r), str(r), v, shape, limits.get(v), masked, windows, runs) for v, r in chosen
     ]
     tracks += _gradients(chosen, trace, shape, masked, windows, runs)
+    tracks.append(_ids(trace, value, shape, windows))
     kept = [track for track in tracks if track is not None][:TRACKS]
     tiles, height, width, shares = _tiles(bad, masked)
     return TokenMap(
@@ -173,7 +176,7 @@ def _chosen(trace: Trace, value: int, shape: torch.Size, flat: int) -> Iterator[
         if other == value or not fits or not content.is_floating_point():
             continue
         role = trace.names.role(other)
-        if role is None or role is Role.MASK or role == own:
+        if role in (None, Role.MASK, Role.RESPONSE_IDS) or role == own:
             continue
         spoilt = content.numel() == rows * shape[-1] and not math.isfinite(float(content.reshape(-1)[flat]))
         before, name = found.get(role), trace.names.name(other)
@@ -321,6 +324,23 @@ def _gradients(
                 f"gradient of {last_word(trace.names.name(value) or 'log-probs')}", str(Role.GRAD), found, shape, None, masked, windows
             )
             return
+
+
+def _ids(trace: Trace, value: int, shape: torch.Size, windows: Sequence[Window]) -> Track | None:
+    """The ids of the tokens, where they were saved: the index that took the log-probs behind the origin out of the vocabulary."""
+    for call in reversed(trace.program.slice(value).calls):
+        index = call.args[2] if call.name == "gather" and len(call.args) > 2 else None
+        ids = trace.values.get(index.id) if isinstance(index, Ref) else None
+        if ids is None or not isinstance(index, Ref) or ids.shape not in (shape, torch.Size((*shape, 1))):
+            continue
+        source = trace.program.source_of(index.id)
+        cells = _cells(ids.reshape(-1, shape[-1]), windows, False)
+        least, most = float(ids.min()), float(ids.max())
+        name = trace.names.name(index.id) or trace.names.name(source) or str(Role.RESPONSE_IDS)
+        return Track(
+            last_word(name), str(Role.RESPONSE_IDS), False, None, 0, 0, math.nan, math.nan, math.nan, least, most, None, {RECORDED: cells}
+        )
+    return None
 
 
 def _of(
