@@ -116,6 +116,14 @@ def test_the_fix_stands_beside_what_was_recorded() -> None:
     assert list(map_of(batch(3, 5, {(1, 3): True}), None).ways) == [RECORDED]
 
 
+def test_a_variable_that_the_fix_fills_is_shown_filled() -> None:
+    """What the name stands for from then on, and the gradient that goes back through it."""
+    found = map_of(batch(3, 5, {(1, 3): True}))
+    ratio = track(found, "ref_log_ratio")
+    assert at(found, ratio, 1, 3) > 88 and at(found, ratio, 1, 3, "mask_before_op") == 0.0
+    assert at(found, ratio, 0, 0, "mask_before_op") == at(found, ratio, 0, 0)
+
+
 def test_counts_are_of_the_whole_and_masked_apart() -> None:
     """One bad token that counts is not lost among those that do not."""
     bad = {(0, 0): True, (2, 1): True, (7, 9): False}

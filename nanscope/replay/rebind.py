@@ -44,6 +44,19 @@ def bound_anew(patch: Patch, position: int, inserts: Callable[[int], Sequence[In
     return in_order(program)
 
 
+def renamed(before: Program, after: Program) -> dict[int, int]:
+    """Return which value an edited program reads under the name of another one: of a name that was bound anew, and of what came in."""
+    calls = {call.outs: call for call in before.calls}
+    found = {}
+    for call in after.calls:
+        was = calls.get(call.outs)
+        for old, new in zip(() if was is None else was.inputs(), call.inputs(), strict=False):
+            maker = after.maker(new)
+            if old != new and maker is not None and maker.outs not in calls and maker.site == NOWHERE:
+                found[old] = new
+    return found
+
+
 def _name(patch: Patch, position: int) -> tuple[str, Statement]:
     """What the function calls the operand, and the statement of the origin."""
     site = patch.program.site_of(patch.call)

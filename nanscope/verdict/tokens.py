@@ -23,6 +23,7 @@ from nanscope.locate.observe import operand_name
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Ref
 from nanscope.program.ops import EXPONENTIALS
+from nanscope.replay.rebind import renamed
 from nanscope.replay.tries import Replay
 from nanscope.roles import Role, last_word
 
@@ -205,7 +206,9 @@ def _runs(
             run = variant.program.execute(variant.tensors, trace=small)
         except ProgramError:
             return
-        yield variant.id, (variant.label, run.values, run.grads)
+        names = renamed(trace.program, variant.program)
+        values, grads = ({**one, **{old: one[new] for old, new in names.items() if new in one}} for one in (run.values, run.grads))
+        yield variant.id, (variant.label, values, grads)
 
 
 def _mask(trace: Trace, drops: Sequence[Drop], shape: torch.Size, row: int, column: int) -> Tensor | None:
