@@ -48,12 +48,20 @@ def facts_of(incident: Incident) -> tuple[Fact, ...]:
             facts.append(Fact(name, "–", "not looked at"))
             continue
         bad[name], total = counts
-        harmed = Fact(name, f"{bad[name]} of {total}", "non-finite", "harm")
-        facts.append(harmed if bad[name] else Fact(name, "finite", f"all {total}", "proven"))
+        harmed = Fact(name, f"{bad[name]} of {total}", "tensors non-finite", "harm")
+        facts.append(harmed if bad[name] else Fact(name, "finite", f"all {total} tensors", "proven"))
     stepped = incident.reached.get("stepped")
     words = _STEPPED.get(str(stepped), clean(stepped or "–", 24))
     facts.append(Fact("optimizer", words, "", "harm" if stepped == "taken" and any(bad.values()) else ""))
     return tuple(facts)
+
+
+def resume(incident: Incident) -> str:
+    """Say from where a run can go on, "" if the step has not reached the weights."""
+    bad = two(incident.reached.get("weights"))
+    if bad is None or not bad[0] or incident.reached.get("stepped") != "taken":
+        return ""
+    return f"go on from a checkpoint of before step {clean(incident.step, 24)}: what was saved since holds non-finite weights"
 
 
 def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:

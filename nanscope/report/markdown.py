@@ -19,7 +19,7 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import LIMITS, clean, numeral
 from nanscope.report.diff import unified, written_fix
-from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, lead_and_rest, rank_rows
+from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, lead_and_rest, rank_rows, resume
 from nanscope.report.origin import calculation, element, mask_words, source_of, where_in
 from nanscope.report.segments import segments
 from nanscope.report.tried import HEADS, Tried, best_of, fix_words, groups_of, reproduction, tested
@@ -101,6 +101,8 @@ def _incident(incident: Incident) -> Iterator[str]:
         yield from (f"<details><summary>What was tried{': ' + escaped(said) if said else ''}</summary>", "")
         yield from _table(HEADS, [_cells(row) for _, row in rows])
         yield from ("</details>", "")
+    if words := resume(incident):
+        yield from (f"{words[:1].upper()}{escaped(words[1:])}.", "")
     if incident.snapshot:
         name = re.split(r"[\\/]", clean(incident.snapshot, LIMIT.text))[-1]
         why = f"; {code(f'nanscope explain {incident.cause}')}" if incident.cause is not Cause.UNKNOWN else ""

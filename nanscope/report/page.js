@@ -59,7 +59,7 @@
       this.svg.addEventListener("pointerdown", (event) => { this.over(event); this.pinned = this.at; });
       this.svg.addEventListener("pointerleave", () => { if (this.pinned) { this.at = this.pinned; this.read(); } });
       this.svg.addEventListener("keydown", (event) => this.key(event));
-      all("[data-row]", node).forEach((spot) => spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.svg.scrollIntoView({ block: "center" }); }));
+      all("[data-row]", node).forEach((spot) => { spot.disabled = false; spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.svg.scrollIntoView({ block: "center" }); }); });
       const tiles = node.querySelector("svg.tiles");
       if (tiles) {
         tiles.addEventListener("click", (event) => {
@@ -87,7 +87,7 @@
       const found = holds(here) ? this.window : windows.findIndex(holds);
       if (found < 0) {
         this.at = this.pinned = null;
-        this.caption.textContent = `${this.map.row_name} ${count(row)}, ${this.map.column_name} ${count(column)}: its values are in the snapshot, and not in this page`;
+        this.caption.textContent = `${this.map.row_name} ${count(row)}, ${this.map.column_name} ${count(column)}: its values are in the snapshot, and not in this page; the map above shows ${this.map.row_name}s ${count(here.row)}–${count(here.row + here.height - 1)}, ${this.map.column_name}s ${count(here.column)}–${count(here.column + here.width - 1)}`;
         this.readout.replaceChildren();
         this.mark.setAttribute("width", 0);
         return;

@@ -13,7 +13,18 @@ from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
 from nanscope.report.diff import DiffLine, hunks_of, patch_of, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
-from nanscope.report.headline import RANK_HEADS, Fact, RankRow, calm, consequences_of, facts_of, lead_and_rest, rank_rows, watched_of
+from nanscope.report.headline import (
+    RANK_HEADS,
+    Fact,
+    RankRow,
+    calm,
+    consequences_of,
+    facts_of,
+    lead_and_rest,
+    rank_rows,
+    resume,
+    watched_of,
+)
 from nanscope.report.history import panels_of, panels_of_run
 from nanscope.report.lookout import Lookout, chart_data, lookout_of, map_data
 from nanscope.report.origin import calculation, element, mask_words, subject, where_in
@@ -71,7 +82,8 @@ class Section:
     remedies: tuple[str, ...]
     notes: tuple[tuple[str, str], ...]
     tables: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
-    command: str
+    ahead: tuple[tuple[str, str], ...]
+    trend: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +190,20 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         remedies=_some(incident.remedies, 12, limits.long),
         notes=_notes(incident.notes, limits),
         tables=_tables(incident, limits),
-        command=_command(incident.snapshot, limits) if incident.snapshot else "",
+        ahead=tuple(_ahead(incident, limits)),
+        trend=len(incident.history) > 1,
     )
+
+
+def _ahead(incident: Incident, limits: Limits) -> Iterator[tuple[str, str]]:
+    """What there is to do, in words and as a command."""
+    if written_fix(incident) is not None:
+        whose = "" if incident.remedies else "; no setting of a trainer that is known here does the same"
+        yield f"change the line as above{whose}", ""
+    if words := resume(incident):
+        yield words, ""
+    if incident.snapshot:
+        yield "run the step again, also under edits of your own", _command(incident.snapshot, limits)
 
 
 def _why(cause: Cause) -> Why | None:
