@@ -104,9 +104,13 @@ class Found:
 def find(path: LossPath) -> Found:
     """Check one loss path, and hold it against the atlas, where that knows it."""
     torch.set_num_threads(1)
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)
-    missing(path.framework)
-    return Found(path, check(from_the_door(step(path, batch()))), tuple(cells(path)) if path.key in LOSSES else ())
+    try:
+        missing(path.framework)
+        return Found(path, check(from_the_door(step(path, batch()))), tuple(cells(path)) if path.key in LOSSES else ())
+    finally:
+        logging.disable(before)  # the process may be that of other tests
 
 
 def plain(text: str) -> str:
