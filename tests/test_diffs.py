@@ -128,11 +128,19 @@ def test_a_diff_is_one_that_patch_takes() -> None:
         "@@ -1,4 +1,4 @@",
         " def f(x):",
         " ",
-        "-    y = x.exp()",
-        "+    y = x.clamp(max=20.0).exp()",
-        "     return y",
+        "-\ty = x.exp()",
+        "+\ty = x.clamp(max=20.0).exp()",
+        " \treturn y",
     ]
     assert unified(None) == ""
+
+
+def test_blanks_of_the_source_stay_in_the_diff() -> None:
+    """A tab is a tab to `patch`, and a blank at the end of a line is one; a terminal shows neither."""
+    diff = Diff("a.py", 2, ("\ty = x.exp()  ",), ("\ty = x.clamp(max=20.0).exp()  ",), ("def f(x): ",), ())
+    fix = Fix("clamp_exponent", "clamp x", "a.py:2", True, True, distortion=0.0, diffs=(diff,))
+    assert unified(fix).splitlines()[3:] == [" def f(x): ", "-\ty = x.exp()  ", "+\ty = x.clamp(max=20.0).exp()  "]
+    assert [line.text for line in changed(hunks_of(fix)[0])] == ["y = x.exp()", "y = x.clamp(max=20.0).exp()"]
 
 
 def test_the_changed_lines_are_shown_without_their_indentation() -> None:

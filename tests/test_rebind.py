@@ -87,6 +87,59 @@ def from_outside(log_probs: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
     return (kl() * mask).sum() / mask.sum()
 
 
+def narrowed(log_probs: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    diff = ref - log_probs
+    keep = mask
+    mask = mask * torch.tensor([[1.0], [1.0], [0.0]])
+    kl = torch.exp(diff) - diff - 1
+    return (kl * keep).sum() / keep.sum() + (log_probs * mask).mean()
+
+
+def named_later(log_probs: Tensor, ref: Tensor, keep: Tensor) -> Tensor:
+    diff = ref - log_probs
+    kl = torch.exp(diff) - diff - 1
+    weight = mask = keep
+    return (kl * mask).sum() / weight.sum()
+
+
+def named_in_a_loop(log_probs: Tensor, ref: Tensor, keep: Tensor) -> Tensor:
+    diff = ref - log_probs
+    kl = torch.exp(diff) - diff - 1
+    for mask in (keep,):
+        kl = kl * mask
+    return kl.sum()
+
+
+def with_a_docstring(log_probs: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    diff = ref - log_probs
+
+    def kl() -> Tensor:
+        """As in
+        diff = ref - log_probs
+        """
+        return torch.exp(diff) - diff - 1
+
+    return (kl() * mask).sum() / mask.sum()
+
+
+short = lambda diff: torch.exp(diff) - diff - 1  # noqa: E731
+
+
+def by_a_lambda(log_probs: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    diff = ref - log_probs
+    return (short(diff) * mask).sum() / mask.sum()
+
+
+def read_above_again(log_probs: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    diff = ref - log_probs
+    total, kl = torch.zeros(()), torch.zeros(())
+    for turn in range(2):
+        total = total + (diff.clamp(-1, 1) ** 2).mean()
+        if turn == 0:
+            kl = torch.exp(diff) - 1
+    return (kl * mask).sum() / mask.sum() + total
+
+
 FILLED = "diff = diff.masked_fill(mask == 0, 0.0)"
 CASES: list[tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str | None]] = [
     (formula, FILLED),
@@ -99,6 +152,12 @@ CASES: list[tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str | None]] = [
     (of_each, None),
     (handed_on, FILLED),
     (from_outside, None),
+    (narrowed, "diff = diff.masked_fill(keep == 0, 0.0)"),
+    (named_later, None),
+    (named_in_a_loop, None),
+    (with_a_docstring, None),
+    (by_a_lambda, None),
+    (read_above_again, "kl = torch.exp(diff.masked_fill(mask == 0, 0.0)) - 1"),
 ]
 
 

@@ -24,6 +24,8 @@ from nanscope.program.perform import Performer, perform
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
 
+LINES, WIDEST = 64, 400  # of the source around a call: a file may hold any number, and each is read many times
+
 
 @dataclass(frozen=True)  # without slots, so that who makes and who reads a value is worked out once
 class Program:
@@ -231,7 +233,7 @@ class Program:
             sites = tuple(
                 Site(
                     str(file), int(line), str(function), int(column), int(end_line), int(end_column), _text(name), _text(within),
-                    str(expression), tuple(str(arg) for arg in args), tuple((int(number), str(text)) for number, text in source),
+                    str(expression), tuple(str(arg) for arg in args), _lines(source),
                 )
                 for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
             )  # fmt: skip
@@ -239,6 +241,10 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")), foreign=True)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _lines(source: Any) -> tuple[tuple[int, str], ...]:
+    return tuple((int(number), str(text)[:WIDEST]) for number, text in source[:LINES])
 
 
 def _check_order(leaves: Iterable[Leaf], calls: Iterable[Call]) -> None:

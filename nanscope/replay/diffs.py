@@ -301,13 +301,19 @@ class _Comparison:
         while current is not None:
             for words in self._words(current, site):
                 read = roots(words)
-                if read and all(self._namespace.is_bound(root, site) for root in read):
+                if read and all(self._namespace.is_bound(root, site, self._made_on(current, site)) for root in read):
                     return Text(words, not re.search(r"[~<>=!]", words))
             if (part := self._part(current, site)) is not None:
                 return part
             maker = self.before.maker(current)
             current = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
         raise _Unwritable
+
+    def _made_on(self, value: int, site: Site) -> int | None:
+        """The line of a function on which a value was made, None where it came in, or from another function."""
+        maker = self.before.maker(value)
+        made = None if maker is None else self.before.site_of(maker)
+        return made.line if made is not None and alike(made, site) else None
 
     def _part(self, value: int, site: Site) -> Text | None:
         """The text of a value that is computed within the very statement."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
 from nanscope.program.ops import COMMUTATIVE, COPIES
 from nanscope.program.program import Program
-from nanscope.replay.statement import NO_CODE
 
 
 def alike(one: Site, other: Site) -> bool:
@@ -52,26 +53,25 @@ class Namespace:
             value = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
         return False
 
-    def is_bound(self, root: str, site: Site) -> bool:
-        """Does the function know the name before its statement, as far as its lines are there? Then it is handed over, or bound above."""
-        lines = self._excerpt(site)
-        code = {number: NO_CODE.sub("", line) for number, line in lines.items()}
-        if not any(re.search(rf"\b{re.escape(root)}\b", line) for line in code.values()):
+    def is_bound(self, root: str, site: Site, made: int | None = None) -> bool:
+        """Does the function know a name before its statement, as far as its lines are there, and for no other value than is meant?
+
+        made: the line on which that was made, None where it came in.
+        """
+        seen = self._seen(root, site)
+        if seen.declared or (seen.after and not seen.before and not seen.parameter):
             return False
-        binding = re.compile(rf"^\s*(?:[\w.]+\s*,\s*)*{re.escape(root)}\s*(?:,[^=]*)?(?::[^=]*)?=(?!=)")
-        bound = [number for number, line in code.items() if binding.search(line)]
-        return not bound or min(bound) < site.line
+        if not seen.before:
+            return seen.parameter or seen.read
+        first, last, certain = seen.before[-1]
+        if made is not None and first <= made <= last:
+            return certain
+        return certain and len(seen.before) == 1 and not seen.parameter
 
     def is_own(self, name: str, site: Site) -> bool:
         """Is a name certainly one of the function's own, a parameter or bound above, which it may therefore bind anew?"""
-        code = {number: NO_CODE.sub("", line) for number, line in self._excerpt(site).items()}
-        bound = re.compile(
-            rf"^\s*(?:\w+\s*,\s*)*{re.escape(name)}\s*(?:,[^=(]*)?(?::[^=]*)?=(?!=)|^\s*for\b[^:]*\b{re.escape(name)}\b[^:]*\bin\b"
-        )
-        if any(bound.search(line) for number, line in code.items() if number < site.line):
-            return True
-        head = re.search(r"\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", "\n".join(line for _, line in sorted(code.items())))
-        return head is not None and re.search(rf"(^|,)\s*\*{{0,2}}{re.escape(name)}\s*($|[:=,])", head.group(1)) is not None
+        seen = self._seen(name, site)
+        return not seen.declared and (seen.parameter or any(certain for _, _, certain in seen.before))
 
     def handed(self, site: Site, function: str) -> Iterator[str]:
         """What a function hands to another one of this name, as far as its lines are there."""
@@ -91,9 +91,168 @@ class Namespace:
                         if isinstance(arg, (ast.Name, ast.Attribute))
                     )
 
+    def _seen(self, name: str, site: Site) -> _Seen:
+        """What a name is in the lines of a function that are kept."""
+        lines = self._excerpt(site)
+        body = min((_indent(line) for number, line in lines.items() if line.strip() and not _HEAD.match(line)), default=0)
+        found = _Seen([], [], False, False, False)
+        for tree, shift, indent in _chunks(lines):
+            function = _function(tree, site, shift)
+            if function is None and site.function.endswith("<lambda>"):
+                continue  # what stands around it is another function's
+            found.parameter |= function is not None and name in _parameters(function)
+            here = _path(tree, site.line - shift)
+            for node, certain in _bindings(
+                function.body if function is not None else tree.body, name, here, indent == body or function is not None
+            ):
+                first, last = node.lineno + shift, (node.end_lineno or node.lineno) + shift
+                if isinstance(node, (ast.Global, ast.Nonlocal)):
+                    found.declared = True
+                elif last < site.line:
+                    found.before.append((first, last, certain))
+                else:
+                    found.after.append(first)
+            scope = function if function is not None else tree
+            found.read |= any(isinstance(node, ast.Name) and node.id == name for node in _inside(scope))
+        found.before.sort()
+        return found
+
     def _excerpt(self, site: Site) -> dict[int, str]:
         """The lines of a function that the program keeps, by number, without those of its neighbours."""
         return {number: line for one in self.program.sites if alike(one, site) for number, line in _own(one)}
+
+
+@dataclass
+class _Seen:
+    """before: first and last line of the statements above that bind a name, and whether one of them is certainly run before; after: lines
+    of the others. parameter: of the function. declared: global or nonlocal. read: anywhere in it."""
+
+    before: list[tuple[int, int, bool]]
+    after: list[int]
+    parameter: bool
+    declared: bool
+    read: bool
+
+
+_HEAD = re.compile(r"\s*(async\s+def|def|class|@|#)")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _chunks(lines: Mapping[int, str]) -> Iterator[tuple[ast.Module, int, int]]:
+    """Yield what can be parsed of the lines, each with how far its numbers are off, and its indentation."""
+    runs: list[list[int]] = []
+    for number in sorted(lines):
+        if not runs or number != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(number)
+    for run in runs:
+        while run:
+            size, tree = _longest([lines[number] for number in run])
+            if tree is not None:
+                yield tree, run[0] - 1, min((_indent(lines[number]) for number in run[:size] if lines[number].strip()), default=0)
+            run = run[size:]
+
+
+def _longest(lines: Sequence[str]) -> tuple[int, ast.Module | None]:
+    """How many lines can be parsed together, from the first on, and what they are; the first alone if none can."""
+    for size in range(len(lines), 0, -1):
+        tree = _module(lines[:size])
+        if tree is not None:
+            return size, tree
+    return 1, None
+
+
+def _module(lines: Sequence[str]) -> ast.Module | None:
+    try:
+        return ast.parse(textwrap.dedent("\n".join(lines)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _function(tree: ast.Module, site: Site, shift: int) -> _Function | None:
+    """The function of a call, if its head is there: of this name, around the call or above it, the nearest one."""
+    name = site.function.rpartition(".")[2]
+    heads: list[_Function] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        and node.lineno + shift <= site.line
+        and (name == "<lambda>" if isinstance(node, ast.Lambda) else node.name == name)
+    ]
+    return max(heads, key=lambda node: (node.lineno, node.col_offset), default=None)
+
+
+def _parameters(function: _Function) -> set[str]:
+    given = function.args
+    rest = [one for one in (given.vararg, given.kwarg) if one is not None]
+    return {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs, *rest)}
+
+
+def _path(tree: ast.AST, line: int) -> set[ast.AST]:
+    """The statements around a line."""
+    return {node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)}
+
+
+def _bindings(body: object, name: str, here: Container[ast.AST], certain: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield the statements of a function that bind a name, or delete it, each with whether it is certainly run before a line around which
+    stand the statements `here`."""
+    for node in body if isinstance(body, list) else ():
+        if isinstance(node, _SCOPES):
+            if not isinstance(node, ast.Lambda) and node.name == name:
+                yield node, certain
+            continue
+        inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+        inner += [one.body for part in ("handlers", "cases") for one in getattr(node, part, [])]
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            if name in node.names:
+                yield node, True
+        elif any(inner):
+            if _binds(_without(node, inner), name):
+                yield node, False  # the target of a loop, or what a case matches
+            for block in inner:
+                around = any(one in here for one in block)
+                always = certain and (around or isinstance(node, (ast.With, ast.AsyncWith)))
+                yield from _bindings(block, name, here, always)
+        elif _binds(ast.walk(node), name):
+            plain = isinstance(node, (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)) and not _conditional(node, name)
+            yield node, certain and plain
+
+
+def _without(node: ast.stmt, blocks: Sequence[Sequence[ast.AST]]) -> Iterator[ast.AST]:
+    """The parts of a statement but for its blocks."""
+    inside = {id(part) for block in blocks for one in block for part in ast.walk(one)}
+    return (part for part in ast.walk(node) if id(part) not in inside)
+
+
+def _binds(nodes: Iterable[ast.AST], name: str) -> bool:
+    return any(
+        (isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load))
+        or (isinstance(node, ast.alias) and (node.asname or node.name.partition(".")[0]) == name)
+        or (isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name == name)
+        or (isinstance(node, ast.ExceptHandler) and node.name == name)
+        for node in nodes
+    )
+
+
+def _conditional(node: ast.stmt, name: str) -> bool:
+    """Does the statement bind a name within an expression, which may not be reached, or delete it?"""
+    return any(
+        (isinstance(part, ast.NamedExpr) and part.target.id == name) or (isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del))
+        for part in ast.walk(node)
+    )
+
+
+def _inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of the functions in it."""
+    for child in ast.iter_child_nodes(scope):
+        if not isinstance(child, _SCOPES):
+            yield child
+            yield from _inside(child)
 
 
 def _own(site: Site) -> Iterator[tuple[int, str]]:

@@ -75,15 +75,21 @@ def _is_later(patch: Patch, call: Call, value: int, name: str, statement: Statem
     own, site = patch.program.site_of(patch.call), patch.program.site_of(call)
     assert own is not None
     if site is None or not alike(own, site):
-        if any(out is not None and patch.program.producers[out] < min(patch.siblings()) for out in call.outs):
+        if _is_before(patch, call):
             return False
         raise _uncertain(name)  # another function, of which nobody knows whether it was handed the value before or after
     if site.line < statement.first:
+        if not _is_before(patch, call):
+            raise _uncertain(name)  # a loop that goes on reads it above
         return False
     namespace = Namespace(patch.program, patch.trace.names)
     if any(Ref(value) == arg and namespace.words(call, place, site) != name for place, arg in enumerate(call.args)):
         raise _uncertain(name)  # by another name
     return True
+
+
+def _is_before(patch: Patch, call: Call) -> bool:
+    return any(out is not None and patch.program.producers[out] < min(patch.siblings()) for out in call.outs)
 
 
 def _uncertain(name: str) -> NanscopeError:

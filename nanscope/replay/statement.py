@@ -20,7 +20,7 @@ from nanscope.program.idioms import Text
 Span = tuple[int, int, int, int]  # first line, its column in bytes, last line, the column after the end
 
 NO_CODE = re.compile(r"""#.*|'[^']*'|"[^"]*\"""")  # what is no code in a line
-_HEADS = re.compile(r"\s*(while|elif|else|except|finally|case|@|[-+*/%&|^.)\]}])")  # before such a line nothing is put
+_HEADS = re.compile(r"\s*(while|elif|else|except|finally|case|def|class|async|@|[-+*/%&|^.)\]}])")  # before such a line nothing is put
 _OPEN = re.compile(r"([-+*/%&|^=,\\<>~]|\b(and|or|not|in|is|if|return|lambda))$")  # after such a line a statement goes on
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)

@@ -8,7 +8,7 @@ train.py:47
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from nanscope.report.clean import WHOLE, clean
@@ -60,18 +60,19 @@ def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
     number = diff.line - len(diff.above)
     for sign, lines in ((" ", diff.above), ("-", diff.removed), ("+", diff.added), (" ", diff.below)):
         for line in lines:
-            yield DiffLine(sign, "" if sign == "+" else clean(number, 12), clean(line.expandtabs(TAB).rstrip(), limit))
+            yield DiffLine(sign, "" if sign == "+" else clean(number, 12), "\t".join(clean(part, limit) for part in line.split("\t")))
             number += sign != "+"
 
 
 def changed(hunk: Hunk) -> Iterator[DiffLine]:
     """Yield the lines that are not the same afterwards, without the indentation that they share, and the line before which one is put."""
-    lines = [line for line in hunk.lines if line.sign != " "]
+    lines = [replace(line, text=line.text.expandtabs(TAB)) for line in hunk.lines]
+    after, lines = lines, [line for line in lines if line.sign != " "]
     if all(line.sign == "+" for line in lines):
-        lines += hunk.lines[hunk.lines.index(lines[-1]) + 1 :][:1]
+        lines += after[after.index(lines[-1]) + 1 :][:1]
     indent = min((len(line.text) - len(line.text.lstrip()) for line in lines if line.text.strip()), default=0)
     for line in lines:
-        yield DiffLine(line.sign, line.number, line.text[indent:])
+        yield DiffLine(line.sign, line.number, line.text[indent:].rstrip())
 
 
 def unified(fix: Fix | None, limit: int = WHOLE.text) -> str:

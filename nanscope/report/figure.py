@@ -31,7 +31,7 @@ from nanscope.report.canvas import (
     Canvas,
 )  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
-from nanscope.report.diff import hunks_of, written_fix
+from nanscope.report.diff import TAB, hunks_of, written_fix
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of, panels_of_run
 from nanscope.report.map import LEVELS, Grid, grid_of
@@ -134,7 +134,7 @@ def _source(canvas: Canvas, incident: Incident) -> None:
     if not any(hit for _, _, hit in shown):
         shown = [(clean("" if place.line is None else place.line, 12), subject(place), True)]
     hunks = hunks_of(written_fix(incident))
-    mended = [line.text for line in hunks[0].lines if line.sign == "+"] if len(hunks) == 1 else []
+    mended = [line.text.expandtabs(TAB).rstrip() for line in hunks[0].lines if line.sign == "+"] if len(hunks) == 1 else []
     canvas.y += 20
     canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element(place), 60), 14, SOFT, "code", align="right")
     heading = where_in(place) or clean(place.module or "no source line", 120)

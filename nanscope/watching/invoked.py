@@ -10,12 +10,22 @@ from pathlib import Path, PurePath
 MOST = 600  # characters of a command line that are kept
 WITHHELD = "…"
 
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-_COUNTS = re.compile(
-    r"tokens\b|token_?(ids?|level|mean|len)|max|min|num|tokenizer|keys\b|key_?(dim|name|size)", re.IGNORECASE
-)  # no secrets
-_LOOKS_SECRET = re.compile(r"(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)\w{8,}|\b[0-9a-f]{40}\b|://[^/\s]*@")
+_SECRET = frozenset((
+    "apikey", "auth", "authorisation", "authorization", "bearer", "cookie", "credential", "credentials", "login", "p", "pass",
+    "passphrase", "passwd", "password", "pat", "pw", "pwd", "sas", "secret", "secrets", "sig", "signature", "u",
+))  # fmt: skip
+_AT_TIMES = frozenset(("key", "token"))  # secret, unless the name says what else they are
+_ELSE = frozenset((
+    "bos", "dim", "eos", "id", "ids", "len", "level", "max", "mean", "min", "name", "num", "pad", "per", "size", "type", "unk",
+))  # fmt: skip
 _HEX = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_NAME = re.compile(r"""([\w.\-]+)["']?\s*[=:]\s*["']?""")  # of something that is given, however deep in a word
+_VALUE = re.compile(r"""[^\s,;&"'{}\[\]]*""")
+_LOOKS_SECRET = re.compile(
+    r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|nvapi-|dckr_pat_|pypi-|eyJ)[\w\-]{8,}|\b[0-9a-fA-F]{32,}\b|hooks\.slack"
+    r"|://[^\s]*@|\b(?=[\w+/\-]*[0-9])(?=[\w+/\-]*[a-z])(?=[\w+/\-]*[A-Z])[\w+\-]{24,}={0,2}"
+)
+_PATH = re.compile(r"""(?<![\w.~/:])(?:file://)?(?:~|[A-Za-z]:)?(?:[\\/][^\s,;:"'\[\]{}()\\/]+)+[\\/]?|-I/\S+""")
 
 
 def command(argv: Sequence[str], home: Path | None = None) -> str:
@@ -30,29 +40,50 @@ def command(argv: Sequence[str], home: Path | None = None) -> str:
 def _shown(argv: Sequence[str], home: Path) -> Iterator[str]:
     withheld = False
     for word in argv:
-        name, sign, value = word.partition("=")
-        is_option = word.startswith("-")
-        if withheld and not is_option:
-            yield WITHHELD
-        elif sign and _is_secret(name):
-            yield f"{name}={WITHHELD}"
-        else:
-            yield f"{name}={_short(value, home)}" if sign else _short(word, home)
-        withheld = is_option and not sign and _is_secret(name)
+        option = _OPTION.fullmatch(word)
+        if option is not None:
+            withheld = option[1] is None and _is_secret(word)
+        elif withheld:
+            yield WITHHELD  # and what follows it, up to the next option
+            continue
+        yield _short(word, home)
+
+
+_OPTION = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)
 
 
 def _is_secret(name: str) -> bool:
-    return _SECRET.search(name) is not None and _COUNTS.search(name) is None
+    """Is what has this name to be withheld? In the parts of the name, as in `--hub_token`, `trainer.wandb-api-key`, `apiKey`."""
+    parts = {part.lower() for part in re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)) if part}
+    return not parts.isdisjoint(_SECRET) or (not parts.isdisjoint(_AT_TIMES) and parts.isdisjoint(_ELSE))
 
 
 def _short(word: str, home: Path) -> str:
     if _LOOKS_SECRET.search(word):
         return WITHHELD
-    word = "".join(sign if sign.isprintable() else " " for sign in word)
-    path = PurePath(word)
-    if not path.is_absolute():
-        return f'"{word}"' if " " in word or not word else word
-    return str(path.relative_to(home)) if path.is_relative_to(home) else f"{WITHHELD}/{path.name}"
+    word = _withheld("".join(sign if sign.isprintable() else " " for sign in word))
+    word = _PATH.sub(lambda found: _end(found[0], home), word)
+    return f'"{word}"' if " " in word or not word else word
+
+
+def _withheld(word: str) -> str:
+    """A word without the values of the names in it that are secret."""
+    parts, done = list[str](), 0
+    for found in _NAME.finditer(word):
+        if found.start() >= done and _is_secret(found[1]):
+            parts += [word[done : found.end()], WITHHELD]
+            value = _VALUE.match(word, found.end())
+            done = found.end() if value is None else value.end()
+    return "".join(parts) + word[done:]
+
+
+def _end(path: str, home: Path) -> str:
+    """The end of an absolute path, or what it is from the folder in which the command was given."""
+    plain = PurePath(path)
+    if plain.is_absolute() and plain.is_relative_to(home):
+        return str(plain.relative_to(home))
+    last = re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+    return f"{WITHHELD}/{last}"
 
 
 def commit(script: str) -> str | None:
