@@ -71,7 +71,7 @@ class Namespace:
     def is_own(self, name: str, site: Site) -> bool:
         """Is a name certainly one of the function's own, a parameter or bound above, which it may therefore bind anew?"""
         seen = self._seen(name, site)
-        return not seen.declared and (seen.parameter or any(certain for _, _, certain in seen.before))
+        return not seen.declared and (seen.parameter or bool(seen.before))  # the statement has read it, so it was bound
 
     def handed(self, site: Site, function: str) -> Iterator[str]:
         """What a function hands to another one of this name, as far as its lines are there."""
@@ -106,6 +106,8 @@ class Namespace:
                 function.body if function is not None else tree.body, name, here, indent == body or function is not None
             ):
                 first, last = node.lineno + shift, (node.end_lineno or node.lineno) + shift
+                if lines.get(last, "").rstrip().endswith(","):
+                    continue  # an argument by its name, of a call that begins above what is kept
                 if isinstance(node, (ast.Global, ast.Nonlocal)):
                     found.declared = True
                 elif last < site.line:
