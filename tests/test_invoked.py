@@ -11,7 +11,7 @@ from nanscope.watching.invoked import MOST, command, commit
 
 CASES = [
     (["train.py", "--lr", "1e-6"], "train.py --lr 1e-6"),
-    (["/work/here/src/train.py", "--out=/scratch/someone/run"], "src/train.py --out=…/run"),
+    (["/lab/project/src/train.py", "--out=/store/someone/run"], "src/train.py --out=…/run"),
     (["train.py", "--api-key", "abc", "--steps", "3"], "train.py --api-key … --steps 3"),
     (["train.py", "--hub_token=abc", "wandb.api_key=12"], "train.py --hub_token=… wandb.api_key=…"),
     (["train.py", "--max_tokens", "512", "trainer.tokens=9"], "train.py --max_tokens 512 trainer.tokens=9"),
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize(("argv", "shown"), CASES)
 def test_a_command_line_tells_no_secret_and_no_machine(argv: list[str], shown: str) -> None:
     """A report is handed to strangers."""
-    assert command(argv, Path("/work/here")) == shown
+    assert command(argv, Path("/lab/project")) == shown
 
 
 def test_a_long_command_line_is_cut() -> None:

@@ -9,10 +9,10 @@ A mask in the operand of `exp` alone would leave the rest of the formula with wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanscope.errors import NanscopeError
-from nanscope.program.calls import Call, Ref, refs
+from nanscope.program.calls import Call, Ref, Site, refs
 from nanscope.program.program import Program
 from nanscope.replay.namespace import Namespace, alike
 from nanscope.replay.patch import Insert, Patch, emitted, in_order, reading
@@ -28,13 +28,14 @@ def bound_anew(patch: Patch, position: int, inserts: Callable[[int], Sequence[In
     inserts: a function of a sibling's ordinal. Raises NanscopeError where the operand is no name of the function, or it is not certain who
     would read the other value.
     """
-    name, statement = _name(patch, position)
+    siblings = patch.siblings()
+    name = _Name.of(patch, position, siblings[0])
     program, fresh = patch.program, patch.program.new_id()
-    values = [patch.program.calls[index].args[position] for index in patch.siblings()]
+    values = [patch.program.calls[index].args[position] for index in siblings]
     if len(set(values)) < len(values) or not all(isinstance(value, Ref) for value in values):
-        raise _uncertain(name)  # a loop that reads the same value again
+        raise name.uncertain  # a loop that reads the same value again
     for ordinal, value in enumerate(next(refs(value)) for value in values):
-        later = [call for call in patch.program.readers(value) if _is_later(patch, call, value, name, statement)]
+        later = [call for call in patch.program.readers(value) if name.is_read(call, value)]
         added, last = emitted(fresh, value, inserts(ordinal), Call("", (), (), (), NOWHERE, later[0].grad))
         fresh += len(added)
         reads = {call.outs: reading(call, value, last) for call in later}
@@ -57,39 +58,45 @@ def renamed(before: Program, after: Program) -> dict[int, int]:
     return found
 
 
-def _name(patch: Patch, position: int) -> tuple[str, Statement]:
-    """What the function calls the operand, and the statement of the origin."""
-    site = patch.program.site_of(patch.call)
-    namespace = Namespace(patch.program, patch.trace.names)
-    name = namespace.words(patch.call, position, site) if site is not None else ""
-    statement = None if site is None else Statement.of(site)
-    if site is None or statement is None or not name.isidentifier() or name.isupper():
-        raise _uncertain(name or "the operand")
-    if statement.writes or not statement.begins or statement.binds(name) or not namespace.is_own(name, site):
-        raise _uncertain(name)
-    return name, statement
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What the function calls the operand of a call. statement: the call's; first: index of the first call that it made."""
 
+    text: str
+    site: Site
+    statement: Statement
+    namespace: Namespace
+    first: int
 
-def _is_later(patch: Patch, call: Call, value: int, name: str, statement: Statement) -> bool:
-    """Does a call read a value by its name in the statement, or after it?"""
-    own, site = patch.program.site_of(patch.call), patch.program.site_of(call)
-    assert own is not None
-    if site is None or not alike(own, site):
-        if _is_before(patch, call):
-            return False
-        raise _uncertain(name)  # another function, of which nobody knows whether it was handed the value before or after
-    if site.line < statement.first:
-        if not _is_before(patch, call):
-            raise _uncertain(name)  # a loop that goes on reads it above
-        return False
-    namespace = Namespace(patch.program, patch.trace.names)
-    if any(Ref(value) == arg and namespace.words(call, place, site) != name for place, arg in enumerate(call.args)):
-        raise _uncertain(name)  # by another name
-    return True
+    @staticmethod
+    def of(patch: Patch, position: int, first: int) -> _Name:
+        """Return the name. Raises NanscopeError where it is none, or not one that the function may bind before this statement."""
+        site, namespace = patch.program.site_of(patch.call), Namespace(patch.program, patch.trace.names)
+        text = namespace.words(patch.call, position, site) if site is not None else ""
+        statement = None if site is None else Statement.of(site)
+        if site is None or statement is None or not text.isidentifier() or text.isupper():
+            raise _uncertain(text or "the operand")
+        if statement.writes or not statement.begins or statement.binds(text) or not namespace.is_own(text, site):
+            raise _uncertain(text)
+        return _Name(text, site, statement, namespace, first)
 
+    @property
+    def uncertain(self) -> NanscopeError:
+        """Says that it is not certain who reads it."""
+        return _uncertain(self.text)
 
-def _is_before(patch: Patch, call: Call) -> bool:
-    return any(out is not None and patch.program.producers[out] < min(patch.siblings()) for out in call.outs)
+    def is_read(self, call: Call, value: int) -> bool:
+        """Does a call read a value by this name in the statement, or after it?"""
+        program = self.namespace.program
+        site = program.site_of(call)
+        here = site is not None and alike(self.site, site)
+        if site is None or not here or site.line < self.statement.first:
+            if any(out is not None and program.producers[out] < self.first for out in call.outs):
+                return False
+            raise self.uncertain  # another function, handed the value nobody knows when; or a loop that goes on reads it above
+        if any(Ref(value) == arg and self.namespace.words(call, place, site) != self.text for place, arg in enumerate(call.args)):
+            raise self.uncertain  # by another name
+        return True
 
 
 def _uncertain(name: str) -> NanscopeError:

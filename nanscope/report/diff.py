@@ -66,10 +66,10 @@ def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
 
 def changed(hunk: Hunk) -> Iterator[DiffLine]:
     """Yield the lines that are not the same afterwards, without the indentation that they share, and the line before which one is put."""
-    lines = [replace(line, text=line.text.expandtabs(TAB)) for line in hunk.lines]
-    after, lines = lines, [line for line in lines if line.sign != " "]
+    shown = [replace(line, text=line.text.expandtabs(TAB)) for line in hunk.lines]
+    lines = [line for line in shown if line.sign != " "]
     if all(line.sign == "+" for line in lines):
-        lines += after[after.index(lines[-1]) + 1 :][:1]
+        lines += shown[shown.index(lines[-1]) + 1 :][:1]
     indent = min((len(line.text) - len(line.text.lstrip()) for line in lines if line.text.strip()), default=0)
     for line in lines:
         yield DiffLine(line.sign, line.number, line.text[indent:].rstrip())

@@ -39,7 +39,7 @@ def command(argv: Sequence[str], home: Path | None = None) -> str:
 
 def _shown(argv: Sequence[str], home: Path) -> Iterator[str]:
     withheld = False
-    for word in argv:
+    for word in (word[:MOST] for word in argv[:MOST]):  # some launchers hand over a whole configuration
         option = _OPTION.fullmatch(word)
         if option is not None:
             withheld = option[1] is None and _is_secret(word)
