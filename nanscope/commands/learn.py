@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from nanscope.bench import NAMES
 from nanscope.commands.application import LEARN, app, leave
+from nanscope.commands.given import load_torch
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import write_json, writing
-from nanscope.text import meant
+from nanscope.report.exit import writing, wrote_json
+from nanscope.text import listed, meant
 
 
 def _causes(incomplete: str) -> list[str]:
@@ -61,8 +63,9 @@ def variants(
     from nanscope.report.variants import print_variants
 
     found = listed(prefix)
-    write_json(json_file, found.to_json())
+    whole = wrote_json(json_file, found.to_json())
     print_variants(found, bool(prefix), file=sys.stdout)
+    leave(False, whole)
 
 
 @app.command(rich_help_panel=LEARN)
@@ -97,3 +100,62 @@ def atlas(
         if verification is not None:
             shown.print_verification(verification, file=sys.stdout)
     leave(verification is not None and bool(verification.disagreements))
+
+
+def _subjects(incomplete: str) -> list[str]:
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+@app.command(rich_help_panel=LEARN)
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help=f"{', '.join(NAMES)}; without one, a selection.",
+            autocompletion=_subjects,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and smaller sizes: half a minute instead of three.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="N", min=1, help="Rounds of each: more, and quartiles are closer.")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, help="Of torch; beside other work several wait for each other.")
+    ] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
+    history: Annotated[Path | None, typer.Option("--history", metavar="FILE", help="Append a row to the table in this .md file.")] = None,
+) -> None:
+    """Measure on this machine what watching a run costs.
+
+    Watched and bare take turns, other tools too. Times are shown and never judged; status 1 if the weights are not bit-identical watched
+    and bare, or if nanscope did not see every step.
+
+    Example: nanscope bench small 24m --json figures.json
+    """
+    load_torch()
+    import torch
+
+    from nanscope.bench.subjects import Setting, chosen, measured
+    from nanscope.bench.table import append, history_row, print_chapter, print_setting, to_json
+    from nanscope.report.console import progress
+
+    wanted = chosen(names or [], quick)
+    torch.set_num_threads(threads)
+    setting = Setting.here()
+    print_setting(setting, file=sys.stdout)
+    chapters = []
+    with progress(f"measuring {wanted[0]}", file=sys.stderr) as now:
+        for at, chapter in enumerate(measured(wanted, quick, rounds), start=1):
+            chapters.append(chapter)
+            print_chapter(chapter, file=sys.stdout)
+            sys.stdout.flush()
+            now(f"measuring {wanted[min(at, len(wanted) - 1)]}")
+    whole = wrote_json(json_file, to_json(setting, chapters, quick))
+    if history is not None:
+        with writing(history):
+            append(history, history_row(setting, chapters, quick))
+    failed = [chapter.name for chapter in chapters if chapter.failed]
+    if failed:
+        raise NanscopeError(f"what must hold does not: {listed(failed)}", slug="bench-failed")
+    leave(False, whole)

@@ -5,7 +5,7 @@
 The scripts are those of the gallery, one for each cause, the demo, and every tenth of `tests/healthy`. Each tool is used as its documentation
 says, on the script as it stands, in a process of its own. An answer is right where the statement that the tool points at is the one that the
 script states; where a tool shows a stack, that is the innermost line of the script. For the cost the tools take turns, each in a fresh
-process with the model and the step of `overhead.py`, and a ratio is that of the same round.
+process with the model and the step of `nanscope bench 24m`, and a ratio is that of the same round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import ast
 import contextlib
 import io
 import json
-import math
 import os
 import platform
 import re
@@ -34,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 INCIDENTS, HEALTHY = ROOT / "tests" / "incidents", ROOT / "tests" / "healthy"
@@ -42,10 +40,12 @@ sys.path[:0] = [str(ROOT / "docs"), str(INCIDENTS), str(Path(__file__).parent)]
 
 import gallery  # noqa: E402
 import new  # noqa: E402
-from overhead import Seconds, Spread, Work, ratios, rotated, seconds_of  # noqa: E402
 
 import nanscope  # noqa: E402
 from nanscope import demo  # noqa: E402
+from nanscope.bench import tools  # noqa: E402
+from nanscope.bench.measure import Quartiles, Seconds, ratios, rotated, seconds_of  # noqa: E402
+from nanscope.bench.steps import grpo  # noqa: E402
 
 DEMO = Path(demo.__file__)
 DEMO_LINE = "per_token_kl = torch.exp(ref_log_ratio) - ref_log_ratio - 1"
@@ -74,10 +74,6 @@ class Told:
     file: str
     answer: Answer = Answer()
     stepped: Callable[[], None] = lambda: None
-
-
-class Found(Exception):
-    """Raised by the hook that people write themselves."""
 
 
 # -- the tools ---------------------------------------------------------------------------------------------------------------------------
@@ -111,7 +107,7 @@ def anomaly(model: nn.Module, told: Told) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with torch.autograd.detect_anomaly(check_nan=True):
+            with tools.anomaly():
                 yield
         except RuntimeError as error:
             shown = [str(warning.message) for warning in caught if "Error detected in" in str(warning.message)]
@@ -120,19 +116,11 @@ def anomaly(model: nn.Module, told: Told) -> Iterator[None]:
 
 @contextlib.contextmanager
 def debug_mode(model: nn.Module, told: Told) -> Iterator[None]:
-    """torch's DebugMode with stack traces, and a hook on every call: torch has none of its own that looks for what is not finite.
+    """torch's DebugMode with a hook on every call.
 
     It takes the first call that made NaN of no NaN, or an infinity of finite numbers, which is kinder than the first result that is bad.
     """
-    from torch.utils._debug_mode import DebugMode
-
-    def look(func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> dict[str, bool] | None:
-        results, given = tree_leaves(result), tree_leaves((args, kwargs))
-        if all(map(finite, results)):
-            return None
-        return {"born": all(map(finite, given)) or (any(map(has_nan, results)) and not any(map(has_nan, given)))}
-
-    with DebugMode.dispatch_hooks(record_hook=look), DebugMode(record_stack_trace=True) as mode:
+    with tools.dispatched() as mode:
         told.stepped = mode.reset
         try:
             yield
@@ -143,27 +131,13 @@ def debug_mode(model: nn.Module, told: Told) -> Iterator[None]:
                 told.answer = Answer(str(call.op), innermost(stack, told.file))
 
 
-def finite(leaf: Any) -> bool:
-    """Is it no number, or only finite ones?"""
-    if isinstance(leaf, torch.Tensor):
-        return not (leaf.is_floating_point() or leaf.is_complex()) or bool(leaf.isfinite().all())
-    return not isinstance(leaf, float) or math.isfinite(leaf)
-
-
-def has_nan(leaf: Any) -> bool:
-    """Is NaN among it?"""
-    return bool(leaf.isnan().any()) if isinstance(leaf, torch.Tensor) else isinstance(leaf, float) and math.isnan(leaf)
-
-
 @contextlib.contextmanager
 def underflow_overflow(model: nn.Module, told: Told) -> Iterator[None]:
     """transformers' detector, which prints the last calls of modules and raises."""
-    from transformers.debug_utils import DebugUnderflowOverflow
-
-    with removed(model), contextlib.redirect_stdout(io.StringIO()) as printed:
-        DebugUnderflowOverflow(model)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            yield
+            with tools.underflow_overflow(model):
+                yield
         except ValueError as error:
             if "inf/nan detected" not in str(error):
                 raise
@@ -181,31 +155,11 @@ def _weight_in(words: str) -> str:
 @contextlib.contextmanager
 def finite_hook(model: nn.Module, told: Told) -> Iterator[None]:
     """The hook that people write themselves: is what a module returns finite?"""
-    names = {module: name for name, module in model.named_modules()}
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not all(map(finite, tree_leaves(output))):
-            raise Found(f"{names[module] or 'the model'} returned what is not finite")
-
-    with removed(model):
-        for module in model.modules():
-            module.register_forward_hook(look)
-        try:
-            yield
-        except Found as error:
-            told.answer = Answer(str(error), frame_of(error, told.file))
-
-
-@contextlib.contextmanager
-def removed(model: nn.Module) -> Iterator[None]:
-    """Take the hooks off again that are put on meanwhile: DebugUnderflowOverflow cannot."""
-    before = {module: set(module._forward_hooks) for module in model.modules()}
     try:
-        yield
-    finally:
-        for module, known in before.items():
-            for key in set(module._forward_hooks) - known:
-                del module._forward_hooks[key]
+        with tools.finite_hook(model):
+            yield
+    except tools.NotFinite as error:
+        told.answer = Answer(str(error), frame_of(error, told.file))
 
 
 @contextlib.contextmanager
@@ -362,8 +316,8 @@ def run(*arguments: str) -> str:
 
 def time_of(tool: str) -> list[Seconds]:
     """Some steps under a tool."""
-    work, told = Work("cpu"), Told("")
-    with {**TOOLS, "bare": bare, "bare again": bare}[tool](work.policy, told):
+    work, told = grpo("cpu"), Told("")
+    with {**TOOLS, "bare": bare, "bare again": bare}[tool](work.model, told):
         times = []
         for _ in range(1 + TIMED):
 
@@ -375,7 +329,7 @@ def time_of(tool: str) -> list[Seconds]:
     return times[1:]
 
 
-Costs = dict[str, tuple[Spread, Spread]]  # ratios to bare: by the clock, by processor time
+Costs = dict[str, tuple[Quartiles, Quartiles]]  # ratios to bare: by the clock, by processor time
 
 
 def costs(tools: list[str], rounds: int) -> Costs:
@@ -435,7 +389,7 @@ the right answer on each of the first {gallery}. Most of those go wrong in a los
 
 {machine}.
 
-A step is a GRPO step of a transformer of 24 M parameters on one thread, that of `tests/benchmarks/overhead.py`. The tools take turns, {rounds} rounds, each
+A step is a GRPO step of a transformer of 24 M parameters on one thread, that of `nanscope bench 24m`. The tools take turns, {rounds} rounds, each
 in a fresh process: one step that is not timed, {timed} that are. Ratios are to bare in the same round, medians and quartiles, by processor time, which other
 work on the machine stretches less; *bare again* is the noise. nanscope is timed without its [deep looks](costs.md#what-it-costs), the first three steps and one
 in a hundred. The demo was opened two steps before it dies. `DebugMode` records stacks (`record_stack_trace=True`). msprobe is `mindstudio-probe` of PyPI, with
