@@ -55,9 +55,17 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.EXP_OVERFLOW: CauseInfo(
         "exp overflows on a token that counts",
         ("clamp_exponent",),
-        ("a power overflows by its exponent", "exp overflows, where the loss does not count it"),
+        (
+            "exp of an exponent far above the others",
+            "a power overflows by its exponent",
+            "exp overflows, where the loss does not count it",
+        ),
     ),
-    Cause.SEQ_RATIO_OVERFLOW: CauseInfo("exp overflows after log-ratios were summed over a sequence", ("clamp_exponent",)),
+    Cause.SEQ_RATIO_OVERFLOW: CauseInfo(
+        "exp overflows after log-ratios were summed over a sequence",
+        ("clamp_exponent",),
+        ("exp of log-ratios that were summed over a sequence is far above the others",),
+    ),
     Cause.INF_TIMES_ZERO_MASK: CauseInfo(
         "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent", "finite_mask_fill")
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -29,6 +31,13 @@ def show(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def ordered(data: Any) -> Any:
+    """Return JSON data with its names in order, all the way down, as a file of ours has them."""
+    if isinstance(data, dict):
+        return {key: ordered(data[key]) for key in sorted(data)}
+    return [ordered(item) for item in data] if isinstance(data, list) else data
+
+
 DEEPEST = 64  # lists and objects within each other, in a file of ours
 
 
@@ -41,6 +50,20 @@ def is_deep(data: Any) -> bool:
         if not level:
             return False
     return True
+
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")  # of a surrogate pair, or all of it
+
+
+def loaded(text: str) -> Any:
+    """Return what a text of JSON says. Half a surrogate pair, which no encoding can write, becomes U+FFFD.
+
+    Raises ValueError or RecursionError for anything else.
+    """
+    data = json.loads(text)
+    if not _HALF.search(text):
+        return data
+    return json.loads(json.dumps(data, ensure_ascii=False).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def parse(value: Any) -> Any:

@@ -42,6 +42,7 @@ class Role(StrEnum):
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
 SCORES = frozenset({Role.ADVANTAGES, Role.REWARDS})
+_COUNTED = SCORES | {Role.MASK, Role.RESPONSE_IDS, Role.OPTIMIZER}  # what may be integers, or true and false
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,11 @@ def last_word(name: str) -> str:
                 node = inner
             case _:
                 return ast.unparse(node)
+
+
+def fitting(role: Role | None, real: bool) -> Role | None:
+    """Return the role that a tensor can have: whatever its name says, integers are no log-probabilities. real: of floats."""
+    return role if real or role in _COUNTED else None
 
 
 def in_words(name: str) -> str:

@@ -50,6 +50,16 @@ def is_round(many: int) -> bool:
     return str(many).rstrip("0") == "1"
 
 
+_UNITS = ((86400, "day"), (3600, "h"), (60, "min"), (1, "s"))  # seconds
+
+
+def ago(seconds: float) -> str:
+    """Return "14 s ago", "3 min ago", "5 h ago", "2 days ago"."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= size), (1, "s"))
+    many = max(0, int(seconds // size))
+    return f"{count(many, unit) if unit == 'day' else f'{many} {unit}'} ago"
+
+
 def listed(words: Sequence[str]) -> str:
     """Return "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -119,6 +119,7 @@ writes_counted: Callable[[Tensor], int] = _attribute("torch.Tensor", "_version")
 uses: Callable[[Tensor], int] = spared(
     "torch.Tensor._use_count", lambda tensor: 2, "a loop without a backward pass may hold memory for longer"
 )
+_storage_uses: Callable[[int], int] = spared("torch._C._storage_Use_Count", lambda handle: 3, "a recorded call takes longer")
 nonzeros: Callable[[Tensor], int] = needed("torch.Tensor._nnz")
 _make_subclass: Callable[[type, Tensor, bool], Any] = needed("torch.Tensor._make_subclass")
 norms_of: Callable[[list[Tensor], float], list[Tensor]] = needed("torch._foreach_norm")
@@ -195,6 +196,11 @@ _is_lifted: Callable[[Tensor], bool] = spared("torch._C._functorch.is_functorch_
 _under: Callable[[Tensor], Tensor] = spared("torch._C._functorch.get_unwrapped", lambda tensor: tensor, _TRANSFORMS)
 
 
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many hold the memory of a tensor; it and who asks are two."""
+    return _storage_uses(tensor.untyped_storage()._cdata)
+
+
 def lowered(tensor: Tensor) -> Tensor:
     """Return what is computed with where a transform (vmap, grad) hands over a tensor that stands for it."""
     while _is_lifted(tensor):
@@ -257,6 +263,18 @@ def shards_of(weight: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int, 
     for name, shape, info in zip(*tables, strict=False):
         if info.in_shard:
             yield name, tuple(shape), info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard
+
+
+tree_leaves: Callable[[Any], list[Any]] = needed("torch.utils._pytree.tree_leaves")
+
+
+def debug_mode() -> Any | None:
+    """Return torch's DebugMode; None where this release has none, or one without hooks that are told what a call returned."""
+    try:
+        found = look_up("torch.utils._debug_mode.DebugMode")
+    except (AttributeError, ImportError):
+        return None
+    return found if hasattr(found, "dispatch_hooks") else None
 
 
 # -- modules --------------------------------------------------------------------------------------------------------------------------
@@ -373,6 +391,21 @@ def offsets_of(rows: object) -> Tensor | None:
 def leave_uncompiled(code: CodeType, nested: bool) -> None:
     """Let code run as it is where it is called from code that torch compiles. nested: and what it calls."""
     _set_strategy(code, _STRATEGY(_SKIP, _SKIP if nested else _DEFAULT))
+
+
+class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of ours, which is not compiled.
+
+    To that end torch puts functions around that of a mode, which load the compiler and switch it at every call; a mark on the code does.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return _SKIP is None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        leave_uncompiled(cls.__torch_dispatch__.__code__, nested=True)
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
 
 
 def around_compiled_code(begin: Callable[[], object], end: Callable[[], object]) -> Callable[[], None]:

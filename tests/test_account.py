@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import nanscope
 from nanscope.capture.account import Balance, Holding
 
 
@@ -64,3 +67,45 @@ def test_a_part_of_a_data_set_counts_as_the_part() -> None:
     """A batch is a view of a data set that is larger than the whole budget: the trainer does not make it anew for each call."""
     account = Balance(1000)
     assert Holding(account).add(torch.zeros(10_000)[500:600]) and account.held == 400
+
+
+class Shift(nn.Module):
+    """Log-probs of a policy that adds a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, base: Tensor) -> Tensor:
+        return base + self.weight
+
+
+def grpo(policy: Shift, rows: int, tokens: int, dies: bool) -> Tensor:
+    """A loss that prepares its own batch; dies: at one masked token exp of the reference's log-ratio overflows, which is written late."""
+    mask = (torch.arange(tokens) < tokens // 2).float().expand(rows, tokens).clone()
+    logps = policy(-2 * torch.rand(rows, tokens))
+    old, ref = logps.detach() + 0.05 * torch.randn(rows, tokens), logps.detach() + 0.1 * torch.randn(rows, tokens)
+    rewards = torch.rand(rows // 8, 8)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    if dies:
+        ref[1, -1] = 200.0
+    ratio = torch.exp(logps - old)
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    log_ratio = ref - logps
+    kl = torch.exp(log_ratio) - log_ratio - 1
+    return (((loss + 0.04 * kl) * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+@pytest.mark.parametrize("rows", [32, 320])  # of which a result outlives a backward pass, and of which none does
+@pytest.mark.parametrize("tensors", [8, 10, 12, 13, 15, 16, 20])
+def test_a_later_step_is_recorded_whole_where_the_first_is(rows: int, tensors: int, tmp_path: Path) -> None:
+    """What earlier steps left, and what the batch was prepared with, makes room for what the loss reads; nothing is known and not held."""
+    policy, tokens = Shift(), 1024
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    with nanscope.watch(out=tmp_path, budget=tensors * rows * tokens * 4) as scope:
+        for step in range(4):
+            optimizer.zero_grad()
+            grpo(policy, rows, tokens, dies=step == 3).backward()
+            optimizer.step()
+    origin = scope.verdict.incidents[0].origin
+    assert (origin.op, origin.index, origin.masked) == ("exp", (1, tokens - 1), True)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 import nanscope.program.by_rows
 import nanscope.program.run
 from nanscope.program.by_rows import execute_by_rows
+from nanscope.program.calls import Call
+from nanscope.program.perform import perform
 from nanscope.program.shelf import LEAST, Shelf
 from nanscope.verdict.diagnose import diagnose
 
@@ -34,6 +37,10 @@ def grpo(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor
 def row_mean(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     ratio = torch.exp(logps - old)
     return -((ratio * advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def token_mean(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return (-torch.exp(logps - old) * advantages * mask).mean()
 
 
 def sequence_ratio(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -59,7 +66,7 @@ def stopped(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     return (torch.exp(logps - logps.detach()) * advantages * mask).sum() / scale
 
 
-SEPARABLE: tuple[Loss, ...] = (grpo, row_mean, sequence_ratio, whitened, padded, stopped)
+SEPARABLE: tuple[Loss, ...] = (grpo, row_mean, token_mean, sequence_ratio, whitened, padded, stopped)
 
 
 def across(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -107,6 +114,21 @@ def test_rows_give_what_the_batch_gives(loss: Loss, dtype: torch.dtype | None, a
     for value, grad in whole.grads.items():
         assert found.grads[value].dtype is grad.dtype
         torch.testing.assert_close(found.grads[value], grad, equal_nan=True)
+
+
+@pytest.mark.parametrize(("loss", "times"), [(token_mean, 1), (row_mean, 2), (grpo, 2)])
+def test_rows_whose_sum_is_the_loss_are_computed_once(loss: Loss, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is 1, so that backward goes along; where something is done with the sum they are computed again."""
+    recorded = record(loss, *batch())
+    done: list[str] = []
+
+    def counted(call: Call, *args: Any, **options: Any) -> list[Any]:
+        done.append(call.name)
+        return perform(call, *args, **options)
+
+    monkeypatch.setattr(nanscope.program.by_rows, "perform", counted)
+    assert execute_by_rows(recorded.program, recorded.tensors, None, 1) is not None
+    assert done.count("exp") == 1 + times * B  # once without content, to plan it
 
 
 @pytest.mark.parametrize("loss", MIXED, ids=lambda loss: loss.__name__)

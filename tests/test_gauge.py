@@ -67,6 +67,25 @@ def test_headroom_goes_below_zero_when_exp_overflows() -> None:
     assert reading.headroom is not None and reading.headroom < -11
 
 
+def test_of_two_exponents_one_that_is_not_held_may_be_the_one_that_counts() -> None:
+    """What is known of the other is no headroom of the loss, nor the largest exponent; it is still known of itself."""
+
+    def with_kl(logps: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+        ratio = torch.exp(logps - old)
+        log_ratio = ref - logps
+        return (ratio + torch.exp(log_ratio) - log_ratio - 1).sum()
+
+    recorded = record(with_kl, leaf(2, 3), leaf(2, 3).detach(), leaf(2, 3).detach())
+    dials = Dials.of(recorded.program)
+    assert told(recorded).headroom is not None
+    hidden = dials.exponents[1][0]
+    gauged = read_gauge(dials, {value: tensor for value, tensor in recorded.run.values.items() if value != hidden})
+    assert gauged.numbers is not None
+    reading = gauged.told(gauged.numbers.tolist()).joined(told(recorded))
+    assert (reading.headroom, reading.highest, reading.highest_masked) == (None, None, None)
+    assert {one.spot for one in reading.extremes} == {spot for _, spot in dials.exponents}
+
+
 def test_what_is_not_held_is_not_seen() -> None:
     """Without tensors there is nothing to read, and two readings join to the worse of each, and to the mean of means."""
     recorded = record(ppo, leaf(2, 3), leaf(2, 3).detach(), torch.ones(2, 3))

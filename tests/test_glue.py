@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.capture.glue import opened
+from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.verdict.incident import Incident
 
@@ -257,3 +260,26 @@ def test_what_is_multiplied_by_a_sparse_matrix_is_followed(tmp_path: Path, produ
         product(weight * torch.tensor(math.nan)).sum().backward()
     (incident,) = scope.verdict.incidents
     assert incident.phase == "input", incident.sentence
+
+
+class Rounds(torch.autograd.Function):
+    """A custom function, which stands in the loss as one call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def test_what_a_custom_function_did_stands_where_it_was_done() -> None:
+    """Which of two lines was the first is read off the program."""
+    tape = Tape()
+    with TapeMode(tape):
+        x = torch.ones(2, requires_grad=True)
+        first = x / torch.zeros(2)
+        loss = (first + Rounds.apply(torch.log(-x))).sum()
+    names = [call.name for call in opened(tape, tape.value_of(loss))[0].calls]
+    assert [name for name in names if name in ("div", "log", "round")] == ["div", "log", "round"]

@@ -188,9 +188,13 @@ def test_a_history_in_short_is_that_of_all_its_lines(tmp_path: Path, block: int,
     path = tmp_path / "history.rank3.jsonl"
     for bad in ((), (1,), (4, 5, 9), range(1, 10)):
         path.unlink(missing_ok=True)
-        book = History(path, 'run "nonfinite": true')
+        book = History(path, 'run "nonfinite": true, "ruined": "spike"')
         for step in range(1, 10):
-            book.append(Entry(step, 3, 0.0, loss=0.5, nonfinite=step in bad))
+            worker = 'a "ruined": "' if step == 2 else None
+            spiked = step in bad and step % 2 == 0
+            book.append(
+                Entry(step, 3, 0.0, loss=0.5, nonfinite=step in bad and not spiked, ruined="spike" if spiked else None, worker=worker)
+            )
         book.close()
         with path.open("ab") as file:
             file.write(b'{"step": 10, "rank": 3, "nonfinite": true')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import nanscope
 from nanscope.locate.names import Names
+from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Leaf, Ref, Site
 from nanscope.program.program import Program
 from nanscope.roles import Role
@@ -473,3 +474,116 @@ def test_a_copy_of_nothing_has_no_name() -> None:
     """A file may hold a call that copies and reads nothing; who asks for its name is answered."""
     calls = (Call("aten.clone.default", (), (), (1,), 0), Call("aten.add.Tensor", (Ref(0), Ref(1)), (), (2,), 0))
     assert Names(Program((Leaf(0, "x", "data", True),), calls, 2, (Site("a.py", 3, "f"),))).name(1) is None
+
+
+def test_integers_are_no_log_probs_whatever_they_are_called() -> None:
+    """A name, a reader or a row may say so; of ids, of masks and of scores integers can be."""
+
+    def loss(x: Tensor, ids: Tensor) -> Tensor:
+        return (x.gather(1, ids) * (ids > 0)).mean()
+
+    recorded = record(loss, torch.ones(2, 3, requires_grad=True), torch.tensor([[0, 1, 2], [2, 1, 0]]))
+    program, tensors = recorded.program, recorded.tensors
+    for name, told in (
+        ("logprobs", None),
+        ("old_logps", None),
+        ("logits", None),
+        ("completion_ids", "response_ids"),
+        ("rewards", "rewards"),
+    ):
+        renamed = replace(program, leaves=tuple(replace(leaf, name=name) for leaf in program.leaves))
+        names = Trace.of(renamed, tensors, backward=False).names
+        whole = {tensors[leaf.id].dtype: names.role(leaf.id) for leaf in renamed.leaves}
+        assert whole[torch.int64] == told
+        assert whole[torch.float32] == Names(renamed).role(next(leaf.id for leaf in renamed.leaves if leaf.diff))
+
+
+def weighed(ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -(ratio * advantages).mean()
+
+
+def noisy_old(log_probs: Tensor, old_log_probs: Tensor, draw: Tensor) -> Tensor:
+    noise = 0.1 * draw
+    noisy = old_log_probs + noise
+    return weighed(torch.exp(log_probs - noisy), torch.ones(SHAPE))
+
+
+def noisy_by_the_same_name(log_probs: Tensor, old_log_probs: Tensor, noise: Tensor) -> Tensor:
+    old_log_probs = noise + old_log_probs
+    return weighed(torch.exp(log_probs - old_log_probs), torch.ones(SHAPE))
+
+
+def noisy_in_place(log_probs: Tensor, old_log_probs: Tensor, noise: Tensor) -> Tensor:
+    return weighed(torch.exp(log_probs - (old_log_probs - noise.clamp(min=0))), torch.ones(SHAPE))
+
+
+def shifted_ratio(log_probs: Tensor, old_log_probs: Tensor, offset: Tensor) -> Tensor:
+    log_ratio = log_probs - old_log_probs - offset
+    return weighed(log_ratio.exp(), torch.ones(SHAPE))
+
+
+def shifted_unnamed(log_probs: Tensor, old_log_probs: Tensor, offset: Tensor) -> Tensor:
+    return weighed((log_probs - old_log_probs - offset).exp(), torch.ones(SHAPE))
+
+
+def with_a_bonus(log_probs: Tensor, advantages: Tensor, bonus: Tensor) -> Tensor:
+    advantages = advantages + bonus
+    return weighed(torch.exp(log_probs - log_probs.detach()), advantages)
+
+
+def less_a_penalty(log_probs: Tensor, rewards: Tensor, penalty: Tensor) -> Tensor:
+    rewards = rewards - penalty
+    return weighed(torch.exp(log_probs - log_probs.detach()), rewards)
+
+
+def biased(logits: Tensor, bias: Tensor, temperature: Tensor) -> Tensor:
+    logits = logits + bias
+    logits = logits / temperature
+    return -logits.log_softmax(-1)[:, 0].mean()
+
+
+def rescaled(log_probs: Tensor, advantages: Tensor, scale: Tensor) -> Tensor:
+    advantages = advantages * scale
+    return weighed(torch.exp(log_probs - log_probs.detach()), advantages)
+
+
+def both_unnamed(log_probs: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    advantages = x - y
+    return weighed(torch.exp(log_probs - log_probs.detach()), advantages)
+
+
+def terms(first: Tensor, second: Tensor) -> Tensor:
+    loss = first.sin() + second.sin()
+    return loss.mean()
+
+
+def activations(hidden: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    hidden = hidden + z
+    return (hidden @ y.T).logsumexp(-1).mean()
+
+
+ADDENDS: list[tuple[Callable[..., Tensor], str, dict[str, Role | None]]] = [  # a loss, which of its arguments carry a gradient, and roles
+    (noisy_old, "g..", {"draw": None, "noise": None, "noisy": Role.OLD_LOG_PROBS, "old_log_probs": Role.OLD_LOG_PROBS}),
+    (noisy_by_the_same_name, "g..", {"noise": None, "old_log_probs": Role.OLD_LOG_PROBS}),
+    (noisy_in_place, "g..", {"noise": None, "old_log_probs": Role.OLD_LOG_PROBS, "log_probs": Role.LOG_PROBS}),
+    (shifted_ratio, "g..", {"offset": None, "log_ratio": Role.LOG_RATIO, "old_log_probs": Role.OLD_LOG_PROBS}),
+    (shifted_unnamed, "g..", {"offset": None, "old_log_probs": Role.OLD_LOG_PROBS}),
+    (biased, "g..", {"bias": None, "temperature": None, "logits": Role.LOGITS}),
+    (rescaled, "g..", {"scale": Role.ADVANTAGES, "advantages": Role.ADVANTAGES}),
+    (both_unnamed, "g..", {"x": Role.ADVANTAGES, "y": Role.ADVANTAGES}),  # what nobody else tells
+    (terms, "gg", {"first": Role.LOSS, "second": Role.LOSS}),  # what a loss is the sum of is one
+    (activations, "g..", {"z": Role.HIDDEN}),  # and so with activations, and with rewards
+    (with_a_bonus, "g..", {"bonus": Role.ADVANTAGES, "advantages": Role.ADVANTAGES}),
+    (less_a_penalty, "g..", {"penalty": Role.REWARDS, "rewards": Role.REWARDS}),
+]
+
+
+@pytest.mark.parametrize(("loss", "carries", "roles"), ADDENDS, ids=[loss.__name__ for loss, _, _ in ADDENDS])
+def test_what_is_added_to_something_is_not_that(loss: Callable[..., Tensor], carries: str, roles: dict[str, Role | None]) -> None:
+    """Noise on log-probs, a bonus, a bias, a temperature: the other operand is what the result is made of, and says what that is."""
+    program = record(loss, *(leaf(*SHAPE) if one == "g" else leaf(*SHAPE).detach() for one in carries)).program
+    names = Names(program)
+    values = [*(one.id for one in program.leaves), *(out for call in program.calls for out in call.outs if out is not None)]
+    assert {name: {names.role(value) for value in values if names.name(value) == name} for name in roles} == {
+        name: {role} for name, role in roles.items()
+    }

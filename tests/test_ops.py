@@ -182,7 +182,9 @@ def listed(source: str) -> Iterator[tuple[int, tuple[str, ...]]]:
                 yield node.lineno, names
 
 
-SPELLING = {ROOT / name for name in ("program/idioms.py", "replay/statement.py", "reproduce/idioms.py")}  # how a source writes each of them
+SPELLING = {
+    ROOT / name for name in ("program/spelling.py", "replay/handwriting.py", "replay/statement.py", "reproduce/idioms.py")
+}  # how a source writes each of them
 OTHERS = [
     path for path in sorted(ROOT.rglob("*.py")) if path != Path(ops.__file__) and path.parent.name != "frameworks" and path not in SPELLING
 ]

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import nanscope
+from nanscope.capture.depth import Depth
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
+from nanscope.program.program import Program
 from nanscope.verdict.incident import Incident
 
 
@@ -108,3 +113,66 @@ def test_a_function_that_hands_on_what_it_is_given_makes_calls_of_its_own(tmp_pa
     """Where no mode has asked it."""
     incident = incident_of(tmp_path, nullcontext, nn.Linear(4, 1), lambda y: handed(torch.log, (y * 0,), None))
     assert incident.origin.expression == "func(*args, **kwargs or {})"
+
+
+def twins(body: str, *files: str, name: str = "term") -> list[Callable[..., Any]]:
+    """The same function, at the same line of each of several files: in Python their code is equal."""
+    found = []
+    for file in files:
+        space: dict[str, Any] = {"torch": torch}
+        exec(compile(f"def {name}(x):\n{body}", file, "exec"), space)
+        found.append(space[name])
+    assert len({function.__code__ for function in found}) == 1
+    return found
+
+
+def recorded(function: Callable[[Tensor], Tensor], tape: Tape) -> Program:
+    with TapeMode(tape):
+        loss = function(torch.ones(2, requires_grad=True))
+    return tape.program(tape.value_of(loss))[0]
+
+
+def test_equal_functions_of_two_files_are_two(tmp_path: Path) -> None:
+    """A policy's loss and its copy, at the same line of another file: each call is told where it was made."""
+    one, other = twins("    return torch.log(x)\n", *(str(tmp_path / name) for name in ("one.py", "other.py")))
+    program = recorded(lambda x: (one(x) + other(x)).sum(), Tape())
+    assert [Path(site.file).name for site in program.sites if site.function == "term"] == ["one.py", "other.py"]
+
+
+def test_a_copy_of_a_function_of_torchs_is_the_trainers(tmp_path: Path) -> None:
+    """Whoever has taken it over, with its line, answers for it; what torch itself calls is still the caller's."""
+    theirs, copy = twins("    return torch.log(x)\n", functional.__file__, str(tmp_path / "copy.py"))
+    program = recorded(lambda x: (theirs(x) + copy(x)).sum(), Tape())
+    assert [Path(program.sites[call.site].file).name for call in program.calls if call.name == "log"] == [Path(__file__).name, "copy.py"]
+
+
+def test_inside_a_model_equal_functions_of_two_files_are_two(tmp_path: Path) -> None:
+    """Both have overflowed."""
+    mode = TapeMode(Tape())
+    mode.depth = Depth()
+    with mode:
+        for term in twins("    return torch.exp(x * 1e3)\n", *(str(tmp_path / name) for name in ("one.py", "other.py"))):
+            term(torch.ones(2))
+    overflows = mode.depth.take().ask().overflows
+    assert [Path(code.co_filename).name for _, (code, _) in overflows if code is not None] == ["one.py", "other.py"]
+
+
+def test_equal_functions_of_two_files_ask_about_a_value_each(tmp_path: Path) -> None:
+    """Each has a loss of its own in doubt, and neither has gone on from the other's."""
+    tape, again = Tape(), list[bool]()
+    tape.doubts.again = lambda: again.append(True)
+    with TapeMode(tape):
+        for ask in twins("    return bool(torch.isnan(x))\n", *(str(tmp_path / name) for name in ("one.py", "other.py"))):
+            ask(torch.tensor([torch.nan], requires_grad=True).sum())
+    assert len(tape.doubts.take()) == 2 and not again
+
+
+def test_a_copy_of_a_loss_of_a_framework_is_not_the_frameworks(tmp_path: Path) -> None:
+    """Only in the framework's own are its settings looked for, whichever was called first."""
+    files = str(tmp_path / "my_losses.py"), str(tmp_path / "verl/trainer/ppo/core_algos.py")
+    copy, own = twins("    return torch.exp(x)\n", *files, name="compute_policy_loss_gpg")
+    tape = Tape()
+    for function, seen in ((copy, 0), (own, 1), (copy, 0)):
+        recorded(lambda x, function=function: function(x).sum(), tape)
+        assert len(tape.glimpses) == seen
+        tape.callers.forget()

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load as decode
 from safetensors.torch import save as encode
 from torch import Tensor
+from verdicts import ppo_step
 
 from nanscope.errors import SnapshotError
 from nanscope.program.calls import Call, Leaf, Ref, Site
@@ -92,6 +93,7 @@ def small(names: tuple[str | None, ...] = ("per_token_logps", "mask"), **changes
         "notes": (("logged_loss", "text"),),
         "update": 2,
         "backward": 1650,
+        "texts": {0: "", 279: " the", 151_643: "<|endoftext|>\x1b\u202e"},
         **changes,
     }
     return Snapshot(**values)
@@ -104,7 +106,7 @@ def equal(a: Snapshot, b: Snapshot) -> None:
     )  # fmt: skip
     assert repr(a.observation) == repr(b.observation)
     assert repr(a.reached) == repr(b.reached) and repr(a.history) == repr(b.history)
-    assert (a.loss is None) == (b.loss is None)
+    assert a.texts == b.texts and (a.loss is None) == (b.loss is None)
     if a.loss is not None and b.loss is not None:
         assert same(a.loss, b.loss)
     for mine, theirs in ((a.tensors, b.tensors), (a.grads, b.grads)):
@@ -241,6 +243,24 @@ def test_a_step_is_replayed_in_the_order_in_which_it_was_added_up(tmp_path: Path
     again = found.program.execute(found.tensors)
     assert all(same(again.values[value], live.values[value]) for value in live.values)
     assert same(again.grads[0], live.grads[0])
+
+
+def test_a_step_is_replayed_at_addresses_at_which_it_was_calculated(tmp_path: Path) -> None:
+    """Where a tensor begins in memory decides by which steps a kernel goes through it, and so its last bits: loading restores that, too."""
+    odd, made = torch.randn(7), torch.Generator().manual_seed(0)
+    tensors = {0: odd, 1: torch.randn(2, 3, 6, generator=made), 2: odd[:5].half(), 3: torch.randn(2, 6, 5, generator=made)}
+    found = load(save(small(("a", "b", "c", "d"), tensors=tensors, grads={}), tmp_path)).tensors
+    assert [tensor.data_ptr() % 64 for tensor in found.values()] == [0] * len(tensors)
+    assert same(torch.bmm(found[1], found[3]), torch.bmm(tensors[1], tensors[3]))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is mapped is told by /proc")
+def test_a_file_that_was_read_is_not_mapped_any_more(tmp_path: Path) -> None:
+    """Its pages would count as memory of the process, beside the tensors."""
+    path = save(ppo_step({}), tmp_path)
+    snapshot = load(path)
+    assert snapshot.tensors and snapshot.loss is not None
+    assert path.name not in Path("/proc/self/maps").read_text()
 
 
 def test_tensors_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
@@ -447,6 +467,10 @@ def test_a_file_from_before_there_were_checksums_is_read(tmp_path: Path) -> None
         ("snapshot-damaged", lambda about: about["reached"].update(stepped={"a": 1})),
         ("snapshot-damaged", lambda about: about.update(settings=3)),
         ("snapshot-damaged", lambda about: about.update(objective=3)),
+        ("snapshot-damaged", lambda about: about.update(texts=["the"])),
+        ("snapshot-damaged", lambda about: about.update(texts={"-1": "the"})),
+        ("snapshot-damaged", lambda about: about.update(texts={"1": 1})),
+        ("snapshot-damaged", lambda about: about.update(texts={"1": "x" * 65})),
         ("program-unreadable", lambda about: about.update(program=None)),
         ("program-unreadable", lambda about: about["program"].pop("calls") and None),
         ("program-unreadable", lambda about: about["program"].update(output=math.inf)),
@@ -620,3 +644,9 @@ def test_small_facts() -> None:
     """Sizes count elements, not strides; dtypes are called as people write them."""
     assert tensor_bytes({0: torch.zeros(2, 3), 1: torch.zeros(1, dtype=torch.float16).expand(4)}) == 24 + 8
     assert dtype_name(torch.bfloat16) == "bfloat16"
+
+
+def test_half_a_surrogate_pair_in_a_file_is_read_as_what_it_is(tmp_path: Path) -> None:
+    """No encoding can write it, and whatever reads the lines of source later would fail at it."""
+    path = save(ppo_step({"host": "a\ud800b", "\udcff": "\U0001f600"}), tmp_path)
+    assert load(path).environment == {"host": "a\ufffdb", "\ufffd": "\U0001f600"}

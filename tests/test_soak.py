@@ -173,7 +173,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "findable": len(known.by_key),
         "norms": len(tape.norms),
         "opaque": len(tape._opaque),
-        "code": len(tape.callers._users),
+        "code": len(tape.callers._authors.known),
         "recordings": len(step._recordings),
         "module calls": len(scope._modules.calls),
         "dials": len(step._outlook._gauge._dials),

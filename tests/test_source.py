@@ -192,6 +192,29 @@ def test_a_site_tells_where(tmp_path: Path) -> None:
     )
 
 
+def test_a_copy_of_a_file_is_another_file(tmp_path: Path) -> None:
+    """The code of a function that was copied equals the first one's, line by line; each is told where it stands."""
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (site,) = sites(tmp_path / folder, "z = x.exp()\n")
+        assert site.file == str(tmp_path / folder / "loss.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "other"), [(b"%s", False), (b"%s\r", True), (b"%s ", False), ("%s # ü".encode(), False), (b"%s #" + b"x" * 500, True)]
+)
+def test_a_line_that_the_file_holds_otherwise_is_known(text: bytes, other: bool, tmp_path: Path) -> None:
+    """With another end, or longer than what is kept: no patch can quote it."""
+    script = tmp_path / "other.py"
+    script.write_bytes(b"def f(x, note):\n    y = 1\n" + text % b"    z = note(x)" + b"\n    return z\n")
+    space: dict[str, Any] = {}
+    exec(compile(script.read_bytes(), str(script), "exec"), space)
+    found: list[Site] = []
+    space["f"](1, lambda _: found.append(site_of(sys._getframe(1).f_code, sys._getframe(1).f_lasti)))
+    assert found[0].other == ((3,) if other else ())
+    assert [number for number, _ in found[0].source] == [1, 2, 3, 4]
+
+
 def test_a_long_statement_is_shown_whole_a_block_is_not(tmp_path: Path) -> None:
     """Four lines around a statement; of an `if` with a page of code in it, the head."""
     body = "\n".join(f"    z{i} = y" for i in range(40))

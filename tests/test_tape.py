@@ -978,6 +978,32 @@ def test_a_tensor_over_the_budget_cuts_the_program() -> None:
     assert any(leaf.origin == "cut" and leaf.diff for leaf in found.program.leaves)
 
 
+def surrogate(budget: int, given: bool) -> Replayed:
+    """A clipped loss with a KL on few rows of many tokens. given: advantages come from outside, else they were made of rewards."""
+    torch.manual_seed(0)
+    old, ref, mask, rewards = torch.randn(4, 4096), torch.randn(4, 4096), torch.ones(4, 4096), torch.randn(4)
+
+    def loss(mode: TapeMode) -> Tensor:
+        logps = fresh(4, 4096)
+        advantages = rewards if given else (rewards - rewards.mean()) / rewards.std()
+        ratio = torch.exp(logps - old)
+        clipped = torch.clamp(ratio, 0.8, 1.2)
+        per_token_loss = -torch.min(ratio * advantages.unsqueeze(1), clipped * advantages.unsqueeze(1))
+        log_ratio = ref - logps
+        kl = torch.exp(log_ratio) - log_ratio - 1
+        return ((per_token_loss + 0.04 * kl) * mask).sum() / mask.sum()
+
+    return replayed(loss, tape=Tape(budget))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("tensors", [9, 10, 12, 16])
+def test_what_a_loss_reads_makes_no_room_for_its_results(tensors: int, given: bool) -> None:
+    """A few advantages are held to the end: large results can be made again, and without what they were made of the loss cannot."""
+    found = surrogate(tensors * 4 * 4096 * 4, given)
+    assert found.ops == surrogate(1 << 30, given).ops
+
+
 def test_a_loss_that_was_not_kept_says_so() -> None:
     """Nothing fits into a budget of one byte."""
     tape = Tape(1)
@@ -1473,8 +1499,8 @@ def test_sleep_nests_and_leaves_the_stack_as_it_was() -> None:
         assert not tape.entries
         mode.wake("b")
         assert _get_current_dispatch_mode() is mode
-        x.exp()
-        assert len(tape.entries) == 1
+        kept = x.exp()
+        assert len(tape.entries) == 1 and tape.find(kept) is not None
         mode.wake("b")  # once too often does no harm
         assert _get_current_dispatch_mode() is mode
     assert _get_current_dispatch_mode() is None
@@ -1491,8 +1517,8 @@ def test_sleep_under_another_mode_passes_calls_through() -> None:
         x.exp()
         assert not tape.entries
         mode.wake("a")
-        x.exp()
-        assert len(tape.entries) == 1
+        kept = x.exp()
+        assert len(tape.entries) == 1 and tape.find(kept) is not None
 
 
 def test_a_backward_pass_is_not_recorded() -> None:

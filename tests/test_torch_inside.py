@@ -29,7 +29,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 INSIDE = ROOT / "nanscope" / "torch_inside.py"
 
 OTHERS = {  # private names of others than torch
-    "_getframe", "_lru_cache_wrapper", "_current_frames", "_run_exitfuncs", "_shutdown", "_threads_queues", "_worker",  # Python
+    "_getframe", "_lru_cache_wrapper", "_current_frames", "_run_exitfuncs", "_shutdown", "_threads_queues", "_worker", "_exit",  # Python
     "_cells",  # rich
     "_hp_mapping",  # DeepSpeed
     "_get_latest_active_run",  # MLflow

@@ -88,6 +88,22 @@ def test_a_padding_token_is_harmless(tmp_path: Path, advantage: Any) -> None:
         assert scope.verdict.incidents[0].origin.variable == "coef_1"
 
 
+def test_the_token_is_named_where_it_was_asked_for(tmp_path: Path) -> None:
+    """The ids of the completions stand beside the loss, which does not read them; their text comes from the trainer's own tokenizer."""
+    trainer = make_trainer(tmp_path, FaultyTrainer, fault=Fault("tool", 1), max_steps=2)
+    scope = train(tmp_path, trainer, save_tokens=True)
+    (incident,) = scope.verdict.incidents
+    tokenizer = trainer.processing_class
+    assert incident.token is not None and incident.token.text == tokenizer.convert_ids_to_tokens(incident.token.id)
+    (path,) = scope.paths
+    assert path is not None
+    snapshot = nanscope.load(path)
+    (ids,) = [leaf.id for leaf in snapshot.program.leaves if leaf.role == "response_ids"]
+    assert int(snapshot.tensors[ids][trainer.planted]) == incident.token.id
+    assert snapshot.texts == {token: tokenizer.decode([token]) for token in snapshot.tensors[ids].unique().tolist()}
+    assert replay(snapshot).reproduction.holds
+
+
 def test_skip_keeps_the_weights_and_training_goes_on(tmp_path: Path) -> None:
     """With on_nonfinite="skip" the bad steps do not reach the weights, and the run ends normally."""
     trainer = make_trainer(tmp_path, FaultyTrainer, fault=Fault("tool", 1), max_steps=4)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanscope.program.local import is_wrapper
-from nanscope.torch_inside import FAKE_TENSORS, TorchDispatchMode, schema_of
+from nanscope.torch_inside import FAKE_TENSORS, Mode, schema_of
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # they end what was issued before
@@ -34,7 +34,7 @@ def refuse_collective(func: Any) -> None:
         raise NotIsolated(f"it takes part in a collective ({func}), and the other ranks do not look")
 
 
-class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Alone(Mode):
     """Refuses collectives. A tensor that is spread over ranks takes its calls apart first: only then is seen what they ask of others."""
 
     supports_higher_order_operators = True

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.log import RING
-from nanscope.capture.sites import KNOWN, NOWHERE, Author, Place, above_handler, author_of
+from nanscope.capture.sites import NOWHERE, Author, Authors, Place, above_handler
+from nanscope.capture.source import apart
 from nanscope.program.local import is_plain, memory_of
 from nanscope.program.ops import DATA_FACTORIES, SELECTORS, SILENT, Flow, flow_of
 from nanscope.torch_inside import has_schema
@@ -63,8 +64,8 @@ class Sounding:
     def joined(self, other: Sounding) -> Sounding:
         """Return what both come to."""
         rooms = [one.room for one in (self, other) if one.room is not None]
-        both = tuple(dict.fromkeys((*self.overflows, *other.overflows)))
-        return Sounding(both, min(rooms, key=lambda room: room.bits, default=None))
+        both = {(op, *apart(*place)): (op, place) for op, place in (*self.overflows, *other.overflows)}
+        return Sounding(tuple(both.values()), min(rooms, key=lambda room: room.bits, default=None))
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Heard:
     def _sounding(self) -> Sounding:
         low, high = _numbers([mark.low for mark in self.marks]), _numbers([mark.high for mark in self.marks])
         bad = {number for number, pair in enumerate(zip(low, high, strict=True)) if not all(map(math.isfinite, pair))}
-        overflows, room = dict[tuple[str, Place], None](), Room(math.inf, "", torch.float32, NOWHERE)
+        overflows, room = list[tuple[str, Place]](), Room(math.inf, "", torch.float32, NOWHERE)
         for number, mark in enumerate(self.marks):
             if not mark.makes:
                 continue
@@ -98,7 +99,7 @@ class Heard:
                 bits = math.log2(torch.finfo(mark.dtype).max) - math.log2(size)
                 room = Room(bits, mark.op, mark.dtype, mark.place) if bits < room.bits else room
             elif math.isinf(size) and bad.isdisjoint(mark.reads):
-                overflows[mark.op, mark.place] = None
+                overflows.append((mark.op, mark.place))
         return Sounding(tuple(overflows), room if room.op else None)
 
 
@@ -120,7 +121,7 @@ class Depth:
         self.broken = ""
         self._heard = Heard()
         self._wrote: dict[int, frozenset[int]] = {}  # address of memory → numbers of the marks of what is in it
-        self._users: dict[CodeType, Author] = {}
+        self._authors = Authors()
 
     def begin(self) -> None:
         """A model is called: what lay in memory before may be something else by now."""
@@ -189,11 +190,7 @@ class Depth:
     def _place(self) -> Place:
         frame: FrameType | None = sys._getframe(ABOVE)
         while frame is not None:
-            author = self._users.get(frame.f_code)
-            if author is None:
-                if len(self._users) >= KNOWN:
-                    self._users.clear()  # somebody compiles code as he goes
-                author = self._users[frame.f_code] = author_of(frame.f_code)
+            author, _ = self._authors.of(frame.f_code)
             if author is Author.RELAY and (issuer := above_handler(frame)) is not None:
                 frame = issuer
             elif author:

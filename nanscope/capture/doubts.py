@@ -19,6 +19,7 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Value, node_of
 from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
+from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values
 from nanscope.program.numbers import is_finite
 from nanscope.program.ops import CHECKS, EQUALITIES, Flow, base_name, flow_of
@@ -132,7 +133,7 @@ class Doubts:
     def __init__(self, known: Values, log: Log, account: Balance, program: Callable[[Value], Sliced]) -> None:
         self.again: Callable[[], None] = lambda: None
         self._known, self._log, self._account, self._program = known, log, account, program
-        self._open: dict[Place, list[Doubt]] = {}
+        self._open: dict[Key, list[Doubt]] = {}
         self._since = Settled()
 
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
@@ -142,11 +143,11 @@ class Doubts:
         doubts = [doubt for known, one in about if (doubt := known or self._doubt(one)) is not None]
         if not doubts:
             return
-        where = place()
+        where = apart(*place())
         truth = type(answer) is bool
         for doubt in doubts:
             doubt.truth |= truth
-            doubt.tested |= truth or (where[0] is not None and not CHECKS.isdisjoint(where[0].co_names))
+            doubt.tested |= truth or (where[1] is not None and not CHECKS.isdisjoint(where[1].co_names))
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
@@ -15,8 +15,9 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import FLOW, HISTORY_ENDS
+from nanscope.program.ops import FLOW, GRADIENT_NORMS, HISTORY_ENDS, SILENT
 from nanscope.torch_inside import (
+    DETACH_IS_SEEN_TWICE,
     base_of,
     drop_storage_handle,
     overload_name,
@@ -31,6 +32,7 @@ Made = TypeVar("Made")
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
+AT_ONCE = GRADIENT_NORMS | SILENT | {"as_strided", *(("detach",) if DETACH_IS_SEEN_TWICE else ())}  # what more is asked of than a value
 PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
 
 
@@ -100,6 +102,7 @@ class Operator:
     ends: bool  # no gradient flows through it
     inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
     casts_inside: bool  # and these may be cast
+    waits: bool  # to note it is enough until somebody asks
 
     @staticmethod
     def of(func: Any) -> Operator:
@@ -110,7 +113,7 @@ class Operator:
     def _of(func: Any) -> Operator:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
-        pure = _functional(func, name)
+        pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
         return Operator(
             name,
             str(func),
@@ -121,8 +124,9 @@ class Operator:
             name in FLOW or runs_again(func),
             name in FLOW,
             name in HISTORY_ENDS,
-            left_inside(func),
-            casts_inside(func),
+            inside,
+            casts,
+            name in FLOW and not (schema.is_mutable or inside or casts or name in AT_ONCE),
         )
 
 
@@ -164,12 +168,16 @@ class Record:
     code: CodeType | None
     lasti: int
     module: str = ""
+    _reads: tuple[int, ...] | None = field(default=None, init=False)
 
-    def reads(self) -> list[int]:
+    def reads(self) -> tuple[int, ...]:
         """Return the ids of the values that the call reads."""
-        found = [arg.id for arg in self.args if isinstance(arg, Ref)]
-        found += [value for arg in self.args if isinstance(arg, tuple) for value in ids(arg)]
-        return found + [value for _, arg in self.kwargs for value in ids(arg)] if self.kwargs else found
+        if self._reads is None:
+            found = [arg.id for arg in self.args if isinstance(arg, Ref)]
+            found += [value for arg in self.args if isinstance(arg, tuple) for value in ids(arg)]
+            found += [value for _, arg in self.kwargs for value in ids(arg)]
+            self._reads = tuple(found)
+        return self._reads
 
 
 class Handle:

@@ -27,7 +27,7 @@ from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of
 from nanscope.program.ops import FLOW, MASK_FREE, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name, not_read
 from nanscope.program.program import Program
-from nanscope.torch_inside import TorchDispatchMode, number_of, sequence_number
+from nanscope.torch_inside import Mode, number_of, sequence_number
 
 KEPT = 64 << 20  # bytes of operands that are kept of calls that made something non-finite
 
@@ -111,7 +111,7 @@ class LeftBehind:
     dropped: bool
 
 
-class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Follower(Mode):
     """Follows the calls of one run of a module."""
 
     supports_higher_order_operators = True

@@ -179,11 +179,13 @@ NOTHING = Beside({})
 
 
 class Gauged:
-    """What was computed of one backward pass. numbers: float32, on the device; None where there was nothing to read."""
+    """What was computed of one backward pass. numbers: float32, on the device; None where there was nothing to read. unseen: an exponent of
+    the loss was not held."""
 
-    __slots__ = ("_parts", "numbers")
+    __slots__ = ("_parts", "_unseen", "numbers")
 
-    def __init__(self, parts: Sequence[tuple[_Part, Sequence[Tensor]]]) -> None:
+    def __init__(self, parts: Sequence[tuple[_Part, Sequence[Tensor]]], unseen: bool = False) -> None:
+        self._unseen = unseen
         self._parts = [(part, len(numbers) if len(numbers) > 1 else numbers[0].numel()) for part, numbers in parts]
         flat = [one.reshape(-1).float() for _, numbers in parts for one in numbers]
         self.numbers = torch.cat(flat) if flat else None
@@ -199,7 +201,7 @@ class Gauged:
         for part, size in self._parts:
             found.append(part(numbers[start : start + size]))
             start += size
-        return reduce(Reading.joined, found, Reading())
+        return reduce(Reading.joined, found, Reading(unseen=self._unseen))
 
 
 _Part = Callable[[Sequence[float]], Reading]  # what some of the numbers say
@@ -230,7 +232,7 @@ class Gauge:
 
 def read_gauge(dials: Dials, values: Mapping[int, Tensor], beside: Beside = NOTHING) -> Gauged:
     """Compute it of the tensors of a step; what is not held, or is more than memory in here, is not seen."""
-    return Gauged(list(_Sheet(dials, values, beside).parts()))
+    return Gauged(list(_Sheet(dials, values, beside).parts()), any(value not in values for value, _ in dials.exponents))
 
 
 def topmost(program: Program, values: Mapping[int, Tensor], spot: Spot, masked: bool) -> tuple[int, int] | None:

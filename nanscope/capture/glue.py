@@ -101,9 +101,14 @@ def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
         with contextlib.suppress(LookupError):
             part, own = tape.program(within) if within is not None else (EMPTY, {})
             if part.calls:
-                program = join([leading(part, leaf), program]).slice()
+                program = _as_made(join([leading(part, leaf), program]).slice())
                 tensors = {one.id: {**tensors, **own}[one.id] for one in program.leaves}
     return program, tensors
+
+
+def _as_made(program: Program) -> Program:
+    """Return a program with its calls in the order in which the tape has numbered what they make."""
+    return replace(program, calls=tuple(sorted(program.calls, key=lambda call: min(out for out in call.outs if out is not None))))
 
 
 EMPTY = Program((), (), -1)

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanscope.capture.entries import Noted, Record, ids
+from nanscope.capture.entries import Noted, Record, Value, ids
+from nanscope.capture.modules import version_of
+from nanscope.capture.notes import RawCall
 from nanscope.capture.sites import Callers
 from nanscope.capture.values import Values
 
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
+CROWDS = 256  # calls that may go for one result
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
 
 class Log:
-    """Entries by number. read: ids of the arguments of the call that is being noted. module: the part of the model it is made in."""
+    """Entries by number. read: ids of the arguments of the call that is being understood. noted: it, None where it is being made. module:
+    the part of the model that one is made in."""
 
     def __init__(self, values: Values, callers: Callers) -> None:
         self.entries: dict[int, Record] = {}
         self.count = 0  # calls numbered so far
         self.read: list[int] = []
+        self.noted: RawCall | None = None
         self.module = ""
         self.lost: Callable[[Tensor, str], None] = lambda tensor, op: None  # is told what it was that made a tensor which is held still
         self._values, self._callers = values, callers
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
         self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
         self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
-        values.evict = self._evict
+        self._searched = 0, 0  # older calls than that number have no room for so many bytes, until the next backward pass
+        self._needed: set[int] = set()  # values that calls with a gradient read, and what these were made of
+        values.evict, values.comes_again = self._evict, self._comes_again
 
     def flows(self, read: Iterable[int]) -> bool:
         """Will autograd give the result of a call that reads these values a gradient?"""
-        if torch.is_grad_enabled():
+        if self._grad():
             by_id = self._values.by_id
             for value_id in read:
                 value = by_id.get(value_id)
@@ -42,23 +50,48 @@ class Log:
                     return True
         return False
 
+    def _grad(self) -> bool:
+        return torch.is_grad_enabled() if self.noted is None else self.noted.grad
+
     def append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, view: bool | None) -> list[int | None]:
         """Note a call and number its results. diff: they have a gradient. view: see `Values.register`."""
         outs: list[int | None] = []
         index = self.count
         lasting = not diff
-        for item in results:
+        note = self.noted
+        for n, item in enumerate(results):
             if isinstance(item, Tensor):
-                value = self._values.register(item, index, diff, view, self.read)
+                writes = version_of(item) if note is None else note.versions[n]
+                value = self._values.register(item, index, diff, view, self.read, writes)
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
             else:
                 outs.append(None)
-        code, lasti = self._callers.caller()
-        self.number(Record(op, noted[0], noted[1], tuple(outs), torch.is_grad_enabled(), code, lasti, self.module), lasting)
+        (code, lasti), module = (self._callers.caller(), self.module) if note is None else (note.place, note.module)
+        self.number(Record(op, noted[0], noted[1], tuple(outs), self._grad(), code, lasti, module), lasting)
+        if diff:
+            self._need(self.read)
         if not self._values.nameless.isdisjoint(self.read):
             self._introduce(index, noted)
         return outs
+
+    def _need(self, read: Iterable[int]) -> None:
+        """Note what a call with a gradient reads, which nothing but its backward pass makes superfluous."""
+        stack = list(read)
+        while stack:
+            value = stack.pop()
+            if value in self._needed:
+                continue
+            self._needed.add(value)
+            entry = self.entries.get(self._values.made_by.get(value, -1))
+            if entry is not None:
+                stack.extend(entry.reads())
+
+    def _need_anew(self) -> None:
+        """Note it of the calls that are left."""
+        self._needed, self._searched = set(), (0, 0)
+        for index in self._passing:
+            self._need(self.entries[index].reads())
 
     def _introduce(self, index: int, noted: Noted) -> None:
         """Remember which call was the first to read a leaf: the leaf goes when that does."""
@@ -79,12 +112,29 @@ class Log:
             self._passing.append(self.count)
         self.count += 1
 
-    def _evict(self, held: int) -> bool:
-        """Drop the oldest call without gradient to make room, unless it made or introduced that value, or one that is being read."""
-        if not self._lasting or self._brought(self._lasting[0], (held, *self.read)):
+    def _evict(self, held: int, size: int) -> bool:
+        """Drop the oldest call without gradient to make room, but none that made or introduced that value, or one that is being read.
+
+        Nor one that a loss has read which waits for its backward pass, nor one that is no room for so many bytes: a few advantages are none
+        for a large result, and without them it could not be made again.
+        """
+        now, (since, least) = (held, *self.read), self._searched
+        young = takewhile(lambda index: size < least or index >= since, reversed(self._lasting))
+        found = [i for i in young if self._room(i) * CROWDS >= size]
+        oldest = next((i for i in reversed(found) if not (self._brought(i, now) or self._brought(i, self._needed))), None)
+        if oldest is None:
+            self._searched = self.count, size
             return False
-        self._push_out(self._lasting.popleft())
+        self._lasting.remove(oldest)
+        self._push_out(oldest)
         return True
+
+    def _room(self, index: int) -> int:
+        """How many bytes are held of what a call made and introduced."""
+        entry = self.entries.get(index)
+        made = (*entry.outs, *self._owned.get(index, ())) if entry is not None else ()
+        values = (self._values.by_id.get(out) for out in made if out is not None)
+        return sum(value.bytes for value in values if value is not None and value.tensor is not None)
 
     def _push_out(self, index: int) -> None:
         """Forget a call for want of room: what somebody still holds of it was computed here all the same."""
@@ -95,10 +145,26 @@ class Log:
                 self.lost(value.tensor, entry.op)
         self._drop(index)
 
-    def _brought(self, index: int, values: Iterable[int]) -> bool:
+    def _comes_again(self, value: Value) -> bool:
+        """Can what is not held be made again, as far as is known of what it was made of?"""
+        stack, seen = [value.id], set[int]()
+        while stack:
+            entry = self.entries.get(self._values.made_by.get(stack.pop(), -1))
+            if entry is None:
+                return False
+            for read in entry.reads():
+                other = self._values.by_id.get(read)
+                if other is None:
+                    return False
+                if other.tensor is None and read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+        return True
+
+    def _brought(self, index: int, values: Collection[int]) -> bool:
         """Did a call make or introduce one of these values?"""
-        entry, owned = self.entries.get(index), self._owned.get(index, ())
-        return entry is not None and any(value in entry.outs or value in owned for value in values)
+        entry = self.entries.get(index)
+        return entry is not None and any(value in values for value in (*entry.outs, *self._owned.get(index, ())))
 
     def reach(self) -> int:
         """How many calls there are since the oldest one with a gradient, or so."""
@@ -136,6 +202,7 @@ class Log:
             else:
                 self._let_go(index, readers)
         self._passing = [index for index in self._passing if index in self.entries]
+        self._need_anew()
         if reach >= self.count:
             self._lasting = deque(index for index in self._lasting if index in self.entries)
         self._values.drop_strays(named, over=False)
@@ -176,6 +243,7 @@ class Log:
             else:
                 self._let_go(index, readers)
         self._passing = waiting[::-1]
+        self._need_anew()
         self._values.drop_strays(named, over=True)
         return readers
 
@@ -192,7 +260,7 @@ class Log:
 
     def clear(self) -> None:
         """Drop everything."""
-        for known in (self.entries, self._lasting, self._owned, self._passing):
+        for known in (self.entries, self._lasting, self._owned, self._needed, self._passing):
             known.clear()
         self._values.drop_all()
 

@@ -16,6 +16,7 @@ from nanscope.capture.unseen import is_faked, unseen
 from nanscope.errors import Deliberate
 from nanscope.torch_inside import (
     COMPILED_CODE_SEES_MODES,
+    Mode,
     TorchDispatchMode,
     around_compiled_code,
     count_function_modes,
@@ -32,7 +33,7 @@ Answer = TypeVar("Answer")
 OVER = "over"  # why a mode sleeps that nobody will wake
 
 
-class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TapeMode(Mode):
     """Feeds a tape. Compiled regions are left alone: they stay compiled, and their results are leaves.
 
     sleeping: who asked for silence. failsafe: is told of a failure; without one the failure is raised. depth: listens in place of the tape
@@ -112,7 +113,20 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _put_back(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, tape = kwargs or {}, self.tape
+        operator = tape.operators.get(func) or self._door(True, tape.look_up, func)
+        try:
+            waits = operator is not None and operator.waits and self._is_alone()
+        except Exception as error:  # noqa: BLE001 - of ours
+            self._failed(error)
+            waits = False
+        if waits and operator is not None:
+            result = func(*args, **kwargs)  # what this raises is the trainer's own
+            try:
+                tape.note(operator, args, kwargs, result)
+            except Exception as error:  # noqa: BLE001 - of ours
+                self._failed(error)
+            return result
         crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
         ear = self.depth or self.tape
         operator = ear.operators.get(func) or self._door(crowded, ear.look_up, func)
@@ -137,6 +151,12 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._door(crowded, self.tape.differentiated.inside, task, result)
         return result
 
+    def _is_alone(self) -> bool:
+        """Does the tape listen, and nobody else, outside of any backward pass?"""
+        if self.sleeping or self.depth is not None or self.tape.broken:
+            return False
+        return not count_modes() and not count_function_modes() and running_backward() == -1
+
     def _door(self, crowded: bool, function: Callable[..., Answer], *args: Any) -> Answer | None:
         """Call the tape. Once it has failed nothing more is recorded until its next `forget`."""
         try:
@@ -144,16 +164,20 @@ class TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args)
             with unseen():
                 return function(*args)
-        except Deliberate:
-            raise
-        except Exception as error:
-            if OVER in self.sleeping:  # what is told to the tape of a thread that goes on is nobody's business any more
-                return None
-            (self.depth or self.tape).broken = type(error).__name__
-            if self._failsafe is None:
-                raise
-            self._failsafe.caught("tape", error)
+        except Exception as error:  # noqa: BLE001 - of ours
+            self._failed(error)
             return None
+
+    def _failed(self, error: Exception) -> None:
+        """Go on without the tape, where somebody is there to be told."""
+        if isinstance(error, Deliberate):
+            raise error
+        if OVER in self.sleeping:  # what is told to the tape of a thread that goes on is nobody's business any more
+            return
+        (self.depth or self.tape).broken = type(error).__name__
+        if self._failsafe is None:
+            raise error
+        self._failsafe.caught("tape", error)
 
 
 def _is_over(mode: TorchDispatchMode) -> bool:

@@ -63,7 +63,7 @@ class Reading:
     """One step. extremes: of each exponent. clipped: part of the counted ratios that the clip holds back, in the micro-batch with most.
 
     kl: of the KL that the loss forms. kl_old: from the policy before the batch's updates, k3 of the ratio. entropy: nat. mismatch: between
-    the sampler and the trainer. None: not seen.
+    the sampler and the trainer. None: not seen. unseen: for an exponent there was no room, and it may be the one that counts.
     """
 
     extremes: tuple[Extremes, ...] = ()
@@ -72,31 +72,36 @@ class Reading:
     kl_old: Mean | None = None
     entropy: Mean | None = None
     mismatch: Mismatch | None = None
+    unseen: bool = False
+
+    @property
+    def _all(self) -> tuple[Extremes, ...]:
+        return () if self.unseen else self.extremes
 
     @property
     def highest(self) -> float | None:
-        """The largest exponent on counted tokens, nat."""
-        return largest(one.highest for one in self.extremes)
+        """The largest exponent on counted tokens, nat; None, as below, where one of them was not seen."""
+        return largest(one.highest for one in self._all)
 
     @property
     def lowest(self) -> float | None:
         """The smallest one."""
-        return smallest(one.lowest for one in self.extremes)
+        return smallest(one.lowest for one in self._all)
 
     @property
     def highest_masked(self) -> float | None:
         """The largest exponent on masked tokens, nat."""
-        return largest(one.highest_masked for one in self.extremes)
+        return largest(one.highest_masked for one in self._all)
 
     @property
     def lowest_masked(self) -> float | None:
         """The smallest one."""
-        return smallest(one.lowest_masked for one in self.extremes)
+        return smallest(one.lowest_masked for one in self._all)
 
     @property
     def headroom(self) -> float | None:
         """Nats that the nearest exponent has left before exp overflows."""
-        tops = ((one.limit, largest((one.highest, one.highest_masked))) for one in self.extremes)
+        tops = ((one.limit, largest((one.highest, one.highest_masked))) for one in self._all)
         return smallest(limit - top for limit, top in tops if top is not None)
 
     def joined(self, other: Reading) -> Reading:
@@ -111,6 +116,7 @@ class Reading:
             _both(self.kl_old, other.kl_old),
             _both(self.entropy, other.entropy),
             apart[0].joined(apart[1]) if len(apart) == 2 else next(iter(apart), None),
+            self.unseen or other.unseen,
         )
 
 

@@ -23,7 +23,7 @@ from nanscope.capture.reach import Reach
 from nanscope.program.local import memory_of
 from nanscope.program.ops import OVERWRITES, UNWRITTEN_FACTORIES, base_name
 from nanscope.torch_inside import (
-    TorchDispatchMode,
+    Mode,
     backward_hooks,
     backward_pre_hooks,
     forward_hooks,
@@ -55,7 +55,7 @@ class Written(NotIsolated):
         self.storage = memory_of(tensor)
 
 
-class Seal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Seal(Mode):
     """Lets calls read anything, and write only to what was made in here or is named.
 
     own: copies that may be written to. marks: memory that is made without content holds MARK in every byte, see `is_marked`.
@@ -107,7 +107,7 @@ def sealed(seal: Seal, code: Iterable[object] = ()) -> Iterator[None]:
         reach = Reach(code)
         stack.callback(reach.put_back)
         reach.lend()
-        stack.enter_context(_generators_kept())
+        stack.enter_context(generators_kept())
         stack.callback(seal.put_back)
         stack.enter_context(_hooks_asleep())
         if is_compiler_loaded():  # what is compiled runs as it is written: nothing is compiled anew, and calls are seen
@@ -120,7 +120,7 @@ def sealed(seal: Seal, code: Iterable[object] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """What is drawn in here was never drawn: from torch's, Python's and numpy's global generators."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy = sys.modules.get("numpy")

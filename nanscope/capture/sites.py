@@ -29,6 +29,7 @@ KNOWN = 1 << 14  # functions that are remembered as the trainer's or not
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+_BENCH = str(Path(_OURS, "bench", ""))
 
 
 HANDLERS = frozenset({"__torch_dispatch__", "__torch_function__"})  # methods of modes and tensor classes that calls are handed to
@@ -47,6 +48,26 @@ class Author(IntEnum):
     RELAY = 2  # the trainer's, and it may be a part of a handler that hands calls on
 
 
+class Authors:
+    """Whose code it is, and the row of a framework's function that computes its loss there; each function is asked once.
+
+    Known by itself: the code of a copied file equals that of the first one, and is somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[CodeType, tuple[Author, LossSite | None]]] = {}  # holds the code, or another one would get its number
+
+    def of(self, code: CodeType) -> tuple[Author, LossSite | None]:
+        """Return both."""
+        known = self.known.get(id(code))
+        if known is None:
+            if len(self.known) >= KNOWN:
+                self.known.clear()  # somebody compiles code as he goes
+            author = author_of(code)
+            known = self.known[id(code)] = code, (author, _loss_site(code) if author else None)
+        return known[1]
+
+
 class Callers:
     """Walks up the stack to the trainer's own code.
 
@@ -56,35 +77,28 @@ class Callers:
     """
 
     def __init__(self, account: Balance) -> None:
-        self.glimpses: dict[CodeType, Glimpse] = {}
+        self.glimpses: dict[tuple[str, CodeType], Glimpse] = {}
         self.taken: dict[str, Taken] = {}
         self.beside: dict[Role, Taken] = {}
         self.scaler: torch.amp.GradScaler | None = None
         self.end: tuple[CodeType | None, Place] = (None, NOWHERE)
         self._holding = Holding(account)
-        self._users: dict[CodeType, Author] = {}
-        self._sites: dict[CodeType, LossSite] = {}  # functions in which a framework computes its loss
+        self._authors = Authors()
 
-    def caller(self) -> Place:
-        """Return the innermost function of the trainer that is running, and its instruction."""
-        frame: FrameType | None = sys._getframe(2)
-        users = self._users
+    def caller(self, above: int = 1) -> Place:
+        """Return the innermost function of the trainer that is running, and its instruction. above: frames that are certainly ours."""
+        frame: FrameType | None = sys._getframe(above + 1)
+        known = self._authors.known
         while frame is not None:
             code = frame.f_code
-            user = users.get(code)
-            if user is None:
-                if len(users) >= KNOWN:
-                    users.clear()  # somebody compiles code as he goes
-                    self._sites.clear()
-                user = users[code] = author_of(code)
-                if user and (site := _loss_site(code)) is not None:
-                    self._sites[code] = site
+            found = known.get(id(code))
+            user, site = self._authors.of(code) if found is None else found[1]
             if user:
                 if user is Author.RELAY and (issuer := above_handler(frame)) is not None:
                     frame = issuer
                     continue
-                if code in self._sites and code not in self.glimpses:
-                    self._glimpse(self._sites[code], frame)
+                if site is not None and (code.co_filename, code) not in self.glimpses:
+                    self._glimpse(site, frame)
                 return code, frame.f_lasti
             if code is self.end[0]:
                 return self.end[1]
@@ -98,17 +112,17 @@ class Callers:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if self._users[code] if code in self._users else author_of(code):
+            if self._authors.of(code)[0]:
                 return code, frame.f_lasti
             frame = frame.f_back
         return NOWHERE
 
     def _glimpse(self, site: LossSite, frame: FrameType) -> None:
         """Look at the options that a loss function runs under, and hold what a kernel is given; once a function and step."""
-        self.glimpses[frame.f_code] = Glimpse(site, {})
-        variables = frame.f_locals
+        key, variables = (frame.f_code.co_filename, frame.f_code), frame.f_locals
+        self.glimpses[key] = Glimpse(site, {})
         try:
-            self.glimpses[frame.f_code] = glimpse(site, variables)
+            self.glimpses[key] = glimpse(site, variables)
             for name in site.kernel.tensors_read() if site.kernel is not None else ():
                 tensor = variables.get(name)
                 if isinstance(tensor, Tensor):
@@ -163,7 +177,7 @@ def above_handler(frame: FrameType) -> FrameType | None:
 
 
 def is_user(file: str) -> bool:
-    """Code of the trainer, as opposed to torch's and our own (the demo is a trainer, and a kernel's formula may be our objective)."""
+    """Code of the trainer, as opposed to torch's and our own (the demo and `bench` train, a kernel's formula may be our objective)."""
     if file.startswith(_OURS):
-        return file.endswith(("demo.py", "objective.py"))
+        return file.endswith(("demo.py", "objective.py")) or file.startswith(_BENCH)
     return not (file.startswith((_TORCH, "<")) or file.endswith("contextlib.py"))

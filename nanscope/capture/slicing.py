@@ -27,16 +27,21 @@ class _Sites:
     """The source positions of a program, each once."""
 
     sites: list[Site] = field(default_factory=list)
-    _known: dict[tuple[CodeType, int], int] = field(default_factory=dict)
+    _known: dict[tuple[int, int], int] = field(default_factory=dict)  # by code, which the log holds, and instruction
 
     def at(self, code: CodeType | None, lasti: int) -> int:
         """Return the number of a position, -1 if it is none."""
         if code is None:
             return -1
-        if (code, lasti) not in self._known:
-            self._known[code, lasti] = len(self.sites)
-            self.sites.append(site_of(code, lasti))
-        return self._known[code, lasti]
+        key = id(code), lasti
+        known = self._known.get(key)
+        if known is None:
+            site = site_of(code, lasti)
+            known = next((number for number, one in enumerate(self.sites) if one is site), len(self.sites))
+            if known == len(self.sites):
+                self.sites.append(site)
+            self._known[key] = known
+        return known
 
     def of(self, entry: Record, tag: str | None) -> int:
         """Return the number of an entry's position, -1 if it has none. tag: a name that the user gave to its result."""
@@ -72,24 +77,23 @@ class Slicing:
         calls: list[Call] = []
         for index in order:
             entry = self._log.entries[index]
-            site = sites.of(entry, next((names[out] for out in entry.outs if out in names), None))
+            site = sites.of(entry, next((names[out] for out in entry.outs if out in names), None) if names else None)
             calls.append(Call(entry.op, entry.args, self._settled(entry), entry.outs, site, entry.grad, entry.module))
         made = {out for call in calls for out in call.outs if out is not None}
-        read = {i for call in calls for i in call.inputs()} | {output.id}
-        readers: dict[int, list[Call]] = {}
-        for call in calls:
-            for value_id in set(call.inputs()):
+        readers: dict[int, list[Call]] = {output.id: []}
+        for index, call in zip(order, calls, strict=True):
+            for value_id in set(self._log.entries[index].reads()):
                 readers.setdefault(value_id, []).append(call)
         leaves: list[Leaf] = []
         tensors: dict[int, Tensor] = {}
-        for value_id in sorted(read - made):
+        for value_id in sorted(readers.keys() - made):
             value = self._values.by_id[value_id]
             if value.tensor is None or not is_intact(value):
                 raise LookupError(f"value {value_id} {list(value.shape)} was not kept, or written to unseen")
             leaf = value.leaf or Leaf(value_id, None, "cut", value.diff, "")
             name = names.get(value_id) or leaf.name
             if name is None or name == NAMELESS:
-                given = self._name_of(value, readers.get(value_id, ()), sites.sites)
+                given = self._name_of(value, readers[value_id], sites.sites)
                 if name is None:
                     name = given
                 elif given and given.replace(".", "").isidentifier():

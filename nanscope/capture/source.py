@@ -12,6 +12,7 @@ import linecache
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from nanscope.program.calls import Site
 
 CONTEXT = 4  # lines of source kept above and below the statement
 LONGEST = 400  # characters of one expression
+SITES = 4096  # positions that are remembered
 
 
 _ASKING = frozenset(("locals", "vars", "exec", "eval", "dir"))
@@ -40,6 +42,14 @@ def variables(frame: FrameType) -> Mapping[str, Any]:
     return frame.f_locals if is_open(frame.f_code) else {}
 
 
+Key = tuple[str, CodeType | None, int]  # a file, a function in it, and its instruction
+
+
+def apart(code: CodeType | None, lasti: int) -> Key:
+    """Return a position as a key. The code of a copied file equals that of the first one: the name of the file tells them apart."""
+    return code.co_filename if code is not None else "", code, lasti
+
+
 @lru_cache(maxsize=64)
 def _tree(file: str) -> ast.Module | None:
     try:
@@ -48,18 +58,41 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
+def _bytes(file: str) -> tuple[bytes, ...] | None:
+    """The lines of a file as they are, and what stands after the last line feed; None where there is no file, as of a notebook's cell."""
+    try:
+        return tuple(Path(file).read_bytes().split(b"\n"))
+    except (OSError, ValueError):
+        return None
+
+
 def site_of(code: CodeType, lasti: int) -> Site:
     """Return the source position of an instruction, with names where the source file can be read."""
+    known = _sites.get((id(code), lasti))
+    if known is None:
+        if len(_sites) >= SITES:
+            _sites.clear()
+        known = _sites[id(code), lasti] = code, _site(code.co_filename, code, lasti)
+    return known[1]
+
+
+# By identity, and then by what is equal: to hash a function takes as long as it is, and is done in every step for every call of its own.
+_sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}
+
+
+@lru_cache(maxsize=SITES)
+def _site(file: str, code: CodeType, lasti: int) -> Site:
+    """The position in this file: the code of a copied file equals that of the first one."""
     positions = list(code.co_positions())
     line, end_line, column, end_column = positions[lasti // 2] if 0 <= lasti // 2 < len(positions) else (None,) * 4
     line = line or code.co_firstlineno
     end_line = end_line or line
-    plain = Site(code.co_filename, line, code.co_qualname, column or 0, end_line, end_column or 0)
-    tree = _tree(code.co_filename)
+    plain = Site(file, line, code.co_qualname, column or 0, end_line, end_column or 0)
+    tree = _tree(file)
     if tree is None or column is None or end_column is None:
         return plain
-    begin, end = _chars(code.co_filename, line, column), _chars(code.co_filename, end_line, end_column)
+    begin, end = _chars(file, line, column), _chars(file, end_line, end_column)
     node, statement, walrus = _find(tree, line, end_line, begin, end)
     if statement is None:
         return plain
@@ -71,7 +104,7 @@ def site_of(code: CodeType, lasti: int) -> Site:
         bound = False
     name = targets if bound else walrus or _beside(statement, node) or _in_place(node)
     return Site(
-        file=code.co_filename,
+        file=file,
         line=line,
         function=code.co_qualname,
         column=column,
@@ -80,8 +113,9 @@ def site_of(code: CodeType, lasti: int) -> Site:
         name=name,
         within=targets,
         expression=_unparse(node) if node is not None else "",
-        args=_args(node, _modules(code.co_filename)) if node is not None else (),
-        source=_excerpt(code.co_filename, statement),
+        args=_args(node, _modules(file)) if node is not None else (),
+        source=(source := _excerpt(file, statement)),
+        other=_other(file, source),
     )
 
 
@@ -234,3 +268,11 @@ def _excerpt(file: str, statement: ast.stmt) -> tuple[tuple[int, str], ...]:
         last = statement.lineno
     numbers = range(max(1, statement.lineno - CONTEXT), last + CONTEXT + 1)
     return tuple((number, text.rstrip("\n")[:LONGEST]) for number in numbers if (text := linecache.getline(file, number)))
+
+
+def _other(file: str, source: tuple[tuple[int, str], ...]) -> tuple[int, ...]:
+    """The numbers of the lines that stand otherwise in the file: in another encoding, with another end or none, after a mark, or longer."""
+    lines = _bytes(file)
+    if lines is None:
+        return ()
+    return tuple(n for n, text in source if n >= len(lines) or lines[n - 1] != text.encode(errors="surrogatepass"))

@@ -2,7 +2,7 @@
 
 Below autograd a call is seen with real tensors, so nothing about the run changes: the call is made, then noted. What is kept of it is
 the operator, references to its arguments, a reference to its result (up to a byte budget; autograd holds most of them anyway) and the
-code position. Which variable a result was bound to is worked out from the source only when somebody asks.
+code position: a note, which waits until somebody asks. Which variable a result was bound to is worked out from the source even later.
 
 Values are told apart by memory: address, shape, stride, dtype, and the history that a gradient takes (`x`, `x.detach()` and
 `x.detach().requires_grad_()` share the rest). In-place writes are noted in their functional form, so the recorded program is pure; what
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from nanscope.capture.entries import (
     Taken,
     Unseen,
     Value,
+    history_of,
     is_intact,
     node_of,
     still_there,
@@ -44,7 +46,8 @@ from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.sites import NOWHERE, Callers
+from nanscope.capture.notes import Notes, Seen
+from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values, key_of
@@ -83,16 +86,19 @@ class Tape:
     broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
     measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
-    were not finite. opaque: of leaves that came out of such calls, what is known of them.
+    were not finite. opaque: of leaves that came out of such calls, what is known of them. notes: calls that wait; whoever asks for what is
+    known, for the log, for doubts or for passes, and whoever writes to memory, has them understood first.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
         self.account = budget if isinstance(budget, Balance) else Balance(budget)
-        self.known = Values(self.account, wide)
+        self._known = Values(self.account, wide)
         self.callers = Callers(self.account)
-        self.log = Log(self.known, self.callers)
+        self._log = Log(self._known, self.callers)
+        self.notes = Notes(self.callers, self.account.budget)
         self.operators: dict[Any, Operator] = {}
         self.broken = ""
+        self._understanding = threading.RLock()  # a backward pass in another thread asks, too
         self.tags: dict[str, int] = {}
         self.norms: deque[Tensor] = deque(maxlen=NORMS)
         self.measured: dict[tuple[int, int], Tensor] = {}
@@ -101,12 +107,12 @@ class Tape:
         self.numbers: deque[Sliced] = deque(maxlen=NUMBERS)
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
-        self._writes = Writes(self.log, self.known)
-        self._slicing = Slicing(self.log, self.known)
-        self._jagged = Jagged(self.log, self.known, self.find, self._leaf)
-        self.doubts = Doubts(self.known, self.log, self.account, self.program)
-        self.differentiated = Differentiated(self.find)
-        self.log.lost = self._note_lost
+        self._writes = Writes(self._log, self._known)
+        self._slicing = Slicing(self._log, self._known)
+        self._jagged = Jagged(self._log, self._known, self.find, self._leaf)
+        self._doubts = Doubts(self._known, self._log, self.account, self.program)
+        self._differentiated = Differentiated(self.find)
+        self._log.lost = self._note_lost
         self._lost: dict[Address, tuple[str, Handle]] = {}  # results of calls that had to make room, as long as they are there
         self._opaque: dict[Address, tuple[Opaque, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self.opaque: dict[int, Opaque] = {}
@@ -129,15 +135,95 @@ class Tape:
         operator = self.operators[func] = Operator.of(func)
         return operator
 
+    def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Write down a call that was made and has written to nothing: as it came, if it can wait to be understood."""
+        if not self.notes.add(operator, args, kwargs, result):
+            noting = self.before(operator, args, kwargs)
+            if noting is not None:
+                self.after(noting, args, result)
+        elif self.notes.are_many:
+            self._understand()
+
+    def _understand(self) -> None:
+        """Write down what waits; whatever asks, or changes something, does this first."""
+        log = self._log
+        with self._understanding:
+            notes = self.notes.take()
+            try:
+                while notes:
+                    log.noted = note = notes.pop()
+                    log.read.clear()
+                    seen = iter(note.seen)
+                    try:
+                        noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
+                    except Unseen:
+                        self._forget_results(note.results, note.operator.name)
+                    else:
+                        self._after_call(note.operator, noted, note.results)
+                    if self._known.length > self._due:
+                        self.collect()
+            except Exception as error:
+                self.broken = type(error).__name__
+                raise
+            finally:
+                log.noted = None
+
+    def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
+        """What an argument was when the call was made."""
+        if isinstance(arg, Tensor):
+            version, address, wanted = next(seen)
+            if arg.data_ptr() == address:
+                history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
+                value = self._known.find(arg, history, version) or self._leaf(arg, (history, version))
+            else:  # it is other memory by now
+                value = self._known.add(tuple(arg.shape), arg.dtype, wanted)
+            self._log.read.append(value.id)
+            return Ref(value.id)
+        if isinstance(arg, (list, tuple)):
+            return tuple([self._was(item, seen) for item in arg])
+        return arg  # type: ignore[no-any-return]
+
+    @property
+    def known(self) -> Values:
+        """The values, with those of all calls so far."""
+        if self.notes.pending:
+            self._understand()
+        return self._known
+
+    @property
+    def log(self) -> Log:
+        """The calls, all that were made so far."""
+        if self.notes.pending:
+            self._understand()
+        return self._log
+
+    @property
+    def doubts(self) -> Doubts:
+        """Those of the trainer's code about its losses."""
+        if self.notes.pending:
+            self._understand()
+        return self._doubts
+
+    @property
+    def differentiated(self) -> Differentiated:
+        """The passes in which the trainer's code took gradients itself."""
+        if self.notes.pending:
+            self._understand()
+        return self._differentiated
+
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
+        if operator.name == ANSWER:
+            return operator, None, None
+        if self.notes.pending:
+            self._understand()
         if operator.name in SILENT:
-            return (operator, None, None) if operator.name == ANSWER else None
+            return None
         try:
-            if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self.known.held_as(args[0])) is not None:
+            if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
                 return operator, ((), ()), value
             arg = self._arg
-            self.log.read.clear()
+            self._log.read.clear()
             noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
             target: Value | None = None
             if operator.mutable and args and isinstance(args[0], Tensor):
@@ -154,9 +240,10 @@ class Tape:
         operator, noted, target = noting
         if operator.name == ANSWER:
             if is_doubtful(result):
+                self._understand()
                 self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
-            self.known.unfind(tensors_of((args, result)))
+            self._known.unfind(tensors_of((args, result)))
             self.agreed.collective(operator, args, bool(self.norms))
         elif noted is None:
             if not self._jagged.after(operator, args, self._keywords, result):
@@ -170,10 +257,10 @@ class Tape:
         elif operator.mutable:
             self._after_write(operator, noted, target, args, result)
         elif target is not None:
-            self.known.hold_instead(target, result)
+            self._known.hold_instead(target, result)
         else:
             self._after_call(operator, noted, result)
-        if self.known.length > self._due:
+        if self._known.length > self._due:
             self.collect()
 
     def _answered(self, tensor: Tensor, answer: object) -> None:
@@ -184,7 +271,7 @@ class Tape:
             if value is not None and type(answer) is float:
                 self._note_number(value)
             if value is not None:
-                self.doubts.answered(value, answer, self.callers.caller)
+                self._doubts.answered(value, answer, self.callers.caller)
 
     def _note_number(self, value: Value) -> None:
         """A number that is not finite goes to the host: who calculates with it later calculates with what made this."""
@@ -195,7 +282,7 @@ class Tape:
 
     def _read_rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of a call that no program holds, because of one argument: what else it reads."""
-        self.log.read.clear()
+        self._log.read.clear()
         for tensor in tensors_of((args, tuple(kwargs.values()))):
             with contextlib.suppress(Unseen):
                 self._arg(tensor)
@@ -205,7 +292,7 @@ class Tape:
             if (type(arg) is not Tensor and refuses(arg)) or (arg.layout is not torch.strided and arg.is_nested):
                 raise Unseen  # torch may be making its history right now, under a lock: asking for it would wait for ever
             value = self.value_of(arg).id
-            self.log.read.append(value)
+            self._log.read.append(value)
             return Ref(value)
         if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)):
             return arg
@@ -217,14 +304,14 @@ class Tape:
 
     def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if target is None:
-            self.known.unfind(tensors_of((args, result)))
+            self._known.unfind(tensors_of((args, result)))
             for item in tensors_of(result):
                 if is_plain(item) and not any(item is arg for arg in args):
-                    self._note_opaque(item, operator.name, tuple(self.log.read))
+                    self._note_opaque(item, operator.name, tuple(self._log.read))
         elif operator.turns:
             self._writes.after_turn(operator, noted, target, args[0])
         elif not self._writes.after(operator, noted, target, args[0]):
-            self.known.unfind(tensors_of((args, result)))
+            self._known.unfind(tensors_of((args, result)))
             self._forget_results(args[0] if result is None else result, operator.name)  # of an out= the buffer, else what was written to
 
     def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
@@ -235,7 +322,7 @@ class Tape:
         if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
-            self.log.append(operator.overload, noted, results, not operator.ends and self.log.flows(self.log.read), operator.view)
+            self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)
         if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
             results = list(tensors_of(result))
             self._after_norm(results)
@@ -254,32 +341,36 @@ class Tape:
         if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
             for operand, norm in zip(operands, results, strict=True):
                 if type(norm) is Tensor and norm.numel() == 1:
-                    value = self.known.by_id[operand.id]
+                    value = self._known.by_id[operand.id]
                     place = value.key[0], math.prod(value.shape)
                     if place not in self.measured:
                         self.measured[place], self.measured_at[place] = norm, value.version
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
         """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
-        value = self.known.by_id[noted[0][0].id] if isinstance(noted[0][0], Ref) else None
+        value = self._known.by_id[noted[0][0].id] if isinstance(noted[0][0], Ref) else None
         return value is not None and value.key[0] == value.storage and is_dense(value) and not is_turned(value)
 
     def _forget_results(self, result: Any, op: str = "") -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, Tensor) and is_plain(item):
                 place = key_of(item, PLAIN)[:4]
-                for value in self.known.relatives(memory_of(item)):
+                for value in self._known.relatives(memory_of(item)):
                     if value.key[:4] == place:
-                        self.known.by_key.pop(value.key, None)
+                        self._known.by_key.pop(value.key, None)
                 if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
-                    self._note_opaque(item, op, tuple(self.log.read))
+                    self._note_opaque(item, op, tuple(self._log.read))
 
     def _note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
         placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
-        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self.callers.caller() if placed else NOWHERE), Handle(tensor)
+        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self._place() if placed else NOWHERE), Handle(tensor)
         if len(self._opaque) > self._crowd:
             self._opaque = still_there(self._opaque)
             self._crowd = PATIENCE + 2 * len(self._opaque)
+
+    def _place(self) -> Place:
+        """Where the call is made that is being understood."""
+        return self.callers.caller() if self._log.noted is None else self._log.noted.place
 
     def _note_lost(self, tensor: Tensor, op: str) -> None:
         if len(self._lost) >= RING:
@@ -311,16 +402,18 @@ class Tape:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
         return self.known.find(tensor) or self.known.resolved(tensor) or self._leaf(tensor)
 
-    def _leaf(self, tensor: Tensor) -> Value:
+    def _leaf(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
+        """Number a tensor that comes from outside. was: see `Values.leaf`."""
         node, base = node_of(tensor), base_of(tensor)
         # A view that was made under no_grad says that it wants a gradient, and gets none.
-        diff = tensor.requires_grad and not (node is None and base is not None and base.requires_grad)
+        wanted = tensor.requires_grad if was is None else was[0] != PLAIN
+        diff = wanted and not (node is None and base is not None and base.requires_grad)
         made = self._opaque.pop(key_of(tensor, PLAIN)[:4], None) if self._opaque else None
         call = made[0] if made is not None and not made[1].expired() else None
         opaque = "" if call is None else call.op
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
-        derived = None if opaque or module or parameter else self.differentiated.of(tensor)
+        derived = None if opaque or module or parameter else self._differentiated.of(tensor)
         if opaque.startswith(tuple(UNWRITTEN_FACTORIES)):
             kind, made_by = "data", "empty"
         elif derived is not None:
@@ -337,12 +430,12 @@ class Tape:
             kind, made_by = "opaque", type(node).__name__.removesuffix("Backward")
         else:
             kind, made_by = "data", ""
-        value = self.known.leaf(tensor)
+        value = self._known.leaf(tensor, was)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
         if made_by == "empty" and call is not None:
             value.place = call.place
         if derived is not None:
-            self.differentiated.read[value.id] = derived
+            self._differentiated.read[value.id] = derived
         if call is not None and call.read:
             self.opaque[value.id] = call
         return value
@@ -470,7 +563,7 @@ class Tape:
         return self.log.entries
 
     @property
-    def glimpses(self) -> dict[CodeType, Glimpse]:
+    def glimpses(self) -> dict[tuple[str, CodeType], Glimpse]:
         """What was seen of loss functions since the last `forget`."""
         return self.callers.glimpses
 
@@ -492,11 +585,11 @@ class Tape:
     @property
     def current_module(self) -> str:
         """The part of the model that calls are made in, set by a second look while it runs inside a module."""
-        return self.log.module
+        return self.notes.module
 
     @current_module.setter
     def current_module(self, path: str) -> None:
-        self.log.module = path
+        self.notes.module = self._log.module = path
 
     def is_of_ranks(self, leaf: int, gradient: Tensor) -> bool:
         """Is a leaf the memory of a gradient, as backward left it, or what a collective has written to?"""
@@ -533,6 +626,8 @@ class Tape:
 
         Raises LookupError if the output itself was not kept and cannot be recomputed.
         """
+        if self.notes.pending:
+            self._understand()
         return self._slicing.program(output, self.tags)
 
     def behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:

@@ -22,7 +22,9 @@ class Values:
     """All values that are known, found by the memory that a tensor lies in and the history that its gradient takes.
 
     account: of what is held by reference. A single tensor may take an eighth of its budget. wide: bytes of a single one of three
-    dimensions and more, by default the same. evict: makes room for a value, by its id; False if there is none.
+    dimensions and more, by default the same. evict: makes room for a value, by its id, and so many bytes; False if there is none.
+    away: results for which there is no room, or no longer; they are found again while somebody else holds them. comes_again: can one of
+    these be made again?
     """
 
     def __init__(self, account: Balance, wide: int | None) -> None:
@@ -33,16 +35,22 @@ class Values:
         self.by_storage: dict[int, list[int]] = {}  # address → values that are, or hold, what lies there now
         self.made_by: dict[int, int] = {}  # value → number of the call
         self.nameless: set[int] = set()  # leaves that no recorded call has read so far, or none that is still known
-        self.evict: Callable[[int], bool] = lambda value: False
+        self.away: set[int] = set()
+        self.evict: Callable[[int, int], bool] = lambda value, size: False
+        self.comes_again: Callable[[Value], bool] = lambda value: True
         self.gradients: Callable[[], Iterable[Tensor]] = tuple  # of the models that are trained
         self._largest = account.budget // 8
         self._wide = self._largest if wide is None else wide
         self._owners: dict[int, int] = {}  # history that views seem to have → the one that they have, by whoever was seen first
         self._mixed: set[int] = set()  # seeming histories of several owners: there only the tensor itself tells
 
-    def find(self, tensor: Tensor) -> Value | None:
-        """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since."""
-        history = PLAIN if type(tensor) is not Tensor and refuses(tensor) else history_of(tensor)
+    def find(self, tensor: Tensor, history: int | None = None, version: int | None = None) -> Value | None:
+        """Return what the tape knows of a tensor, None if it never saw it or something else has written to it since.
+
+        history, version: what these were when it was read, by default what they are.
+        """
+        if history is None:
+            history = PLAIN if type(tensor) is not Tensor and refuses(tensor) else history_of(tensor)
         key = key_of(tensor, history)
         found = self.by_key.get(key)
         if found is None:
@@ -56,15 +64,18 @@ class Values:
                 return None
         if value.guard is not None and value.guard.expired():
             return None
-        version = version_of(tensor)
+        version = version_of(tensor) if version is None else version
         if value.version is None:
             value.version = version
         if value.version != version:
             return None  # something wrote to it, and we did not see what
-        if value.tensor is None and not value.bytes:
+        if value.tensor is None and (not value.bytes or (value.id in self.away and not value.diff)):
             value.bytes = tensor.numel() * tensor.element_size()
-            if self.hold(value, tensor):  # so far only writes to its memory had told us of it
+            self.away.add(value.id)
+            if self.hold(value, tensor):  # so far only writes to its memory had told us of it, or there was no room
                 value.guard = None
+            elif not self.comes_again(value):
+                return None  # as a leaf it is worth more room
         return value
 
     def hold(self, value: Value, tensor: Tensor) -> bool:
@@ -78,6 +89,7 @@ class Values:
                 return False
         account.take(value.storage, size)
         value.tensor = tensor
+        self.away.discard(value.id)
         return True
 
     def resolved(self, tensor: Tensor) -> Value | None:
@@ -109,15 +121,25 @@ class Values:
         account = self.account
         if account.fits(size):
             return True
-        while account.held + size > account.budget and self.evict(value.id):
+        while account.held + size > account.budget and self.evict(value.id, size):
             pass
-        for made in self.made_by if value.id not in self.made_by else ():
+        for other in self._making_room(value):
             if account.held + size <= account.budget:
                 break
-            other = self.by_id.get(made)
-            if other is not None and other.tensor is not None and not other.copied:
-                self.release(other, guarded=True)
+            self.release(other, guarded=True)
         return account.held + size <= account.budget
+
+    def _making_room(self, value: Value) -> Iterator[Value]:
+        """Yield the results that go for a leaf, and those with a gradient that go for what is read again: of what the loss has read these
+        can be made again."""
+        is_result = value.id in self.made_by
+        if is_result and value.id not in self.away:
+            return
+        known = (self.by_id.get(made) for made in list(self.made_by))
+        results = [other for other in known if other is not None and other.tensor is not None and not other.copied]
+        yield from (other for other in results if other.diff)
+        if not is_result:
+            yield from (other for other in results if not other.diff)
 
     def release(self, value: Value, guarded: bool = False) -> None:
         """Let go of a tensor. guarded: it may be found again, as long as somebody else holds it."""
@@ -125,6 +147,7 @@ class Values:
             return
         if guarded:
             value.guard = Handle(value.tensor)
+            self.away.add(value.id)
         self.account.give(memory_of(value.tensor) if value.copied else value.storage)
         value.tensor = None
 
@@ -154,20 +177,22 @@ class Values:
         places = {value.key[0] for value in values}
         return any(grad.data_ptr() in places for grad in self.gradients() if is_plain(grad))
 
-    def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int]) -> Value:
+    def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
 
         made: number of the call. diff: it has a gradient. view: is it one to autograd? None if it was written in place. read: by the call.
+        writes: how often it had been written to when the call came back.
         """
         pointer = memory_of(tensor)
-        history, version = self._will_be(tensor, pointer, diff, view, read)
+        history, version = self._will_be(tensor, pointer, diff, view, read, writes)
         self.made_by[self.length] = made
         # torch hands out a copy of what a factory made if somebody else holds it, and a mode of the trainer's would see that being made
         return self._number(tensor, history, version, pointer, hold=bool(read))
 
-    def leaf(self, tensor: Tensor) -> Value:
-        """Number a tensor that comes from outside."""
-        value = self._number(tensor, history_of(tensor), version_of(tensor), memory_of(tensor))
+    def leaf(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
+        """Number a tensor that comes from outside. was: its history and its version, if these may be others by now."""
+        history, version = was or (history_of(tensor), version_of(tensor))
+        value = self._number(tensor, history, version, memory_of(tensor))
         self.nameless.add(value.id)
         base = base_of(tensor)
         if base is not None and value.history == id(tensor):
@@ -181,12 +206,14 @@ class Values:
         self.length += 1
         if not (hold and self.hold(value, tensor)):
             value.guard = Handle(tensor)
+            if hold and value.id in self.made_by:
+                self.away.add(value.id)
         self.by_id[value.id] = value
         self.by_key[key] = value.id
         self.by_storage.setdefault(pointer, []).append(value.id)
         return value
 
-    def _will_be(self, item: Tensor, pointer: int, diff: bool, view: bool | None, read: list[int]) -> tuple[int, int | None]:
+    def _will_be(self, item: Tensor, pointer: int, diff: bool, view: bool | None, read: list[int], writes: int) -> tuple[int, int | None]:
         """Return the history and the version that a result will have."""
         diff = diff and (item.is_floating_point() or item.is_complex())
         if view is None:
@@ -196,7 +223,7 @@ class Values:
             base = self.by_id.get(value_id)
             # it counts its writes with its base, and so does a view of no element, which lies nowhere
             if base is not None and (base.storage == pointer if item.numel() else view):
-                version = base.version if view else version_of(item)  # what autograd takes for no view counts its own writes
+                version = base.version if view else writes  # what autograd takes for no view counts its own writes
                 if not diff:
                     return PLAIN, version
                 if not view or not base.diff:
@@ -204,7 +231,7 @@ class Values:
                 if base.alien and self._owners.setdefault(base.alien, base.history) != base.history:
                     self._mixed.add(base.alien)
                 return base.alien or base.history, base.version
-        return (id(item) if diff else PLAIN), version_of(item)
+        return (id(item) if diff else PLAIN), writes
 
     def rehistory(self, values: Iterable[int | None], history: int) -> None:
         """What was just numbered has another history than can be seen of it so far."""
@@ -261,6 +288,7 @@ class Values:
         if value is None:
             return
         self.nameless.discard(value_id)
+        self.away.discard(value_id)
         self.made_by.pop(value_id, None)
         if self.by_key.get(value.key) == value_id:
             del self.by_key[value.key]
@@ -276,7 +304,7 @@ class Values:
         """Forget everything."""
         for value in self.by_id.values():
             self.release(value)
-        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self.nameless):
+        for known in (self.by_id, self.by_key, self.by_storage, self.made_by, self.nameless, self.away):
             known.clear()
 
     def drop_strays(self, named: Collection[int], over: bool) -> None:

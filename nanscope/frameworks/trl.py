@@ -85,6 +85,7 @@ _BESIDE = (
     ("rollout_log_probs", "inputs.sampling_per_token_logps"),
     ("old_log_probs", "inputs.old_per_token_logps"),
     ("mask", "inputs.completion_mask"),
+    ("response_ids", "inputs.completion_ids"),
 )
 
 _LEVEL = {"token": Ratio(), "sequence": PER_SEQUENCE}

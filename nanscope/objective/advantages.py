@@ -8,14 +8,23 @@ Shapes: B rows, T response tokens; `_B` is [B], `_BT` is [B, T], `_BB` is [B, B]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.given import an, near
+
+GROUP_SIZES = ("num_generations", "n_samples_per_prompt", "num_generations_per_prompt", "group_size")  # what trainers call it
+
+
+def group_size(settings: Mapping[str, Any]) -> int | None:
+    """Return how many completions a prompt has by the settings of a run, None if they do not tell."""
+    return next((value for name in GROUP_SIZES if isinstance(value := settings.get(name), int) and value > 1), None)
 
 
 class Baseline(StrEnum):

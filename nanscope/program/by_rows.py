@@ -26,19 +26,21 @@ from nanscope.program.numbers import tensor_bytes
 from nanscope.program.ops import CHOICES, EXPANSIONS, INSIDE_ROW, SIZED, SUMS, Flow
 from nanscope.program.perform import perform
 from nanscope.program.program import Program
-from nanscope.program.run import Run
+from nanscope.program.run import Run, begin_at, begin_at_one
+from nanscope.program.shelf import give_back
 
 
 def execute_ends(program: Program, tensors: dict[int, Tensor], dtype: torch.dtype | None = None) -> Run:
     """Run a program for its output and the gradients of its leaves; a large one by rows, if that is possible."""
-    run = execute_by_rows(program, tensors, dtype, AT_ONCE) if tensor_bytes(tensors) >= LARGE else None
-    return run or program.execute(tensors, dtype=dtype, ends=True)
+    if tensor_bytes(tensors) < LARGE:
+        return program.execute(tensors, dtype=dtype, ends=True)
+    run = execute_by_rows(program, tensors, dtype) or program.execute(tensors, dtype=dtype, ends=True)
+    give_back()
+    return run
 
 
 LARGE = 16 << 20  # bytes of the leaves from which on a program is run by rows
-
-
-AT_ONCE = 1 << 18  # elements of a leaf in one go
+AT_ONCE = 1 << 15  # elements of a leaf that each thread takes in one go: they stay in its cache, and in memory that the process has
 
 
 _PARTS = {"aten.mean.default": "aten.sum.default", "aten.mean.dim": "aten.sum.dim_IntList"}
@@ -48,7 +50,9 @@ class _Mixed(Exception):
     """The rows of this program meet in another way than in sums."""
 
 
-def execute_by_rows(program: Program, leaves: Mapping[int, Tensor], dtype: torch.dtype | None = None, at_once: int = AT_ONCE) -> Run | None:
+def execute_by_rows(
+    program: Program, leaves: Mapping[int, Tensor], dtype: torch.dtype | None = None, at_once: int | None = None
+) -> Run | None:
     """Run a program forward and backward by rows; None if its rows cannot be told apart.
 
     dtype: compute in this floating dtype instead of the recorded ones. at_once: elements of the largest leaf that are taken at a time.
@@ -58,7 +62,12 @@ def execute_by_rows(program: Program, leaves: Mapping[int, Tensor], dtype: torch
         plan = _Plan.of(program, leaves)
     except (_Mixed, NanscopeError, RuntimeError):
         return None
-    return _Execution(plan, leaves, dtype, at_once).run()
+    return _Execution(plan, leaves, dtype, at_once or elements_at_once()).run()
+
+
+def elements_at_once() -> int:
+    """How many elements of a tensor are best taken together."""
+    return AT_ONCE * max(2, torch.get_num_threads())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,7 @@ class _Execution:
                     values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
             output = values[program.output]
             if output.requires_grad:
-                torch.autograd.backward([output], [torch.ones_like(output)])
+                begin_at_one(output)
         for leaf in program.leaves:
             grad = values[leaf.id].grad if leaf.id in values and leaf.diff else None
             if grad is not None:
@@ -182,11 +191,17 @@ class _Execution:
         part = self.plan.program.slice(next(iter(call.inputs())))
         calls = tuple(c for c in part.calls if any(out in self.plan.by_row for out in c.outs))
         read = sorted({value for c in (*calls, call) for value in c.inputs() if value in values})
-        sums = _Sums(self, (*calls, call), tuple(leaf.id for leaf in part.leaves if leaf.id in self.plan.by_row), tuple(read))
+        leaves = tuple(leaf.id for leaf in part.leaves if leaf.id in self.plan.by_row)
+        sums = _Sums(self, (*calls, call), leaves, tuple(read), call.grad and self._is_last(call))
         hook = torch.zeros((), requires_grad=True)  # so that a sum of rows that only read leaves has a gradient, too
         with torch.set_grad_enabled(call.grad):
             result: Tensor = _Met.apply(sums, hook, *(values[value] for value in read))  # type: ignore[no-untyped-call]
         return result
+
+    def _is_last(self, call: Call) -> bool:
+        """Is it one number that the program ends in? `begin_at_one` begins there."""
+        out, shapes = _only(call), self.plan.shapes
+        return out == self.plan.program.output and shapes[out].numel() == 1 and not shapes[out].is_complex()
 
 
 def _only(call: Call) -> int:
@@ -195,12 +210,16 @@ def _only(call: Call) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The calls that lead to one sum over the rows, the last of them. leaves: those per row that they read; read: other values."""
+    """The calls that lead to one sum over the rows, the last of them. leaves: those per row that they read; read: other values.
+
+    ending: its gradient will be 1, so that backward need not wait until all rows are summed, and compute them again.
+    """
 
     execution: _Execution
     calls: tuple[Call, ...]
     leaves: tuple[int, ...]
     read: tuple[int, ...]
+    ending: bool
 
     def chunks(self) -> Iterator[slice]:
         """Yield the rows to take at a time."""
@@ -225,6 +244,25 @@ class _Sums:
             results = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad)
             values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
         return values[_only(self.calls[-1])], own
+
+    def back(self, rows: slice, small: tuple[Tensor, ...], received: Tensor | None, found: list[Tensor | None]) -> Tensor:
+        """Compute what some rows add to the sum, and add their gradients to those of the leaves, and to those of the other values.
+
+        received: the gradient of the sum, None if that is 1. found: the gradients of `small`. Returns what the rows add.
+        """
+        with torch.enable_grad():
+            fresh = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in small)
+            part, own = self.of(rows, fresh, grad=True)
+            if part.requires_grad:
+                begin_at(part, (torch.ones_like(part) if received is None else received.to(part.dtype)) * _share(self))
+        for leaf, tensor in own.items():
+            if tensor.grad is not None:
+                self.execution.grad_of(leaf, tensor.dtype)[rows] += tensor.grad
+        for position, tensor in enumerate(fresh):
+            if tensor.grad is not None:
+                before = found[position]
+                found[position] = tensor.grad if before is None else before + tensor.grad
+        return part.detach()
 
     def _rows_of(self, value: int, tensor: Tensor, call: Call, rows: slice) -> Tensor:
         """A value that is not by row, but broadcast against some that are, gives its rows."""
@@ -251,36 +289,22 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sums: _Sums, hook: Tensor, *small: Tensor) -> Tensor:
-        ctx.sums = sums
+        ctx.sums, ctx.found = sums, [None] * len(small)
         ctx.save_for_backward(*small)
         total: Tensor | None = None
         for rows in sums.chunks():
-            part, _ = sums.of(rows, small, grad=False)
+            part = sums.back(rows, small, None, ctx.found) if sums.ending else sums.of(rows, small, grad=False)[0]
             total = part.double() if total is None else total + part.double()
         assert total is not None
-        ctx.share = _share(sums)
-        whole: Tensor = (total * ctx.share).to(part.dtype)
+        whole: Tensor = (total * _share(sums)).to(part.dtype)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *received: Tensor) -> tuple[Tensor | None, ...]:
         sums: _Sums = ctx.sums
-        found: list[Tensor | None] = [None] * len(ctx.saved_tensors)
-        for rows in sums.chunks():
-            with torch.enable_grad():
-                small = tuple(t.detach().requires_grad_() if t.requires_grad else t.detach() for t in ctx.saved_tensors)
-                part, own = sums.of(rows, small, grad=True)
-            if not part.requires_grad:
-                continue
-            torch.autograd.backward([part], [received[0].to(part.dtype) * ctx.share])
-            for leaf, tensor in own.items():
-                if tensor.grad is not None:
-                    sums.execution.grad_of(leaf, tensor.dtype)[rows] += tensor.grad
-            for position, tensor in enumerate(small):
-                if tensor.grad is not None:
-                    before = found[position]
-                    found[position] = tensor.grad if before is None else before + tensor.grad
-        return (None, None, *found)
+        for rows in () if sums.ending else sums.chunks():
+            sums.back(rows, ctx.saved_tensors, received[0], ctx.found)
+        return (None, None, *ctx.found)
 
 
 def _share(sums: _Sums) -> float:

@@ -44,7 +44,8 @@ class Site:
     name: the variable that the expression is bound to, None if it is part of a larger expression.
     within: the variable that the whole statement is bound to. expression: the text of the call itself. args: the text of its
     arguments, receiver first.
-    source: the lines of the statement with a few around it, as (line number, text).
+    source: the lines of the statement with a few around it, as (line number, text). other: numbers of those whose bytes in the file are not
+    this text in UTF-8 and one line feed, so that no patch can quote them.
     """
 
     file: str
@@ -58,6 +59,7 @@ class Site:
     expression: str = ""
     args: tuple[str, ...] = ()
     source: tuple[tuple[int, str], ...] = ()
+    other: tuple[int, ...] = ()
 
 
 class Computes(StrEnum):

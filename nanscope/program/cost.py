@@ -3,9 +3,10 @@
     allowance = Allowance.of(leaves, calls=31)
     allowance.charge(3, "aten.tile.default", cost(function, args, kwargs, allowance.most))      ProgramError: program-too-large
 
-The unit is an element that is read or written. A call is run on tensors without content first, under a mode that sees what an operator is
-made of, and counts what goes in and comes out. What an operator does beyond that, inside, stands in `_INSIDE`, and what depends on content
-in `_BY_CONTENT`. The count holds for the time of a call as for its memory: `tests/fuzz/operators.py` measures both.
+The unit is an element that is read or written. Where the shapes of the results are not plain (`shapes`), a call is run on tensors without
+content first, under a mode that sees what an operator is made of, and counts what goes in and comes out. What an operator does beyond
+that, inside, stands in `_INSIDE`, and what depends on content in `_BY_CONTENT`. The count holds for the time of a call as for its memory:
+`tests/fuzz/operators.py` measures both.
 
 What is allowed grows with the tensors of the file: recorded steps take at most 7 times their elements in one call, and 4 times on average.
 """
@@ -17,15 +18,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import FACTORISED, RANGES, base_name
+from nanscope.program.ops import CHOICES, FACTORISED, RANGES, SPREADS, Flow, base_name, flow_of
 from nanscope.program.safety import bound
-from nanscope.torch_inside import TorchDispatchMode, schema_of
+from nanscope.program.shapes import shapes_of
+from nanscope.program.summary import broadcasts
+from nanscope.torch_inside import Mode, schema_of
 
 SMALL = 1 << 23  # elements that a call may take whatever the file holds: the mask of a sequence of 2,896 tokens
 SHARE = 32  # times the elements of the file's tensors, for one call
@@ -92,9 +96,46 @@ def cost(function: Any, args: list[Any], kwargs: Mapping[str, Any], most: int) -
     content = _BY_CONTENT.get(name, _nothing)(given)
     if content:
         return Toll(reads + content, content)
+    plain = shapes_of(name, given)
+    if plain is not None:
+        made = sum(map(math.prod, plain))
+        inside = _INSIDE[name](given, torch.empty(plain[0], device="meta")) if name in _INSIDE else 0
+        return Toll(max(reads + made + PIECE * len(plain) + inside, before + made), made)
     settled = _SETTLED.get(name, _as_it_is)(given)
     toll = _counted_once(function, tuple((key, _without_content(arg)) for key, arg in settled.items()), most)
     return replace(toll, touched=max(toll.touched, before + toll.made))
+
+
+def without_content(function: Any, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a call makes of tensors on the meta device. What is plain is not asked of torch, which would load its compiler for it.
+
+    Raises what torch raises where the arguments do not fit together.
+    """
+    tensors = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+    name = base_name(str(function))
+    flow = Flow.POINTWISE if name in CHOICES else flow_of(name)
+    plain = shapes_of(name, bound(function, args, kwargs)) if flow in _AS_TOLD and name not in SPREADS else None  # one element has none
+    together = plain is not None and (flow is Flow.REDUCE or all(broadcasts(tensor.shape, plain[0]) for tensor in tensors))
+    if plain is None or len(plain) > 1 or not together or not all(map(_is_in_order, tensors)):
+        return function(*args, **kwargs)
+    made = function(*_as_one(args), **{key: _as_one(arg) for key, arg in kwargs.items()})
+    return torch.empty(plain[0], dtype=made.dtype, device="meta")
+
+
+_AS_TOLD = (Flow.POINTWISE, Flow.REDUCE)  # of these, what is made of tensors in order is contiguous
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Do its dimensions stand in memory from the outermost to the innermost? Those of what is made of it element by element do, then."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and stride]
+    return all(outer > inner for outer, inner in pairwise(strides))
+
+
+def _as_one(arg: Any) -> Any:
+    """The same arguments with one element for all: of which dtype the result is hangs on nothing else."""
+    if isinstance(arg, Tensor):
+        return torch.ones((1,) * arg.dim(), dtype=arg.dtype)
+    return [_as_one(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def hangs_on_content(name: str) -> bool:
@@ -114,7 +155,7 @@ def _counted_once(function: Any, given: tuple[tuple[str, Any], ...], most: int) 
     return Toll(counting.touched, sum(_elements(tensor) for tensor in tensors_in(result)))
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(Mode):
     """Counts what calls read and write; one that is made of others is seen as those."""
 
     def __init__(self, most: int) -> None:

@@ -101,6 +101,10 @@ SELECTORS = _family("""
 RANKINGS = _family("cummax cummin max median min nanmedian sort topk")
 
 
+# Of these that and which stands where: their positions are an order, and nothing that was picked.
+ORDERS = _family("argsort sort topk")
+
+
 # What says of each element whether it is a number; so does a comparison with itself.
 CHECKS = _family("isfinite isinf isnan")
 EQUALITIES = _family("eq ne")

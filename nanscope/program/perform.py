@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Ref, recorded
-from nanscope.program.cost import Allowance, cost
+from nanscope.program.cost import Allowance, cost, without_content
 from nanscope.program.ops import FLOAT_FACTORIES, flow_of
 from nanscope.program.safety import permitted
 
@@ -59,7 +59,7 @@ def perform(
         if allowance is not None:
             allowance.charge(index, call.op, cost(function, args, kwargs, allowance.most))
         with torch.set_grad_enabled(grad):
-            result = function(*args, **kwargs)
+            result = function(*args, **kwargs) if device.type != "meta" else without_content(function, args, kwargs)
     except FAILURES as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error

@@ -8,7 +8,7 @@ Slicing is a walk from the output back to the leaves, an edit is an insertion, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -156,6 +156,7 @@ class Program:
         backward: bool = True,
         trace: bool = False,
         ends: bool = False,
+        kept: Collection[int] | None = None,
         hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         performer: Performer = perform,
     ) -> Run:
@@ -165,6 +166,7 @@ class Program:
         dtype:    compute in this floating dtype instead of the recorded ones.
         trace:    also keep, for every call, the gradients that went into and out of its autograd node.
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
+        kept:     of what calls make, the values and gradients that somebody will ask for, by id; None for all.
         hooks:    value id → what makes its gradient another one, before it is kept or goes on.
         performer: executes a call, as `perform` does: some of them in another way.
         Raises ProgramError if an operator is unknown, a leaf is missing, or a call fails.
@@ -179,6 +181,7 @@ class Program:
             trace=trace,
             ends=ends,
             foreign=self.foreign,
+            kept=kept,
             hooks=hooks,
             performer=performer,
         )
@@ -206,6 +209,7 @@ class Program:
             "computes": str(self.computes),
             "sites": [
                 [s.file, s.line, s.function, s.column, s.end_line, s.end_column, s.name, s.within, s.expression, list(s.args), s.source]
+                + [list(s.other)] * bool(s.other)
                 for s in self.sites
             ],
         }
@@ -233,14 +237,18 @@ class Program:
             sites = tuple(
                 Site(
                     str(file), int(line), str(function), int(column), int(end_line), int(end_column), _text(name), _text(within),
-                    str(expression), tuple(str(arg) for arg in args), _lines(source),
+                    str(expression), tuple(str(arg) for arg in args), _lines(source), _numbers(*other),
                 )
-                for file, line, function, column, end_line, end_column, name, within, expression, args, source in data["sites"]
+                for file, line, function, column, end_line, end_column, name, within, expression, args, source, *other in data["sites"]
             )  # fmt: skip
             _check_order(leaves, calls)
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")), foreign=True)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _numbers(other: Any = ()) -> tuple[int, ...]:
+    return tuple(int(number) for number in other[:LINES])
 
 
 def _lines(source: Any) -> tuple[tuple[int, str], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,6 +85,7 @@ def run_calls(
     trace: bool,
     ends: bool,
     foreign: bool,
+    kept: Collection[int] | None = None,
     hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     performer: Performer = perform,
 ) -> Run:
@@ -118,14 +119,14 @@ def run_calls(
                 if backward and tensor.requires_grad:
                     if out in hooks:
                         tensor.register_hook(hooks[out])  # type: ignore[no-untyped-call]
-                    if not ends:
+                    if not ends and (kept is None or out in kept):
                         tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
                     node = tensor.grad_fn
             if trace and node is not None:
                 node.register_hook(partial(back.keep, index))
             del results, node
             for value in last_uses.get(index, ()):
-                if value in values and not ends:
+                if value in values and not ends and (kept is None or value in kept):
                     away[value] = values[value]
                 values.pop(value, None)
         if output not in values:
@@ -137,10 +138,25 @@ def run_calls(
         values.clear()
         if backward and root.requires_grad:
             try:
-                torch.autograd.backward([root], [torch.ones_like(root)])
+                begin_at_one(root)
             except RuntimeError as error:
                 raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
     return Run(ChainMap(kept, away), grads, back, tuple(back.order))
+
+
+def begin_at(root: Tensor, weight: Tensor) -> None:
+    """Differentiate something by the sum of its elements with such weights, as `begin_at_one` does without."""
+    if root.is_complex():
+        torch.autograd.backward([root], [weight])
+    else:
+        torch.autograd.backward([(root * weight).sum()])
+
+
+def begin_at_one(root: Tensor) -> None:
+    """Differentiate what a program ends in, by the sum of its elements. torch makes the weight of one number itself; where one is given it
+    loads sympy to compare shapes."""
+    made = root.numel() == 1 and not root.is_complex()
+    torch.autograd.backward([root], None if made else [torch.ones_like(root)])
 
 
 def _content(leaf: Leaf, leaves: Mapping[int, Tensor], dtype: torch.dtype | None) -> Tensor:

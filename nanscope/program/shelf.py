@@ -13,8 +13,9 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from typing import IO
 
 import torch
@@ -71,6 +72,7 @@ class Shelf:
         except OSError:
             self._room = 0
             return tensor
+        give_back()  # what other tensors of this size were in
         self._end = -(-(offset + length) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -80,6 +82,23 @@ class Shelf:
             disk = os.fstatvfs(self._file.fileno())
             self._room = min(LIMIT, disk.f_bavail * disk.f_frsize // SPARE)
         return self._file
+
+
+def give_back() -> None:
+    """Give the memory of tensors that nobody holds back to the machine: the C library keeps it, in pieces into which no other one fits."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    """Glibc's `malloc_trim`; None where the C library is another one."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):
+        return None
+    return found
 
 
 def _is_dense(tensor: Tensor) -> bool:

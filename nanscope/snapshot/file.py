@@ -24,6 +24,7 @@ keep their dtype, and NaN payloads survive. The one metadata key holds sorted JS
     run           id of the run, as in its run.json      consequence_of   the earlier step that had spoilt the weights
     update        which one of the steps that the loop gives this number, from 1    backward    which backward pass of the run
     came, site    how the step came to this rank: made, all-reduce, weights, model; and where it was made, in short
+    texts         token id → its text, only where token ids were asked for and the trainer has a tokenizer
 
 There is no pickle and no code in it. Values between the leaves and the loss are not stored: they are recomputed by running the program.
 Token ids and text are not in it unless asked for.
@@ -50,12 +51,13 @@ from nanscope.errors import ProgramError, SnapshotError
 from nanscope.plain import checked, read, show
 from nanscope.program.local import memory_of
 from nanscope.program.program import Program
-from nanscope.snapshot.checksum import UNSEALED, seal
+from nanscope.snapshot.checksum import UNSEALED, intact, seal
 from nanscope.snapshot.files import whole
-from nanscope.snapshot.header import KEY, SCHEMA_VERSION, read_header, verify
+from nanscope.snapshot.header import KEY, SCHEMA_VERSION, Header, read_header, verify
 from nanscope.snapshot.history import TAIL, Entry
 from nanscope.snapshot.observation import Observation
 from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.snapshot.texts import read_texts
 
 if TYPE_CHECKING:
     from safetensors import TensorSpec
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
 LONGEST_NAME = 100  # characters
 
 MANY = 1 << 20  # bytes that are worth a thread
+
+AT_ONCE = 1 << 24  # bytes that are read before the file is opened anew
 
 
 def _plain_name(name: str | None, value: int, taken: set[str]) -> str:
@@ -92,13 +96,8 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
-    names: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
-    for value in sorted(snapshot.tensors):
-        names[value] = _plain_name(leaves[value].name if value in leaves else None, value, taken)
-        tensors[names[value]] = snapshot.tensors[value]
+    names = _names(snapshot)
+    tensors = {name: snapshot.tensors[value] for value, name in names.items()}
     for value, grad in sorted(snapshot.grads.items()):
         if value in names:
             tensors[f"grad/{names[value]}"] = grad
@@ -115,6 +114,27 @@ def save(snapshot: Snapshot, folder: Path | str) -> Path:
         except SafetensorError as error:  # a full disk, for instance
             raise OSError(str(error)) from None
     return path
+
+
+def holds(path: Path, snapshot: Snapshot) -> bool:
+    """Is a file, undamaged, what was written of a snapshot as it is now, and would it be read as just that?
+
+    What stood on a GPU is read into main memory, and a setting that is a tuple as a list: those are not the same. Raises SnapshotError if
+    the file cannot be read.
+    """
+    about = read_header(path).about
+    told: dict[str, Any] = json.loads(json.dumps(_about(snapshot, _names(snapshot))))
+    beside = all(getattr(snapshot, name) == about[name] for name in ("settings", "objective", "environment"))
+    tensors = (*snapshot.tensors.values(), *snapshot.grads.values(), *(() if snapshot.loss is None else (snapshot.loss,)))
+    here = all(tensor.device.type == "cpu" for tensor in tensors)
+    return here and beside and {**about, "checksum": UNSEALED} == told and intact(path) is True
+
+
+def _names(snapshot: Snapshot) -> dict[int, str]:
+    """What the tensors of a snapshot are called in its file, by leaf."""
+    taken: set[str] = set()
+    names = {leaf.id: leaf.name for leaf in snapshot.program.leaves}
+    return {value: _plain_name(names.get(value), value, taken) for value in sorted(snapshot.tensors)}
 
 
 class _Beside:
@@ -187,6 +207,7 @@ def _about(snapshot: Snapshot, names: Mapping[int, str]) -> dict[str, Any]:
         "came": str(snapshot.came),
         "site": snapshot.site,
         **({"worker": snapshot.worker} if snapshot.worker else {}),
+        **({"texts": {str(token): text for token, text in snapshot.texts.items()}} if snapshot.texts else {}),
     }
     found: dict[str, Any] = show(described)
     return found
@@ -213,20 +234,38 @@ def _laid_out(tensor: Tensor, strides: object) -> Tensor:
     return memory.as_strided(tensor.shape, strides)
 
 
+def _read(path: Path, header: Header) -> dict[str, Tensor]:
+    """The tensors, where torch would have put them: at another address a kernel may take them by other steps, and round otherwise.
+
+    What is read of a mapped file is memory of this process for as long as the mapping lasts: it is let go of now and then.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    left = [tensor.name for tensor in header.tensors]
+    while left:
+        with safe_open(path, "pt") as file:
+            read = 0
+            while left and read < AT_ONCE:
+                name = left.pop()
+                found[name] = file.get_tensor(name).clone()
+                read += found[name].nbytes
+    return found
+
+
 def load(path: Path | str) -> Snapshot:
     """Read a snapshot.
 
     Raises SnapshotError if the file is missing, damaged, not a snapshot, or written by a newer release.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     path = Path(path)
     header = read_header(path)
     verify(path, header)
     about = header.about
     try:
-        tensors = load_file(path)
+        tensors = _read(path, header)
     except (SafetensorError, struct.error, ValueError, KeyError, RuntimeError, OSError) as error:
         raise SnapshotError(f"{path}: the tensors are damaged ({error})", slug="snapshot-damaged") from None
     try:
@@ -258,6 +297,7 @@ def load(path: Path | str) -> Snapshot:
             update=read(int, about.get("update", 1)),
             backward=read(int, about.get("backward", 0)),
             worker=str(about.get("worker") or ""),
+            texts=read_texts(about.get("texts")),
         )
     except SnapshotError:
         raise

@@ -30,15 +30,17 @@ def reading(path: Path) -> IO[bytes]:
     raise OSError(errno.EISDIR if folder else errno.EINVAL, os.strerror(errno.EISDIR) if folder else "it is a pipe or a device", str(path))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that no reader ever sees half of it; errors as in `whole`."""
-    with whole(path) as temporary:
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write a file so that no reader ever sees half of it. private, and errors: as in `whole`."""
+    with whole(path, private=private) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Give a name to write to; afterwards the file stands at `path`, complete, with the permissions of any other new file.
+
+    private: with those of this user alone.
 
     Raises OSError if it cannot be written; what was there before is then still there.
     """
@@ -49,9 +51,10 @@ def whole(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        if not private:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanscope.errors import SnapshotError
-from nanscope.plain import is_deep
+from nanscope.plain import is_deep, loaded
 from nanscope.snapshot.checksum import intact
 from nanscope.snapshot.files import reading
 
@@ -90,7 +90,7 @@ def read_header(path: Path | str) -> Header:
             f"{path}: a safetensors file, but not a nanscope snapshot (no {KEY!r} in its metadata)", slug="snapshot-foreign"
         )
     try:
-        about = json.loads(text)
+        about = loaded(text)
         if is_deep(about):
             raise ValueError("nested too deeply")
         schema = about["schema"]

@@ -9,9 +9,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
 
 from nanscope.errors import NanscopeError
-from nanscope.plain import checked, show
+from nanscope.plain import checked, loaded, show
 from nanscope.plain import frame as frame_of
 from nanscope.snapshot.aside import AT_ONCE, Aside
 from nanscope.snapshot.descriptors import Descriptor
@@ -57,6 +58,7 @@ class Entry:
     a share of the tokens. mismatch_dropped, mismatch_cut: share of the tokens that the correction in force takes out, and whose weight it
     truncates. mismatch_unscored: tokens that the sampler has not scored.
     forecast: what was said at this step to be about to happen.
+    nonfinite: something was. ruined: nothing was, and the step went bad all the same: by a "spike", or another kind of observation.
     """
 
     step: int
@@ -97,15 +99,24 @@ class Entry:
     mismatch_cut: float | None = None
     mismatch_unscored: int | None = None
     forecast: str | None = None
+    ruined: str | None = None
+
+    @property
+    def bad(self) -> bool:
+        """Went the step bad, non-finite or finite?"""
+        return self.nonfinite or self.ruined is not None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON data; non-finite numbers as text, since JSON has none."""
-        return {name: show(value) for name, value in asdict(self).items() if value is not None}
+        return {name: show(value) for name in _FIELDS if (value := getattr(self, name)) is not None}  # `asdict` copies: in every step
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Entry:
         """Return the entry that `to_json` wrote; unknown keys are ignored. Raises TypeError for a value of another kind."""
         return Entry(**checked(Entry, data))
+
+
+_FIELDS = tuple(one.name for one in fields(Entry))
 
 
 class History:
@@ -197,7 +208,7 @@ def _lines_of(file: IO[bytes]) -> Iterator[bytes]:
 def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-            yield Entry.from_json(json.loads(line))
+            yield Entry.from_json(loaded(line.decode()))
 
 
 TAIL_BYTES = 1 << 16  # in which the last line of a history surely stands
@@ -232,7 +243,7 @@ class Outline:
 
 BLOCK = 1 << 20  # bytes of a history that are held at a time
 
-BAD = b'"nonfinite": true'
+BAD = re.compile(rb'"nonfinite": true|"ruined": "')  # of a line; within a text of it a quote is no bare one
 
 
 def outline(path: Path) -> Outline:
@@ -244,11 +255,11 @@ def outline(path: Path) -> Outline:
             for block in iter(lambda: file.read(BLOCK), b""):
                 lines, _, rest = (rest + block).rpartition(b"\n")
                 steps += lines.count(b'{"step": ')
-                found = lines.count(BAD)
+                found = [match.start() for match in BAD.finditer(lines)]
                 if found and first_bad is None:
-                    at = lines.find(BAD)
+                    at = found[0]
                     first_bad = next(_entries([lines[lines.rfind(b"\n", 0, at) + 1 : (lines + b"\n").find(b"\n", at)]]), None)
-                bad += found
+                bad += len(found)
                 rest = rest[-TAIL_BYTES:]  # no line of ours is longer
     except OSError:
         return Outline()

@@ -249,7 +249,8 @@ class Row:
     measured.
     works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
     note: why it could not be run, or what is remarkable. then: where it goes wrong next, if that is another place ("div at line 12").
-    diffs: of a fix that works, what it changes in the source; () where that cannot be written.
+    diffs: of a fix that works, what it changes in the source; () where that cannot be written. rest: what it does at places of which that
+    cannot be written, in words, where there are diffs of others.
     """
 
     id: str
@@ -264,6 +265,7 @@ class Row:
     largest: float | None = None
     then: str = ""
     diffs: tuple[Diff, ...] = ()
+    rest: tuple[str, ...] = ()
 
     @property
     def proven(self) -> bool:

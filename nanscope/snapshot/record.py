@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanscope.errors import NanscopeError
-from nanscope.plain import checked, is_deep, show
+from nanscope.plain import checked, is_deep, loaded, show
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status
 from nanscope.snapshot.files import reading, write_whole
@@ -186,7 +186,7 @@ def _read(path: Path) -> RunRecord:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise ValueError("it is too large")
-        told = json.loads(data)
+        told = loaded(data.decode())
         if is_deep(told):
             raise ValueError("it is nested too deeply")
         return RunRecord.from_json(told)

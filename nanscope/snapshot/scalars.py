@@ -69,7 +69,7 @@ class Scalars:
 
     def of(self, entry: Entry) -> dict[str, float]:
         """Return the numbers of a line, under the names of its process and its optimizer where there are several."""
-        if entry.nonfinite:
+        if entry.bad:
             self.bad_steps += 1
             self.first = entry.step if self.first is None else self.first
         numbers = {name: float(value) for key, name, _ in SCALARS if (value := getattr(entry, key)) is not None}

@@ -61,7 +61,7 @@ class Snapshot(Shown):
     step: the number that the loop gives it, else counted from 1. update: which one of the steps of this number, from 1. part: which
     backward pass of the step (micro-batch), from 1. backward: which one of the run, 0 if not known. asked: saved on request; nothing was
     wrong. run: id of the run. consequence_of: the earlier step that had spoilt the weights, None for a step with a cause of its own.
-    worker: what its process is called where that is not a rank alone.
+    worker: what its process is called where that is not a rank alone. texts: token id → what it stands for, only where that was asked for.
     found: where the process located it, for the line on the log; of that a file keeps `came` and `site`, since a reader finds it again.
     """
 
@@ -87,6 +87,7 @@ class Snapshot(Shown):
     update: int = 1
     backward: int = 0
     worker: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return one_line(self.sentence)

@@ -36,7 +36,8 @@ class Held:
 class Course:
     """What is known of it. left: of the gradients, since the backward pass before.
 
-    closed: no step runs. bad: the running one is known to be. foreign: weights were already spoilt by gradients that were not made here.
+    closed: no step runs. bad: the running one is known to be; ruined: by what, where all of it is finite.
+    foreign: weights were already spoilt by gradients that were not made here.
     raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
     took: those that have since the last backward pass, and whose gradients are left over from that. held: see `Spared`. trends: of what the
     gauge has read.
@@ -49,6 +50,7 @@ class Course:
     left: Leavings = field(default_factory=Leavings)
     closed: bool = True
     bad: bool = False
+    ruined: str = ""
     foreign: bool = False
     raised: bool = False
     steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
@@ -68,14 +70,25 @@ class Course:
         self.recordings.clear()
         self.left.forget()
         self.held.clear()
-        self.closed, self.bad, self.raised, self.line = True, False, False, Line()
+        self.closed, self.raised, self.line = True, False, Line()
+        self.fine()
+
+    def fine(self) -> None:
+        """Nothing is known against the step."""
+        self.bad, self.ruined = False, ""
+
+    def spoilt(self, ruined: str) -> None:
+        """The step is bad. ruined: by what, where all that is bad in it is finite."""
+        self.ruined = ruined if not self.bad or (self.ruined and ruined) else ""
+        self.bad = True
 
     def join(self, other: Course) -> None:
         """What another thread has differentiated for these weights belongs to this step, and they are one from now on."""
         if other.runs:
             self.recordings.join(other.recordings)
             self.line.join(other.line)
-            self.bad = self.bad or other.bad
+            if other.bad:
+                self.spoilt(other.ruined)
             self.held += other.held
             self.counts.micro_batch = max(self.counts.micro_batch, self.recordings.made)
         other.end()

@@ -10,6 +10,7 @@ What cannot be held against float64 is noted, and no incident.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from nanscope.capture.alone import alone
 from nanscope.capture.awake import Awake
 from nanscope.capture.depth import Room, Sounding
 from nanscope.capture.sites import Place
-from nanscope.capture.source import site_of
+from nanscope.capture.source import Key, apart, site_of
 from nanscope.errors import ProgramError
 from nanscope.locate.trace import Trace
 from nanscope.locate.twin import absorbed, residue
@@ -45,7 +46,7 @@ class Deep:
     def __init__(self, awake: Awake, examiner: Examiner, keeper: Keeper, logbook: Logbook) -> None:
         self._awake, self._examiner, self._keeper, self._logbook = awake, examiner, keeper, logbook
         self._updates = Updates()
-        self._looked: dict[Place, int] = {}  # how often, at lines that overflow
+        self._looked: Counter[Key] = Counter()  # how often, at lines that overflow
         self._told: set[tuple[str | None, int | None]] = set()
 
     def begin(self, recording: Recording) -> None:
@@ -73,7 +74,7 @@ class Deep:
             seen = replace(seen, weight=name, origin=replace(seen.origin, variable=name))
             last = recordings[-1] if recordings else None
             reached = Reached(last.value if last is not None else None)
-            self._keeper.save(last, reached, lambda blank: replace(blank, observation=seen, found=seen))
+            self._keeper.save(last, reached, lambda blank: replace(blank, observation=seen, found=seen), seen)
 
     def judge(self, recording: Recording) -> None:
         """A backward pass has ended, and its loss and gradients are finite: are they also right?"""
@@ -96,8 +97,8 @@ class Deep:
                 self._keeper.keep(hit)
 
     def _of_models(self, recording: Recording, sounding: Sounding) -> Hit | None:
-        fresh = [(op, place) for op, place in sounding.overflows if self._looked.get(place, 0) < OFTEN]
-        self._looked.update({place: self._looked.get(place, 0) + 1 for _, place in fresh})
+        fresh = [(op, place) for op, place in sounding.overflows if self._looked[apart(*place)] < OFTEN]
+        self._looked.update({apart(*place) for _, place in fresh})
         if not fresh:
             return None
         look = _second_look(recording, self._examiner)

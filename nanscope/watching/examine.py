@@ -68,6 +68,7 @@ from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
+from nanscope.watching.vocabulary import picked_ids, with_texts
 from nanscope.watching.written import update_look, written_look
 
 log = logging.getLogger("nanscope")
@@ -93,7 +94,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Examiner:
-    """Looks at bad steps. targets: what is watched. save_tokens: token ids go into the file."""
+    """Looks at bad steps. targets: what is watched. save_tokens: token ids go into the file, with their text."""
 
     tape: Tape
     modules: ModuleWatch
@@ -484,7 +485,12 @@ class Examiner:
             found=_found(look, snapshot.observation),
             observation=snapshot.observation if look.seen is None else look.seen.joined(snapshot.observation),
         )
-        return with_beside(to_save(described, look, self.save_tokens), recording.beside)
+        beside = {**recording.beside, **picked_ids(look)} if self.save_tokens else recording.beside
+        return with_beside(to_save(described, look, self.save_tokens), beside, self.save_tokens)
+
+    def worded(self, snapshot: Snapshot) -> Snapshot:
+        """Return a bad step with the text of the token ids in it, where these were asked for."""
+        return with_texts(snapshot, self.targets) if self.save_tokens else snapshot
 
     def _deeper(self, recording: Recording, backward: bool = False) -> Look | None:
         return deeper_look(recording, self.tape.budget * 4, self.modules, backward)

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanscope.capture.failsafe import Failsafe
 from nanscope.snapshot.history import TAIL
+from nanscope.snapshot.observation import UNSEEN, Observation
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.verdict.incident import NonFiniteError
 from nanscope.watching.course import Course
@@ -40,18 +41,22 @@ class Keeper:
     def keep(self, hit: Hit | None) -> None:
         """Keep what was found, if anything was."""
         if hit is not None:
-            self.save(hit.recording, hit.reached, functools.partial(self._examiner.snapshot, hit))
+            self.save(hit.recording, hit.reached, functools.partial(self._examiner.snapshot, hit), hit.seen)
 
-    def save(self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot]) -> None:
-        """Count a bad step, and have it described and kept if there is room for it."""
+    def save(
+        self, recording: Recording | None, reached: Reached, describe: Callable[[Snapshot], Snapshot], seen: Observation = UNSEEN
+    ) -> None:
+        """Count a bad step, and have it described and kept if there is room for it. seen: what no program shows."""
         course, counts = self.course, self.course.counts
-        another, course.bad = not course.bad, True
+        another = not course.bad
+        course.spoilt(str(seen.kind) if seen.suspect else "")
         if self._logbook.count(counts.number, recording, another, course.poisoning):
             kept = [self.blank(recording, reached)]
             self._failsafe("explain", lambda: kept.append(describe(kept[0])))
             self._failsafe("remains", lambda: kept.append(self._told(kept[-1])))
             if not course.poisoning.lasts:  # else it is known what wrote it
                 self._failsafe("edited", lambda: kept.append(self._examiner.edited(kept[-1]) or kept[-1]))
+            self._failsafe("token-texts", lambda: kept.append(self._examiner.worded(kept[-1])))
             if self.late and kept[-1].found.origin.line is None:
                 thread = threading.current_thread().name
                 self._logbook.gap("other-thread", f"what thread {thread} had computed before it was seen to train", counts.number)
@@ -105,7 +110,7 @@ class Keeper:
         counts = self.course.counts
         part = recording.micro_batch if recording is not None else 1
         blank = self._logbook.blank(counts.number, recording.loss if recording is not None else None, part, reached)
-        running = self.course.line.entry(counts, blank.rank, Stepped.TAKEN, True)  # as far as it is known
+        running = self.course.line.entry(counts, blank.rank, Stepped.TAKEN, True, self.course.ruined)  # as far as it is known
         return replace(
             blank, update=counts.update, backward=counts.backward - counts.micro_batch + part, history=(*blank.history, running)[-TAIL:]
         )

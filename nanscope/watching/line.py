@@ -94,8 +94,8 @@ class Line:
         self.norm, self.before = (torch.stack([total, before]) / (scale if isinstance(scale, Tensor) else 1.0)).tolist()  # in one transfer
         return float(self.norm or 0.0)
 
-    def entry(self, counts: Counts, rank: int, stepped: Stepped, bad: bool) -> Entry:
-        """Return the line; the step is over."""
+    def entry(self, counts: Counts, rank: int, stepped: Stepped, bad: bool, ruined: str = "") -> Entry:
+        """Return the line; the step is over. ruined: by what, where all of it stayed finite."""
         norm = self.norm if self.before is None else self.before
         clipped = self.before is not None and self.norm is not None and not _same(self.before, self.norm)
         reading = self.reading or Reading()
@@ -110,7 +110,8 @@ class Line:
             log_ratio_max_masked=reading.highest_masked,
             headroom=reading.headroom,
             clip_fraction=reading.clipped,
-            nonfinite=bad,
+            nonfinite=bad and not ruined,
+            ruined=ruined or None,
             grad_norm_clipped=self.norm if clipped else None,
             stepped=None if stepped is Stepped.TAKEN else str(stepped),
             update=counts.update if counts.update > 1 else None,

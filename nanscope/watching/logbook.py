@@ -205,7 +205,7 @@ class Logbook:
         """Write the line of a step. poisoning: of the weights that it belongs to."""
         self._in_this_process()
         self.steps += 1
-        if not entry.nonfinite:
+        if not entry.bad:
             (poisoning or self._poisoning).fine()
         if self.worker or entry.rank != self.rank:  # of a process that has only now got its place
             entry = replace(entry, rank=self.rank, worker=self.worker or None)
@@ -426,6 +426,7 @@ class Logbook:
             found = verdict(
                 [*self.snapshots, *others.values()],
                 [*(self.shown(path) if path else None for path in self.paths), *(self.shown(Path(path)) for path in others)],
+                files=[*self.paths, *map(Path, others)],
                 notes=[*self.notes, *self._not_on_disk(), *([Note("not_heard_of", self._unheard)] if self._unheard else [])],
                 steps=self.steps,
                 skipped=self.skipped,
@@ -472,7 +473,7 @@ class Logbook:
             return
         self.gather()
         for step, entries in self._peers.lines({*reduced, *self._skips}, patience, self._dropped).items():
-            fine = [str(entry.rank) for entry in entries if not entry.nonfinite and math.isfinite(entry.grad_norm or 0.0)]
+            fine = [str(entry.rank) for entry in entries if not entry.bad and math.isfinite(entry.grad_norm or 0.0)]
             if step in self._skips and fine:
                 text = f"step {step}: rank {self.rank} skipped its update, rank {', '.join(fine)} made it: {UNLIKE}"
                 log.warning("nanscope [skipped-alone]: %s", text)

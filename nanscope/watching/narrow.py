@@ -58,12 +58,13 @@ def to_save(snapshot: Snapshot, look: Look, save_tokens: bool) -> Snapshot:
 _BESIDE = (Role.ROLLOUT_LOG_PROBS, Role.OLD_LOG_PROBS)
 
 
-def with_beside(snapshot: Snapshot, beside: Mapping[Role, Tensor]) -> Snapshot:
-    """Return a snapshot that also holds the log-probs which stood beside the loss and are not in its program: leaves that no call reads."""
+def with_beside(snapshot: Snapshot, beside: Mapping[Role, Tensor], save_tokens: bool) -> Snapshot:
+    """Return a snapshot that also holds the log-probs, and if asked for the token ids, which stood beside the loss and are not in its
+    program: leaves that no call reads."""
     program, tensors = snapshot.program, dict(snapshot.tensors)
     if not program.calls or program.computes is not Computes.LOSS:
         return snapshot
-    for role in _BESIDE:
+    for role in (*_BESIDE, *((Role.RESPONSE_IDS,) if save_tokens else ())):
         tensor = beside.get(role)
         known = any(same_bits(held, tensor) for held in tensors.values()) if tensor is not None else True
         if tensor is not None and not known and tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES:

@@ -84,7 +84,9 @@ class Repair:
     def keep(self, recording: Recording, mending: Mending, proof: Proof) -> None:
         """A backward pass that was mended has ended: count it, tell it, and keep the first of its origin."""
         course, first = self._keeper.course, proof.site not in self._kept
-        another, course.bad = not course.bad, course.bad or not first
+        another = not course.bad
+        if not first:
+            course.spoilt("")
         self._logbook.repair(another=another and not first)
         self._kept.add(proof.site)
         told = _Told(proof)

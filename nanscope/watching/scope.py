@@ -408,7 +408,8 @@ def watch(
                   a bad one, and skips the step where none is.
     max_repairs:  backward passes of the run, on this rank, that "repair" mends; at one more it ends training, as "stop" does.
     budget:       bytes of tensors that may be held by reference, in all; the oldest backward passes of a step make room.
-    save_tokens:  put integer tensors that look like token ids into snapshots.
+    save_tokens:  put integer tensors that look like token ids into snapshots, and the text of these tokens into those of bad steps, where
+                  the trainer has a tokenizer.
     limit:        bad steps saved per run; later ones are counted. Steps that are bad because an earlier one spoilt the weights take no
                   place: of these the first is saved.
     save_steps:   numbers of steps to save although nothing is wrong with them, one file a backward pass, to be audited or replayed.

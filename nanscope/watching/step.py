@@ -565,7 +565,8 @@ class Step(Relay):
     def _open(self, beside: Counts | None = None) -> None:
         """Another step begins. beside: the numbers of one that another thread is in."""
         self._recordings.clear()
-        self._course.closed = self._course.bad = False
+        self._course.closed = False
+        self._course.fine()
         self.counts.open(beside)
         self._failsafe("remains", self._remains.begin, self.counts.number)
         self._logbook.begin_step()
@@ -577,7 +578,7 @@ class Step(Relay):
         if stepped in (Stepped.TAKEN, Stepped.REPAIRED):
             self._course.search.found()
         self._failsafe("forecast", self._outlook.close)
-        entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad)
+        entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad, self._course.ruined)
         self._course.line, self._course.closed, self._keeper.late = Line(), True, False
         self._course.left.forget()
         self._logbook.held(self._tape.account.peak)

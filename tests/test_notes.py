@@ -1,0 +1,235 @@
+"""Calls that wait to be understood: the program is what it would be without waiting, and what nobody holds is never understood."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_tape import PLAIN, UNSEEN, WRITES, fresh
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.capture import notes
+from nanscope.capture.mode import TapeMode
+from nanscope.capture.tape import Tape
+from nanscope.program.calls import Arg, Ref
+from nanscope.program.program import Program
+
+Loss = Callable[[TapeMode], Tensor]
+
+
+def described(program: Program) -> tuple[object, ...]:
+    """A program with its values numbered as they come: two tapes that number other things, too, agree on it."""
+    numbers: dict[int, int] = {}
+
+    def number(value: int) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    def plain(arg: Arg) -> object:
+        return number(arg.id) if isinstance(arg, Ref) else tuple(map(plain, arg)) if isinstance(arg, tuple) else arg
+
+    calls = [
+        (
+            call.op, tuple(map(plain, call.args)), tuple((name, plain(arg)) for name, arg in call.kwargs), call.grad,
+            [None if out is None else number(out) for out in call.outs], program.site_of(call), call.module,
+        )
+        for call in program.calls
+    ]  # fmt: skip
+    leaves = sorted((number(leaf.id), leaf.name, leaf.origin, leaf.diff, leaf.made_by) for leaf in program.leaves)
+    return calls, leaves, number(program.output)
+
+
+def recorded(loss: Loss) -> tuple[object, ...]:
+    torch.manual_seed(0)
+    tape = Tape()
+    mode = TapeMode(tape)
+    with mode:
+        live = loss(mode)
+    assert not tape.broken
+    value = tape.find(live)
+    if value is None:
+        return ("unknown",)
+    try:
+        program, tensors = tape.program(value)
+    except LookupError:
+        return ("not kept",)
+    return (*described(program), [tensors[leaf.id].tolist() for leaf in program.leaves])
+
+
+def wants_a_gradient_later(mode: TapeMode) -> Tensor:
+    """An attack begins where something was computed without gradient."""
+    start = fresh(3, grad=False)
+    moved = start * 2
+    before = moved.exp()
+    moved.requires_grad_()
+    return (moved * before).sum()
+
+
+def wants_none_any_more(mode: TapeMode) -> Tensor:
+    weight, x = fresh(3), fresh(3, seed=2)
+    product = weight.exp() * x
+    weight.requires_grad_(False)
+    return (product + weight.detach()).sum()
+
+
+def given_other_memory(mode: TapeMode) -> Tensor:
+    x, y = fresh(3, grad=False), fresh(3, seed=2)
+    product = x * y
+    x.data = torch.zeros(3)
+    return (product * x).sum()
+
+
+def written_to_unseen(mode: TapeMode) -> Tensor:
+    x, y = fresh(3, grad=False), fresh(3, seed=2)
+    product = x.exp() * y
+    mode.sleep("model")
+    x.mul_(3)
+    mode.wake("model")
+    return (product * x).sum()
+
+
+def written_to_by_data(mode: TapeMode) -> Tensor:
+    """`.data` counts its writes by itself."""
+    x, y = fresh(3, grad=False), fresh(3, seed=2)
+    doubled = x * 2
+    mode.sleep("model")
+    doubled.data.mul_(3)
+    mode.wake("model")
+    return (doubled * y).sum()
+
+
+def held_as_data_only(mode: TapeMode) -> Tensor:
+    advantages = (fresh(4, grad=False) * 2).data
+    return (fresh(4, seed=2) * advantages).sum()
+
+
+def pieces(mode: TapeMode) -> Tensor:
+    low, high = fresh(6).split(3)
+    values, indices = high.sort()
+    return (low * values).sum() + indices.float().mean() * low.sum()
+
+
+def stacked(mode: TapeMode) -> Tensor:
+    rows = [fresh(3, seed=n) for n in range(3)]
+    return torch.stack([torch.cat([row, row.detach()]) for row in rows]).logsumexp(-1).sum()
+
+
+def inference(mode: TapeMode) -> Tensor:
+    with torch.inference_mode():
+        scale = fresh(3, grad=False) * 2
+    return (fresh(3, seed=2) * scale.clone()).sum()
+
+
+def complex_numbers(mode: TapeMode) -> Tensor:
+    z = torch.view_as_complex(fresh(3, 2))
+    return (z.conj() * z).abs().sum()
+
+
+OWN = [
+    wants_a_gradient_later, wants_none_any_more, given_other_memory, written_to_unseen, written_to_by_data, held_as_data_only, pieces,
+    stacked, inference, complex_numbers,
+]  # fmt: skip
+
+
+def writing(write: Callable[[Tensor], Tensor]) -> Loss:
+    def loss(mode: TapeMode) -> Tensor:
+        return write(fresh(3, 4) * 1).exp().sum()
+
+    return functools.wraps(write)(loss)
+
+
+@pytest.mark.parametrize("loss", [*PLAIN, *map(writing, WRITES), *UNSEEN, *OWN], ids=lambda loss: loss.__name__)
+def test_the_program_is_what_it_is_without_waiting(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call by call: operators, arguments, places in the code, leaves and what they hold."""
+    waited = recorded(loss)
+    monkeypatch.setattr(notes.Notes, "add", lambda *args: False)
+    assert waited == recorded(loss)
+
+
+def test_what_nobody_holds_is_never_understood() -> None:
+    """Metrics: whoever logs a number has no tensor any more."""
+    tape, x = Tape(), fresh(4, 5)
+    mask = torch.ones(4, 5)
+    with TapeMode(tape):
+        loss = (x.exp() * mask).sum()
+        numbers = []
+        for _ in range(20):
+            with torch.no_grad():
+                numbers.append(float((x.exp() * mask).sum() / mask.sum()))
+    value = tape.find(loss)
+    assert value is not None and len(set(numbers)) == 1
+    assert len(tape.entries) == 4 and not tape.notes.pending  # those of the loss, and the mask
+
+
+def test_what_something_was_made_of_stays_with_it() -> None:
+    """Nobody holds what is between, and so it is only reached from what is held."""
+    tape = Tape()
+    with TapeMode(tape):
+        rewards = torch.tensor([1.0, 2.0, 4.0])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        loss = (fresh(3) * advantages).sum()
+    program, _ = tape.program(tape.value_of(loss))
+    assert {leaf.name for leaf in program.leaves} >= {"rewards"} and [call.name for call in program.calls][-2:] == ["mul", "sum"]
+
+
+def test_what_is_large_does_not_wait() -> None:
+    """It is held for no longer than it is needed, and neither is what it is a view of."""
+    tape = Tape()
+    with TapeMode(tape):
+        large, small = torch.ones(notes.LIGHT + 1), torch.ones(3)
+        kept = [large * 2, small * 2]
+        assert len(tape.notes.pending) == 1
+        kept.append(torch.ones(notes.WHOLE // 4, 2)[:, 0][:3] * 2)
+        assert len(tape.notes.pending) == 0
+    assert all(tape.find(one) is not None for one in kept)
+
+
+def test_of_what_does_not_wait_nothing_is_remembered() -> None:
+    """Its arguments may be gone, and others have their identities."""
+    tape, large = Tape(), torch.ones(notes.LIGHT + 1)
+    with TapeMode(tape):
+        made = torch.ones(1) * large
+        assert not tape.notes.pending and not tape.notes._light
+    assert tape.find(made) is not None
+
+
+def test_not_many_graphs_wait() -> None:
+    """Each call that reads something with a gradient may keep the activations of a model."""
+    tape, weight = Tape(), fresh(3)
+    with TapeMode(tape):
+        for _ in range(200):
+            last = (weight * 2).sum()
+            assert len(tape.notes.pending) <= notes.WEIGHT // notes.GRAPH + 1
+    assert tape.find(last) is not None
+
+
+def test_another_thread_may_ask() -> None:
+    """A backward pass asks where it runs."""
+    tape = Tape()
+    with TapeMode(tape):
+        loss = (fresh(3) * 2).sum()
+        found: list[object] = []
+        asking = threading.Thread(target=lambda: found.append(tape.find(loss)))
+        asking.start()
+        asking.join()
+    assert found[0] is not None and found[0] is tape.find(loss)
+
+
+def test_what_cannot_be_understood_stops_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is found out where nobody of ours has called."""
+
+    def fail(*args: object) -> None:
+        raise ValueError("a bug of ours")
+
+    policy = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    monkeypatch.setattr(Tape, "_after_call", fail)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(3):
+            policy(torch.ones(2, 3)).mul(2).sum().backward()
+            optimizer.step()
+    assert scope.steps == 3 and sum("a bug of ours" in record.getMessage() for record in caplog.records) == 1
