@@ -14,6 +14,9 @@ from recorded import record
 from torch import Tensor
 
 from nanscope.compare.steps import apart, compare, histories, replayed
+from nanscope.errors import NanscopeError
+from nanscope.program.calls import Computes
+from nanscope.program.program import Program
 from nanscope.report.compare import print_comparison
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.step import Reached, Snapshot
@@ -129,3 +132,21 @@ def test_it_is_said_on_a_terminal_and_as_json() -> None:
     text = stream.getvalue()
     assert text.startswith("● what came in differs (old_logps") and "rank 1" in text and "[0, 0]" in text
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["same"] is False
+
+
+def test_what_computes_no_loss_is_not_compared_with_one() -> None:
+    """The update of an optimizer is no loss; it is told that there is nothing to compare, in one line."""
+    one = step()
+    for other in (replace(one.program, computes=Computes.UPDATE), Program((), (), -1)):
+        with pytest.raises(NanscopeError) as caught:
+            replayed(replace(one, program=other, tensors={} if not other.calls else one.tensors))
+        assert caught.value.slug == "nothing-to-compare"
+
+
+def test_a_result_of_another_shape_is_a_difference() -> None:
+    """A file can keep anything beside its program."""
+    one = step()
+    leaf = next(iter(one.grads))
+    for other in (replace(one, loss=torch.zeros(3)), replace(one, grads={leaf: torch.zeros(2)})):
+        found = replayed(other)
+        assert not found.same and any("in the file" in leaf.note for leaf in found.leaves)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import new
 import pytest
 import torch
+from patching import RUN, patched, patched_all
+from test_incident import INCIDENT
 
 import nanscope
-from nanscope.program.idioms import Text, literal, number, written
+from nanscope.program.spelling import ATOM, Phrase
 from nanscope.replay.diffs import diffs
+from nanscope.replay.handwriting import literal, number, written
 from nanscope.report.diff import changed, hunks_of, unified, written_fix
+from nanscope.report.render import RENDERERS
 from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix
 
@@ -48,8 +54,8 @@ CASES = [  # operator, arguments as torch gets them, as the source has them, key
     ("_log_softmax.default", (X, -1, False), ("x", -1, False), {}, "torch.log_softmax(x, -1)"),
     ("_softmax.default", (X, -1, False), ("x", -1, False), {}, "torch.softmax(x, -1)"),
     ("_safe_softmax.default", (X, -1), ("x", -1), {}, "torch._safe_softmax(x, -1)"),
-    ("softplus.default", (X,), ("x",), {}, "F.softplus(x)"),
-    ("log_sigmoid_forward.default", (X,), ("x",), {}, "F.logsigmoid(x)"),
+    ("softplus.default", (X,), ("x",), {}, "torch.nn.functional.softplus(x)"),
+    ("log_sigmoid_forward.default", (X,), ("x",), {}, "torch.nn.functional.logsigmoid(x)"),
     ("logsumexp.default", (X, [1], True), ("x", (1,), True), {}, "torch.logsumexp(x, 1, True)"),
     ("std.correction", (X, [1]), ("x", (1,)), {"correction": 0, "keepdim": True}, "x.std(1, correction=0, keepdim=True)"),
     ("_to_copy.default", (X,), ("x",), {"dtype": torch.float64}, "x.double()"),
@@ -61,7 +67,7 @@ CASES = [  # operator, arguments as torch gets them, as the source has them, key
 def test_a_call_is_written_as_torch_takes_it(op: str, given: tuple, shown: tuple, keywords: dict, text: str) -> None:  # type: ignore[type-arg]
     """What stands in the diff gives the very bits that the call of the program gave."""
     name, overload = op.split(".")
-    texts = [Text(arg) if isinstance(arg, str) else None if arg is None else literal(arg) for arg in shown]
+    texts = [Phrase(arg) if isinstance(arg, str) else None if arg is None else literal(arg) for arg in shown]
     said = written(name, texts, keywords)
     assert said is not None and said.text == text
     wanted = getattr(getattr(torch.ops.aten, name), overload)(*given, **keywords)
@@ -82,7 +88,7 @@ def test_a_number_is_written_so_that_it_comes_back(value: float) -> None:
 @pytest.mark.parametrize("value", [-1, -0.5])
 def test_a_negative_number_is_no_operand_without_parentheses(value: float) -> None:
     """`-1 ** x` is another number than `(-1) ** x`."""
-    assert number(value).operand == f"({value})"
+    assert number(value).inside(ATOM) == f"({value})"
 
 
 def selected() -> list[object]:
@@ -94,14 +100,7 @@ def mended(path: Path, verdict: nanscope.Verdict, folder: Path) -> Path | None:
     fix = written_fix(verdict.incidents[0]) if verdict.incidents else None
     if fix is None or any(Path(diff.file).name != path.name for diff in fix.diffs):
         return None
-    lines = path.read_text().split("\n")
-    for diff in sorted(fix.diffs, key=lambda diff: -diff.line):
-        place = slice(diff.line - 1, diff.line - 1 + len(diff.removed))
-        assert tuple(lines[place]) == diff.removed
-        lines[place] = diff.added if diff.removed else (*diff.added, *lines[place])
-    copy = folder / path.name
-    copy.write_text("\n".join(lines))
-    return copy
+    return patched(path, fix, folder / "mended")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -164,3 +163,190 @@ def test_the_same_program_has_no_change() -> None:
 
     empty = Program((), (), 0, ())
     assert diffs(empty, Names(empty), empty) == ()
+
+
+NAMES = "log_probs, ref, mask"
+LINE = "    diff = ref - log_probs\n    kl = torch.exp(diff) - diff - 1\n"
+FORMULA = f"import torch\n\n\ndef loss({NAMES}):\n{LINE}    return (kl * mask).sum() / mask.sum()\n"
+PLAIN = FORMULA + RUN
+LONG = "    # " + "long " * 100 + "\n"
+BYTES = {  # a file, and whether a patch can be made of it
+    "plain": (PLAIN.encode(), True),
+    "crlf": (PLAIN.replace("\n", "\r\n").encode(), False),
+    "one_crlf": (PLAIN.replace("kl = torch.exp(diff) - diff - 1\n", "kl = torch.exp(diff) - diff - 1\r\n").encode(), False),
+    "carriage_returns": (PLAIN.replace("\n", "\r").encode(), False),
+    "latin_1": (b"# coding: latin-1\n" + PLAIN.replace("diff - 1", "diff - 1  # größer").encode("latin-1"), False),
+    "latin_1_elsewhere": ("# coding: latin-1\n# größer\n\n\n".encode("latin-1") + PLAIN.encode(), True),
+    "latin_1_near": (b"# coding: latin-1\n" + PLAIN.replace("mask.sum()", "mask.sum()  # größer", 1).encode("latin-1"), None),
+    "utf_8": (PLAIN.replace("diff - 1", "diff - 1  # größer 😀").encode(), True),
+    "mark": (b"\xef\xbb\xbf" + PLAIN.encode(), None),
+    "tabs": (PLAIN.replace("    ", "\t").replace(" - 1\n", "\t- 1\t\n").encode(), True),
+    "form_feed": (PLAIN.replace("diff - 1", "diff - \f1").encode(), False),
+    "form_feed_near": (PLAIN.replace("\n\n\ndef loss", "\n\n\f\ndef loss").encode(), None),
+    "bidi": (PLAIN.replace("diff - 1", "diff - 1  # \u202e").encode(), False),
+    "vertical": (PLAIN.replace("diff - 1", "diff - 1  # \x0b \x1c \x85 \u2028").encode(), False),
+    "long": (PLAIN.replace("diff - 1", "diff - 1  # " + "long " * 100).encode(), False),
+    "long_above": (PLAIN.replace(LINE, LONG + LINE).encode(), None),
+    "long_below": (PLAIN.replace(LINE, LINE + LONG).encode(), None),
+    "rather_long": (PLAIN.replace("diff - 1", "diff - 1  # " + "long " * 70).encode(), True),
+    "no_end": (RUN.join(("import torch\n", "")).encode() + FORMULA.replace("kl =", "return ((").replace("diff - 1\n", "diff - 1) * mask).sum() / mask.sum()")
+               .partition("    return (kl")[0].rstrip("\n").encode(), False),
+    "no_end_near": (f"import torch\n{RUN}{FORMULA}".rstrip("\n").encode(), None),
+    "at_the_end": (f"import torch\n{RUN}def loss({NAMES}):\n    diff = ref - log_probs\n    return ((torch.exp(diff) - diff - 1) * mask).sum() / mask.sum()\n".encode(), True),
+    "blanks": (PLAIN.replace("diff - 1", "diff - 1   ").encode(), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_patch_that_is_shown_is_one_of_the_file_as_it_is(name: str, tmp_path: Path) -> None:
+    """`patch` and `git apply` take it whole, at its very line, and the run is healthy; where the bytes of the file are others there is none."""
+    text, told = BYTES[name]
+    script = tmp_path / "script of mine.py"
+    script.write_bytes(text)
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fixes = [fix for fix in incident.fixes if fix.proven and fix.diffs]
+    assert told is None or bool(fixes) is told, fixes
+    assert any(fix.proven for fix in incident.fixes)
+    for fix in fixes:
+        copy = patched(script, fix, tmp_path / fix.id)
+        assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents
+
+
+@pytest.mark.parametrize("apart", range(9))
+def test_changes_near_each_other_are_one(apart: int, tmp_path: Path) -> None:
+    """Each is read off its own statement, and the lines around it may be the other's."""
+    lines = [f"line {n}" for n in range(1, 31)]
+    script = tmp_path / "a.py"
+    script.write_text("\n".join(lines) + "\n")
+    found = []
+    for first in (10, 11 + apart):
+        at = slice(first - 1, first)
+        found.append(
+            Diff("a.py", first, tuple(lines[at]), ("new", "newer"), tuple(lines[first - 4 : first - 1]), tuple(lines[first : first + 3]))
+        )
+    copy = patched(script, Fix("x", "", None, True, True, distortion=0.0, diffs=tuple(found)), tmp_path / "copy")
+    wanted = [new for line in lines for new in (("new", "newer") if line in ("line 10", f"line {11 + apart}") else (line,))]
+    assert copy.read_text().splitlines() == wanted
+
+
+KEPT = "(mask * weight).sum(-1) / mask.sum(-1)"
+PER_ROW = "(mask * log_probs).sum(-1) / mask.sum(-1)"
+TRAIN = """
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    mask = torch.ones(3, 6)
+    mask[1] = 0
+    loss(model(torch.ones(3, 4)), torch.ones(3, 6), mask).backward()
+"""
+GIVEN = "log_probs, weight, mask"
+LOSS = f"import torch\n\n\ndef loss({GIVEN}):\n    kept = {KEPT}\n{{}}    per_row = {PER_ROW}\n    return (per_row * kept).mean()\n{TRAIN}"
+BESIDE = f"def kept_of({GIVEN}):\n    kept = {KEPT}\n    return kept\n"
+USING = f"""import torch
+import importlib.util as util
+from pathlib import Path
+
+spec = util.spec_from_file_location("beside", Path(__file__).parent / "{{}}")
+beside = util.module_from_spec(spec)
+spec.loader.exec_module(beside)
+
+
+def loss({GIVEN}):
+    kept = beside.kept_of({GIVEN})
+    per_row = {PER_ROW}
+    return (per_row * kept).mean()
+{TRAIN}"""
+MENDED = (f"kept = {KEPT}.clamp(min=1.0)", f"per_row = {PER_ROW}.clamp(min=1.0)")
+
+TWO_PLACES = {  # the files of a project by name, the one that trains first; headers and hunks of the patch
+    "one after the other": ({"train.py": LOSS.format("")}, ["--- train.py", "+++ train.py"], 1),
+    "near": ({"train.py": LOSS.format("    \n" * 5)}, ["--- train.py", "+++ train.py"], 1),
+    "far": ({"train.py": LOSS.format("    \n" * 20)}, ["--- train.py", "+++ train.py"], 2),
+    "two files": (
+        {"train.py": USING.format("terms.py"), "terms.py": BESIDE},
+        ["--- terms.py", "+++ terms.py", "--- train.py", "+++ train.py"],
+        2,
+    ),
+    "two folders": (
+        {"train.py": USING.format("my terms/kept.py"), "my terms/kept.py": BESIDE},
+        ["--- my terms/kept.py\t", "+++ my terms/kept.py\t", "--- train.py", "+++ train.py"],
+        2,
+    ),
+    "one name": (
+        {"train/loss.py": USING.format("../terms/loss.py"), "terms/loss.py": BESIDE},
+        ["--- terms/loss.py", "+++ terms/loss.py", "--- train/loss.py", "+++ train/loss.py"],
+        2,
+    ),
+}
+
+
+def project(files: dict[str, str], root: Path) -> Path:
+    """The files of a project, and which of them trains."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    return root / next(iter(files))
+
+
+@pytest.mark.parametrize("name", TWO_PLACES)
+def test_a_fix_at_two_places_is_one_patch(name: str, tmp_path: Path) -> None:
+    """With a header for each file, and its changes in order; tools take it whole, and the run is healthy then."""
+    files, headers, hunks = TWO_PLACES[name]
+    script = project(files, tmp_path / "project")
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fix = written_fix(incident)
+    assert fix is not None and fix.proven and not fix.rest
+    lines = unified(fix).splitlines()
+    assert [line for line in lines if line.startswith(("--- ", "+++ "))] == headers
+    assert sum(line.startswith("@@") for line in lines) == hunks
+    assert [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")] == list(MENDED)
+    copy = patched_all(tmp_path / "project", list(files), fix, tmp_path / "mended")
+    assert not new.watched(new.load(copy / next(iter(files))), tmp_path / "after").incidents
+
+
+@pytest.mark.parametrize("form", [".txt", ".md", ".html"])
+def test_a_place_without_a_diff_is_told_in_words_beside_the_other(form: str, tmp_path: Path) -> None:
+    """One of the files has other bytes than a patch would quote: what is to be done there is said, and that there is no diff of it."""
+    files = {"train.py": USING.format("terms.py"), "terms.py": BESIDE.replace("\n", "\r\n")}
+    verdict = new.watched(new.load(project(files, tmp_path / "project")), tmp_path / "runs")
+    fix = written_fix(verdict.incidents[0])
+    assert fix is not None and fix.proven and len(fix.diffs) == 1
+    assert fix.rest == ("clamp mask.sum(-1) to at least 1 before dividing (terms.py:2)",)
+    assert [line for line in unified(fix).splitlines() if line.startswith("+")] == ["+++ train.py", f"+    {MENDED[1]}"]
+    shown = " ".join(RENDERERS[form](verdict, None).decode().split())
+    assert "clamp mask.sum(-1) to at least 1 before dividing (terms.py:2)" in re.sub(r"<[^>]+>|[\\`]", "", shown)
+    assert "no diff" in shown
+
+
+def test_a_fix_that_is_written_whole_goes_before_one_of_which_a_part_is() -> None:
+    """Also where that one is the better: it can be applied."""
+    part = Fix("x", "", None, True, True, distortion=0.0, diffs=(Diff("a.py", 1, ("a",), ("b",)),), rest=("c",))
+    whole = replace(part, id="y", rest=())
+    assert written_fix(replace(INCIDENT, fixes=(part, whole))) == whole
+    assert written_fix(replace(INCIDENT, fixes=(part,))) == part
+
+
+PATHS = {  # what two files of one patch are called
+    "beside each other": ("/home/me/project/a.py", "/home/me/project/b.py", ["a.py", "b.py"]),
+    "below each other": ("/home/me/project/a.py", "/home/me/project/losses/b.py", ["a.py", "losses/b.py"]),
+    "of the machine": ("/home/me/project/a.py", "/usr/lib/python3/trl/b.py", ["a.py", "b.py"]),
+    "of two people": ("/home/me/a.py", "/home/you/b.py", ["a.py", "b.py"]),
+    "out of the folder": ("/home/me/project/a.py", "/home/me/project/../../b.py", ["a.py", "b.py"]),
+    "without a folder": ("a.py", "b.py", ["a.py", "b.py"]),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_patch_names_files_from_their_folder_and_no_folder_of_the_machine(name: str) -> None:
+    """Whose home it is nobody learns from it, and no tool writes outside of the folder that it is called in."""
+    *files, names = PATHS[name]
+    fix = Fix("x", "", None, True, True, distortion=0.0, diffs=tuple(Diff(str(file), 1, ("a",), ("b",)) for file in files))
+    assert [hunk.file for hunk in hunks_of(fix)] == names
+
+
+def test_two_files_of_one_name_are_two() -> None:
+    """Whatever they are called, lines of one are not taken for lines of the other."""
+    diffs = tuple(Diff(file, 2, ("a",), ("b",), ("above",), ("below",)) for file in ("/home/me/loss.py", "/usr/lib/loss.py"))
+    lines = unified(Fix("x", "", None, True, True, distortion=0.0, diffs=diffs)).splitlines()
+    assert [line for line in lines if line.startswith(("-", "+", "@"))] == 2 * ["--- loss.py", "+++ loss.py", "@@ -1,3 +1,3 @@", "-a", "+b"]

@@ -15,8 +15,9 @@ from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
 from nanscope.program.ops import FLOW
 from nanscope.program.program import Program
+from nanscope.program.spelling import Phrase
 from nanscope.reproduce.alike import Case
-from nanscope.reproduce.idioms import ROWS, Asked, Phrase, generic, idiom
+from nanscope.reproduce.idioms import ROWS, Asked, generic, idiom
 from nanscope.reproduce.names import Remembered
 from nanscope.reproduce.script import source_of
 from tests.conftest import NIGHTLY
@@ -110,7 +111,7 @@ WRITTEN: list[tuple[str, tuple[Tensor, ...], tuple[Arg, ...], dict[str, Arg], st
     ("permute.default", (F,), (X, (1, 0)), {}, "x.permute(1, 0)"),
     ("t.default", (F,), (X,), {}, "x.t()"),
     ("_to_copy.default", (F,), (X,), {"dtype": torch.float64}, "x.double()"),
-    ("_to_copy.default", (F,), (X,), {"dtype": torch.bfloat16}, "x.to(torch.bfloat16)"),
+    ("_to_copy.default", (F,), (X,), {"dtype": torch.bfloat16}, "x.bfloat16()"),
     ("clamp.default", (F,), (X, None, 1.0), {}, "x.clamp(max=1.0)"),
     ("clamp.default", (F,), (X, -1.0, 1.0), {}, "x.clamp(min=-1.0, max=1.0)"),
     ("clamp_min.default", (F,), (X, 0.0), {}, "torch.clamp_min(x, min=0.0)"),

@@ -1,108 +1,91 @@
-"""How values lie in memory: every answer is that of a list of the positions of all elements."""
+"""How a tensor lies in the batch: one number a row is told by its row, and no dimension is called tokens that is none."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from recorded import record
 from torch import Tensor
 
-from nanscope.capture.account import Balance
-from nanscope.capture.entries import Value
-from nanscope.capture.layout import copy_of, covers, first_row, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
-from nanscope.capture.values import Values
+from nanscope.verdict.layout import Layout, layout_of
 
-MEMORY = torch.arange(64.0)
-VIEWS = st.tuples(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=0, max_size=3), st.integers(0, 12)
-)  # (size, stride) of each dimension, offset
+B, T, D = 6, 4, 3
 
 
-def view(drawn: tuple[list[tuple[int, int]], int]) -> Tensor:
-    dimensions, offset = drawn
-    return MEMORY.as_strided([size for size, _ in dimensions], [stride for _, stride in dimensions], offset)
+def per_row(logps: Tensor, mask: Tensor) -> Tensor:
+    row_loss = (logps * mask).sum(-1) / mask.sum(-1)
+    return row_loss.mean()
 
 
-def value_of(tensor: Tensor) -> Value:
-    return Values(Balance(1 << 20), None).leaf(tensor)
+def kept_dimension(logps: Tensor, mask: Tensor) -> Tensor:
+    seq_ratio = (logps * mask).sum(-1, keepdim=True).exp()
+    return (seq_ratio * mask).sum()
 
 
-def positions(tensor: Tensor) -> list[int]:
-    steps = [[n * stride for n in range(size)] for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return sorted(tensor.storage_offset() + sum(index) for index in itertools.product(*steps))
+def without_a_batch(rewards: Tensor, baseline: Tensor) -> Tensor:
+    scaled = rewards / baseline
+    return scaled.mean()
 
 
-@given(VIEWS)
-def test_elements_that_are_one_memory_are_noticed(drawn: tuple[list[tuple[int, int]], int]) -> None:
-    """Never missed; and never seen where dimensions lie inside each other, as slices and transposed ones do."""
-    tensor = view(drawn)
-    found = overlaps(value_of(tensor))
-    assert found or len(set(positions(tensor))) == tensor.numel()
-    assert not overlaps(value_of(MEMORY.view(4, 4, 4)[1:, ::2].transpose(0, 2)))
+def per_position(logps: Tensor, mask: Tensor) -> Tensor:
+    profile = (logps * mask).sum(0)
+    return profile.mean()
 
 
-@given(VIEWS)
-def test_dense_is_without_gaps(drawn: tuple[list[tuple[int, int]], int]) -> None:
-    """A dense value takes as many positions as it has elements, one after the other; what covers memory begins where that does."""
-    tensor = view(drawn)
-    taken = positions(tensor)
-    dense = taken == list(range(taken[0], taken[0] + tensor.numel()))
-    assert is_dense(value_of(tensor)) == dense
-    assert covers(value_of(tensor), tensor.untyped_storage()) == (dense and taken == list(range(64)))
-    assert covers(value_of(MEMORY.view(8, 8).t()), MEMORY.untyped_storage())
+def per_token(logps: Tensor, mask: Tensor) -> Tensor:
+    token_loss = -logps * mask
+    return token_loss.sum()
 
 
-@given(VIEWS, VIEWS)
-def test_two_values_meet_where_they_share_a_position(
-    one: tuple[list[tuple[int, int]], int], other: tuple[list[tuple[int, int]], int]
-) -> None:
-    """Element by element: two columns lie between each other and do not meet."""
-    a, b = view(one), view(other)
-    assert meet(value_of(a), value_of(b)) == bool(set(positions(a)) & set(positions(b)))
-    assert not meet(value_of(MEMORY.view(8, 8)[:, :4]), value_of(MEMORY.view(8, 8)[:, 4:]))
+def states(states: Tensor, target: Tensor) -> Tensor:
+    error = (states - target).pow(2)
+    return error.mean()
 
 
-@given(
-    st.lists(st.integers(0, 6), max_size=3),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=3, max_size=3),
-    st.tuples(st.integers(0, 20), st.integers(0, 20)),
+def actions(logits: Tensor, advantages: Tensor) -> Tensor:
+    action_logps = torch.log_softmax(logits, -1)
+    return (action_logps * advantages).mean()
+
+
+def volume(logits: Tensor, mask: Tensor) -> Tensor:
+    scaled_logits = logits / 0.7
+    return (scaled_logits.amax(-1) * mask).sum()
+
+
+def of_the_model(logps: Tensor, mask: Tensor, hidden_scale: Tensor) -> Tensor:
+    hidden_bias = hidden_scale * 2
+    return (logps * mask).sum() + hidden_bias.sum()
+
+
+LOGPS, MASK = torch.randn(B, T), torch.ones(B, T)
+
+
+@pytest.mark.parametrize(
+    ("loss", "tensors", "name", "layout", "shape", "spot"),
+    [
+        (per_row, (LOGPS, MASK), "row_loss", Layout.ROWS, (B, T), "row 2"),
+        (kept_dimension, (LOGPS, MASK), "seq_ratio", Layout.ROWS, (B, T), "row 2"),
+        (without_a_batch, (torch.randn(B), torch.randn(B)), "scaled", Layout.ELEMENTS, (B,), "element 1"),
+        (per_position, (LOGPS, MASK), "profile", Layout.ELEMENTS, (T,), "element 1"),
+        (per_row, (torch.randn(T, T), torch.ones(T, T)), "row_loss", Layout.ELEMENTS, (T,), "element 1"),  # rows, or positions?
+        (per_token, (LOGPS, MASK), "token_loss", Layout.TOKENS, (B, T), "row 2, token 1"),
+        (states, (torch.randn(B, D), torch.randn(B, D)), "error", Layout.COLUMNS, (B, D), "row 2, column 1"),
+        (actions, (torch.randn(B, D), torch.randn(B, 1)), "action_logps", Layout.COLUMNS, (B, D), "row 2, column 1"),
+        (volume, (torch.randn(B, T, D), MASK), "scaled_logits", Layout.COLUMNS, (B, T, D), "row 2, column 1"),
+        (of_the_model, (LOGPS, MASK, torch.randn(B)), "hidden_bias", Layout.ELEMENTS, (B,), "element 1"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_what_lies_apart_does_not_meet(strides: list[int], sizes: list[tuple[int, int]], offsets: tuple[int, int]) -> None:
-    """Whatever the strides; and the pieces of a split do, along whichever dimension."""
-    one, other = (view(([(size[n], stride) for size, stride in zip(sizes, strides, strict=False)], offsets[n])) for n in (0, 1))
-    assert not (lie_apart(value_of(one), value_of(other)) and meet(value_of(one), value_of(other)))
-    for dim in range(3):
-        first, second, _ = MEMORY[:60].view(3, 5, 4).movedim(0, dim).split([1, 1, 1], dim)
-        assert lie_apart(value_of(first), value_of(second)) and lie_apart(value_of(second), value_of(first))
-
-
-@given(VIEWS)
-def test_a_copy_lies_as_the_original_where_elements_are_one_memory(drawn: tuple[list[tuple[int, int]], int]) -> None:
-    """An expanded row stays one; the elements are the same in any case, and the memory is another."""
-    tensor = view(drawn)
-    value = value_of(tensor)
-    copy = copy_of(value, tensor)
-    assert torch.equal(copy, tensor) and copy.untyped_storage().data_ptr() != MEMORY.untyped_storage().data_ptr()
-    assert copy.stride() == tensor.stride() or not overlaps(value)
-
-
-def test_the_order_of_memory() -> None:
-    """From the slowest dimension to the fastest."""
-    turned = value_of(MEMORY.view(2, 4, 8).permute(2, 0, 1))
-    assert memory_order(turned) == (1, 2, 0) and is_turned(turned)
-    assert not is_turned(value_of(MEMORY.view(2, 4, 8)))
-
-
-@given(VIEWS, VIEWS)
-def test_rows_of_another_tensor_are_told_by_the_first(
-    one: tuple[list[tuple[int, int]], int], other: tuple[list[tuple[int, int]], int]
+def test_a_tensor_is_told_by_what_its_dimensions_are(
+    loss: Callable[..., Tensor], tensors: tuple[Tensor, ...], name: str, layout: Layout, shape: tuple[int, ...], spot: str
 ) -> None:
-    """What is said to be rows from some place on is just these elements."""
-    whole, part = view(one), view(other)
-    start = first_row(whole, part) if whole.dim() else None
-    if start is not None:
-        assert positions(whole[start : start + len(part)]) == positions(part)
-    if whole.dim() and whole.stride(0):
-        assert [first_row(whole, whole[row:]) for row in range(len(whole))] == list(range(len(whole)))
+    """By its row where it has one number for each, by row and token where it has one for each of these, and else by neither."""
+    trace = record(loss, tensors[0].clone().requires_grad_(), *tensors[1:]).trace
+    value = next(value for value in trace.values if trace.names.name(value) == name)
+    assert layout_of(trace, value) == (layout, torch.Size(shape)) and layout.spot(2, 1) == spot
+
+
+def test_numbers_of_a_large_batch_are_legible() -> None:
+    assert Layout.TOKENS.spot(511, 8191) == "row 511, token 8,191"

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional
 
+from nanscope.locate import forward
 from nanscope.locate.forward import Birth, walk_back
-from nanscope.locate.location import spotted
+from nanscope.locate.location import locate, spotted
+from nanscope.locate.observe import observe
 from nanscope.locate.origin import Phase
 from nanscope.locate.trace import Trace
 from nanscope.roles import Role
@@ -421,3 +423,124 @@ def test_a_loss_that_is_put_together_may_lose_the_gradient_of_what_it_reads() ->
     recorded = record(lambda x, y: functional.mse_loss(x, y) * 50000.0, x, y)
     location = recorded.location
     assert location is not None and (location.phase, location.origin.op, location.origin.shape) == (Phase.BACKWARD, "mse_loss", ())
+
+
+def by_the_same_count(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Two means over the tokens of a row, of which the first is computed first."""
+    kept = (values.detach().abs() * mask).sum(-1) / mask.sum(-1)
+    per_row = (values * mask).sum(-1) / mask.sum(-1)
+    return kept, per_row
+
+
+TWICE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # where both of them meet; the weight is bad itself in some of the tests
+    "the later one stands first": lambda kept, per_row, weight: (per_row * kept).mean(),
+    "the earlier one does": lambda kept, per_row, weight: (kept * per_row).mean(),
+    "further on": lambda kept, per_row, weight: (per_row.exp() - weight * kept.clamp(max=5).neg()).sum(),
+    "in a list": lambda kept, per_row, weight: torch.stack([weight, per_row.mean(), kept.mean()]).sum(),
+    "one behind the other": lambda kept, per_row, weight: ((per_row + kept) * per_row).sum(),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("weight", [1.0, NAN])
+def test_of_what_is_born_bad_twice_the_first_in_the_program_is_told(name: str, weight: float) -> None:
+    """However the code goes on with both; and what was bad before it was read comes before a weight."""
+    mask = torch.ones(4, 5)
+    mask[2] = 0
+
+    def loss(values: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+        return TWICE[name](*by_the_same_count(values, mask), weight)
+
+    recorded = record(loss, leaf(4, 5), mask, torch.tensor(weight, requires_grad=True))
+    leaves = tuple(one if recorded.tensors[one.id].dim() else replace(one, origin="parameter") for one in recorded.program.leaves)
+    location = replace(recorded, program=replace(recorded.program, leaves=leaves)).location
+    assert location is not None and location.origin.born
+    assert (location.origin.variable, location.origin.index) == ("kept", (2,))
+    assert location.other is not None and (location.other.variable, location.other.index) == ("per_row", (2,))
+    assert location.chain[location.met].op == {"further on": "sub", "in a list": "sum", "one behind the other": "add"}.get(name, "mul")
+
+
+@pytest.mark.parametrize(("origin", "made_by"), [("data", ""), ("opaque", "backward")])
+def test_bad_data_come_before_what_is_made_beside_them(origin: str, made_by: str) -> None:
+    """A reward of NaN came with the batch, and the mean over nothing that it meets was made later; a gradient that the code takes after that
+    comes later still, though nothing recorded has made it either."""
+
+    def loss(values: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+        _, per_row = by_the_same_count(values, mask)
+        return (per_row * rewards).mean()
+
+    mask, rewards = torch.ones(4, 5), torch.ones(4)
+    mask[2], rewards[2] = 0, NAN
+    recorded = record(loss, leaf(4, 5), mask, rewards)
+    leaves = tuple(replace(one, origin=origin, made_by=made_by) if one.name == "rewards" else one for one in recorded.program.leaves)
+    location = replace(recorded, program=replace(recorded.program, leaves=leaves)).location
+    assert location is not None and location.origin.variable == ("rewards" if origin == "data" else "per_row")
+    assert (location.other is not None and location.other.variable == "per_row") == (origin == "data")
+
+
+def test_one_birth_is_no_second_one() -> None:
+    """Whatever is made of it, by however many ways it comes to the loss, and whichever other elements are bad."""
+
+    def loss(values: Tensor, mask: Tensor) -> Tensor:
+        _, per_row = by_the_same_count(values, mask)
+        return (per_row * per_row.exp() + per_row.sin() * (per_row - 1)).mean()
+
+    mask = torch.ones(4, 5)
+    mask[1:3] = 0
+    location = record(loss, leaf(4, 5), mask).location
+    assert location is not None and (location.origin.variable, location.origin.index) == ("per_row", (1,))
+    assert location.other is None
+
+
+def test_a_mask_that_meets_an_overflow_is_no_second_birth() -> None:
+    """It is meant."""
+
+    def loss(values: Tensor, mask: Tensor) -> Tensor:
+        scores = values.exp().neg() + mask.log()
+        return scores.sum()
+
+    location = record(loss, torch.tensor([[1.0, 200.0]], requires_grad=True), hole(0, 1, (1, 2))).location
+    assert location is not None and location.origin.op == "exp" and location.other is None
+
+
+@pytest.mark.parametrize(("turns", "first"), [(20, False), (20, True), (400, True)])
+def test_of_the_turns_of_a_loop_the_first_is_told(turns: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adds a mean over nothing: one fault, and no walk without end."""
+
+    def loss(values: Tensor, mask: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(turns):
+            turn = by_the_same_count(values, mask)[1].sum()
+            total = total + turn if first else turn + total
+        return total
+
+    trace, seen = record(loss, leaf(1, 2), torch.zeros(1, 2)).trace, list[int]()
+    original = forward.bad_sources
+    monkeypatch.setattr(forward, "bad_sources", lambda trace, call, value, flat: seen.append(value) or original(trace, call, value, flat))
+    root = walk_back(trace, trace.program.output, 0)
+    assert next(call.outs[0] for call in trace.program.calls if call.name == "div") == root.value
+    assert not root.other and len(set(seen)) < turns + 2 * forward.ENOUGH
+
+
+def test_the_link_that_is_made_of_both_names_the_other_birth() -> None:
+    """With the line where that was, and in backward, too."""
+
+    def forward_harm(values: Tensor, mask: Tensor) -> Tensor:
+        kept, per_row = by_the_same_count(values, mask)
+        return (per_row * kept).mean()
+
+    def backward_harm(values: Tensor, mask: Tensor) -> Tensor:
+        kept, per_row = by_the_same_count(values, mask)
+        return torch.where(mask[:, 0] > 0, per_row * kept, 0.0).mean()
+
+    mask = torch.ones(4, 5)
+    mask[2] = 0
+    for loss in (forward_harm, backward_harm):
+        trace = record(loss, leaf(4, 5), mask).trace
+        location = locate(trace)
+        assert location is not None and location.other is not None
+        chain = observe(location, trace).chain
+        assert [link.text for link in chain if not link.backward][:2] == [
+            "kept[2]",
+            f"mul[2] (also of per_row[2] = NaN, born at line {location.other.line})",
+        ]

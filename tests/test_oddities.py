@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import nanscope
+from nanscope.compare.steps import histories
+from nanscope.snapshot.file import load
+from nanscope.snapshot.history import read
 from nanscope.watching.oddities import Usual, repeated_tokens
 
 
@@ -95,6 +98,21 @@ def test_a_spike_is_told_by_how_far_it_is_out_of_scale(tmp_path: Path) -> None:
     (incident,) = scope.verdict.incidents
     assert (incident.step, incident.cause, incident.suspect, incident.origin.op) == (5, "unknown", True, "div")
     assert "times the largest loss of the 4 steps before" in incident.sentence and scope.verdict.status == "suspect"
+    assert {(entry.step, entry.bad, entry.nonfinite, entry.ruined) for entry in scope.history.entries if entry.bad} == {
+        (5, True, False, "spike")
+    }
+    (path,) = tmp_path.rglob("step-*.safetensors")
+    assert [(entry.nonfinite, entry.ruined) for entry in load(path).history][-1] == (False, "spike")
+
+
+def test_a_run_with_a_spike_beside_one_without_differs_by_a_spike(tmp_path: Path) -> None:
+    """Nothing in it was non-finite, and its history says so."""
+    for name, size in (("calm", 1.0), ("spiked", 1e9)):
+        with nanscope.watch(out=tmp_path / name):
+            train(lambda step: size if step == 5 else 1.0)
+    calm, spiked = (read(path) for name in ("calm", "spiked") for path in sorted((tmp_path / name).rglob("history.rank0.jsonl")))
+    told = {line.name: (line.step, line.a, line.b) for line in histories(calm, spiked)}
+    assert told["ruined"] == (5, None, "spike") and "nonfinite" not in told
 
 
 def test_a_spike_in_the_first_steps_is_none(tmp_path: Path) -> None:

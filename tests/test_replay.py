@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -133,3 +134,41 @@ def test_the_rows_are_a_frame() -> None:
     found = replayed.frame()
     assert list(found.index) == [row.id for row in replayed.rows] and found.index.name == "id"
     assert found.loc["mask_before_op", "works"] and not found.loc["where_after_op", "works"]
+
+
+def two_means(logps: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    kept = (mask * weight).sum(-1) / mask.sum(-1)
+    seen = (mask * weight.square()).sum(-1) / mask.sum(-1)
+    return (logps.mean(-1) * seen * kept).mean()
+
+
+def two_means_with_gradient(logps: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    kept = (mask * weight).sum(-1) / mask.sum(-1)
+    per_row = (mask * logps).sum(-1) / mask.sum(-1)
+    return (per_row * kept).mean()
+
+
+def two_faults(logps: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    kept = (mask * weight).sum(-1) / mask.sum(-1)
+    scale = (weight.mean() - 0.5).log()
+    return (logps.mean(-1) * scale * kept).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "works"),
+    [
+        (two_means, {"where_after_op", "nan_to_num_after_op"}),  # data are mended, and no gradient goes through them
+        (two_means_with_gradient, set()),
+        (two_faults, {"where_after_op", "nan_to_num_after_op"}),  # that two edits heal
+    ],
+)
+def test_a_tempting_fix_is_tried_at_all_places_of_the_fix(loss: Callable[..., Tensor], works: set[str]) -> None:
+    """None of them fails for want of the second place, and what fails does so at both."""
+    mask = torch.ones(3, 5)
+    mask[1] = 0
+    replayed = record(loss, leaf(3, 5), mask, torch.full((3, 5), 0.25)).replay()
+    assert any(row.works for row in replayed.rows if row.kind == "fix")
+    controls = {row.id: row for row in replayed.rows if row.kind == "control"}
+    assert controls.keys() == CONTROLS.keys()
+    assert {name for name, row in controls.items() if row.works} == works
+    assert all("kept, after div; the same at line" in row.label for row in controls.values())

@@ -17,6 +17,7 @@ from nanscope.audit.normalisation import Normalised, Twice, normalised
 from nanscope.audit.step import AuditedStep, Part, empty_rows, masked
 from nanscope.audit.weights import MOST_STEPS, SAME, SCHEMES, Pattern, Scheme, is_constant
 from nanscope.audit.words import sizes
+from nanscope.objective.advantages import group_size
 from nanscope.text import count, number
 
 COUNTS = {
@@ -306,7 +307,7 @@ def _left_out(step: AuditedStep) -> Iterator[Finding]:
 
 def _normalised_twice(step: AuditedStep) -> Iterator[Finding]:
     """Advantages that were normalised a second time."""
-    found = normalised(step.advantages(), step.mask_BT, step.group_size or _group_size(step.settings))
+    found = normalised(step.advantages(), step.mask_BT, step.group_size or group_size(step.settings))
     figures = {"mean": found.mean, "spread": found.spread, "group_mean": found.group_mean, "group_spread": found.group_spread}
     again = _settings_say_twice(step.settings)
     if found.twice is Twice.SEEN:
@@ -359,11 +360,6 @@ def _settings_say_twice(settings: Mapping[str, Any]) -> str:
     if settings.get("scale_rewards") in ("group", True) or settings.get("grpo_norm_by_std") is True:
         return f"each group is divided by its deviation, and {again}=True normalises the batch again"
     return ""
-
-
-def _group_size(settings: Mapping[str, Any]) -> int | None:
-    names = ("num_generations", "n_samples_per_prompt", "num_generations_per_prompt")
-    return next((value for name in names if isinstance(value := settings.get(name), int) and value > 1), None)
 
 
 Rule = Callable[[AuditedStep], Iterator[Finding]]

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from nanscope.compare.model import ComparedCall, ComparedLeaf, ComparedStep, Comparison, Difference
+from nanscope.errors import NanscopeError
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Call, refs
+from nanscope.program.calls import Call, Computes, refs
 from nanscope.program.program import Program
 from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry, last_entries
 from nanscope.snapshot.runs import bad_step_files, in_order
 from nanscope.snapshot.runs import histories as histories_of
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import unravel
+from nanscope.text import show_index, unravel
 
 MOST = 20_000  # calls that are laid side by side where the two programs are not the same
 HISTORY = 64 << 20  # bytes of one, in which its last steps stand
@@ -60,18 +61,31 @@ def compare(a: Snapshot, b: Snapshot, names: tuple[str, str] = ("A", "B")) -> Co
 def replayed(a: Snapshot, name: str = "recorded") -> Comparison:
     """Compare a saved step, as it was recorded, with itself as it comes out here: the loss and the gradients that the file keeps.
 
-    Raises ProgramError if it cannot be run.
+    Raises ProgramError if it cannot be run, NanscopeError if it is none of a loss.
     """
+    if a.program.computes is not Computes.LOSS or not a.program.calls:
+        raise NanscopeError(
+            "nothing in this file is to come out again: it holds a loss and gradients, and its program computes none. Name a second file",
+            slug="nothing-to-compare",
+        )
     trace = Trace.of(a.program, a.tensors)
-    pairs = [(name or str(leaf), a.grads[leaf], trace.run.grads.get(leaf)) for leaf, name in _named(trace) if leaf in a.grads]
+    made = trace.values[a.program.output]
     leaves = []
     if a.loss is not None:
-        leaves.append(ComparedLeaf("loss", "loss", apart(a.loss, trace.values[a.program.output].reshape(a.loss.shape))))
-    for called, kept, now in pairs:
-        note = "no gradient came here" if now is None else ""
-        leaves.append(ComparedLeaf(f"gradient of {called}", "grad", None if now is None else apart(kept, now), note))
-    loss = float(trace.values[a.program.output].double().sum())
-    return Comparison(name, "replayed", _loss(a), loss, tuple(leaves), len(a.program.calls), len(a.program.calls))
+        leaves.append(_again("loss", "loss", a.loss, made.reshape(a.loss.shape) if made.numel() == a.loss.numel() else made))
+    for leaf, called in _named(trace):
+        if leaf in a.grads:
+            leaves.append(_again(f"gradient of {called or leaf}", "grad", a.grads[leaf], trace.run.grads.get(leaf)))
+    return Comparison(name, "replayed", _loss(a), float(made.double().sum()), tuple(leaves), len(a.program.calls), len(a.program.calls))
+
+
+def _again(name: str, role: str, kept: Tensor, now: Tensor | None) -> ComparedLeaf:
+    """What a file keeps of a result, and what comes out here."""
+    if now is None:
+        return ComparedLeaf(name, role, None, "no gradient came here")
+    if now.shape != kept.shape:
+        return ComparedLeaf(name, role, None, f"{show_index(kept.shape)} in the file, {show_index(now.shape)} here")
+    return ComparedLeaf(name, role, apart(kept, now))
 
 
 def histories(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[ComparedStep, ...]:

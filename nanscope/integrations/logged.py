@@ -62,10 +62,10 @@ class FolderStretch:
 
     def _numbers(self, entry: Entry) -> dict[str, float]:
         worker, step = entry.worker or "", (entry.worker or "", entry.step, entry.update or 1)
-        another = entry.nonfinite and step not in self._bad
+        another = entry.bad and step not in self._bad
         if another:
             self._bad.add(step)
-        return self._scalars.setdefault(worker, Scalars()).of(replace(entry, rank=0, nonfinite=another))
+        return self._scalars.setdefault(worker, Scalars()).of(replace(entry, rank=0, nonfinite=another, ruined=None))
 
 
 class Logged:

@@ -43,13 +43,9 @@ def why(trace: Trace, value: int, flat: int) -> Root:
     here, call = Root(Birth.BORN, ((value, flat),)), trace.program.maker(value)
     if call is None:
         return here
-    if not math.isfinite(at(trace.values[value], flat)):
-        root = walk_back(trace, value, flat)
-    elif bad := bad_sources(trace, call, value, flat):
-        found = walk_back(trace, *bad[0])
-        root = Root(found.birth, ((value, flat), *found.path))
-    else:
+    if math.isfinite(at(trace.values[value], flat)) and not bad_sources(trace, call, value, flat):
         return here
+    root = walk_back(trace, value, flat)
     return here if root.birth is Birth.INTENDED else root
 
 

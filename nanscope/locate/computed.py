@@ -136,9 +136,11 @@ class Computed:
 
     @staticmethod
     def _shifted(name: str, one: Role | None, other: Role | None) -> Role | None:
-        """What the sum or the difference of two values is: log-probs differ by a log-ratio."""
+        """What the sum or the difference of two values is: log-probs differ by a log-ratio, and noise on one leaves it what it is."""
         if name == "sub" and one in LOG_PROBS and other in LOG_PROBS:
             return Role.LOG_RATIO
+        if name == "add" and (one is None or other is None) and not LOG_PROBS.isdisjoint({one, other}):
+            return one or other
         return Role.LOG_RATIO if one is Role.LOG_RATIO and other in (Role.LOG_RATIO, Role.KL) else None
 
     def of_probabilities(self, call: Call) -> Role | None:

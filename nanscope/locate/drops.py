@@ -49,13 +49,15 @@ class Drop:
     how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "share" (−inf has no
     part in a softmax), "padding" (of a token that attention hides from all), "clamp" (replaced by a bound) or "replace" (nan_to_num,
     nansum). The last two put another number in the place of a token that the loss counts all the same.
-    by: id of the mask, None where there is none. name: what it is called.
+    by: id of the mask, None where there is none. name: what it is called. before: it is what the element was made of that is taken out, all
+    tokens of a row whose mean it is, and the loss counts the element.
     """
 
     call: int
     how: str
     by: int | None
     name: str | None
+    before: bool = False
 
 
 _Fate: TypeAlias = tuple[bool | None, tuple[Drop, ...], str | None]
@@ -372,7 +374,7 @@ class Drops:
                     continue
                 inside = tensor[tuple(index)]
                 if bool((inside == 0).all()) and bool((tensor != 0).any()):
-                    return Drop(position, "mask", mask, self.names.name(mask))
+                    return Drop(position, "mask", mask, self.names.name(mask), before=rows)
         return self._contracted(value, flat)
 
     def _contracted(self, value: int, flat: int) -> Drop | None:

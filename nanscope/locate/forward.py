@@ -7,8 +7,9 @@ where or indexing absorb never leads to harm, so the walk never meets it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -37,6 +38,7 @@ from nanscope.program.ops import (
 from nanscope.roles import Role
 
 DEEP = 10_000  # elements of one walk
+ENOUGH = 256  # elements beside the first way, among which other births are looked for
 
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm
 
@@ -45,7 +47,7 @@ FLIPPED = 1e6  # a flipped exponent bit makes a weight at least this much larger
 ZEROS = 12  # calls that are gone through from a zero to what it came of
 SMALL = 1e30  # a sum of products of numbers that come to less than this does not overflow, in no dtype as wide as bfloat16
 
-SEVERAL = 4  # infinities of one row that are followed: one may be a mask and the next an overflow
+SEVERAL = 4  # bad elements of one tensor that are followed: one may be a mask and the next an overflow, or made by another call
 
 _REPORTED = (Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS)
 
@@ -60,10 +62,12 @@ class Birth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Where a walk ended, and the path that led there (harm first)."""
+    """Where a walk ended, and the path that led there (harm first). other: the path to where another call made something bad that the same
+    harm came of; () if none did."""
 
     birth: Birth
     path: tuple[Spot, ...]
+    other: tuple[Spot, ...] = ()
 
     @property
     def value(self) -> int:
@@ -81,29 +85,82 @@ def walk_back(trace: Trace, value: int, flat: int, depth: int = 0) -> Root:
 
     At every call the same questions in the same order: does nobody make it (then it came in); is no operand bad (then it was written
     as a constant, is arithmetic on masks, hides an x / inf, is a mean over nothing but numbers that were left out as bad, or was born
-    here); did infinities meet and become NaN (then the fault is an infinity's, if one is an overflow); otherwise the first bad operand
-    goes on, NaN before infinity, since NaN explains NaN, and a weight last: what was bad before it was read came first.
+    here); did infinities meet and become NaN (then the fault is an infinity's, if one is an overflow); otherwise the bad operands go on,
+    NaN before infinity, since NaN explains NaN. Where these lead to several births, it was the first one in the program.
     """
-    path = [(value, flat)]
-    for _ in range(DEEP):
-        call = trace.program.maker(value)
-        if call is None:
-            return _root_of_leaf(trace, path)
-        bad = bad_sources(trace, call, value, flat)
-        nan = [spot for spot in bad if math.isnan(_number(trace, spot))]
-        if bad and not nan and math.isnan(_number(trace, (value, flat))):
-            return _where_infinities_met(trace, path, bad, depth)
-        if not bad:
-            if call.name in LITERALS or _times_nan(trace, call, value):
-                return _root_of_literal(trace, path)
-            intended = is_intended(trace, call)
-            hidden = None if intended else _hidden(trace, call, value, flat)
-            if hidden is None:
-                return Root(Birth.INTENDED if intended else Birth.BORN, tuple(path))
-            bad = [hidden]
-        value, flat = min(nan or bad, key=lambda spot: _told_last(trace, spot[0]))
-        path.append((value, flat))
-    return Root(Birth.BORN, tuple(path))
+    ways, roots, spare = [_Trail((value, flat))], list[Root](), ENOUGH
+    seen = defaultdict[int, set[int]](set)  # elements by value: of each a few are enough
+    while ways and spare:
+        way = ways.pop()
+        spare -= bool(roots)
+        value, flat = way.spot
+        if flat in seen[value] or len(seen[value]) == SEVERAL:
+            continue
+        seen[value].add(flat)
+        further = _further(trace, way, depth)
+        if isinstance(further, Root):
+            roots.append(further)
+        else:
+            ways += [_Trail(spot, way) for spot in reversed(further)]
+    first, *later = sorted(roots, key=lambda root: _rank(trace, root))
+    return replace(first, other=next((root.path for root in later if _is_another(trace, root, first)), ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trail:
+    """A bad element, and what was made of it."""
+
+    spot: Spot
+    after: _Trail | None = None
+
+    @property
+    def path(self) -> list[Spot]:
+        """All of them, from the harm to this one."""
+        way, path = self.after, [self.spot]
+        while way is not None:
+            path.append(way.spot)
+            way = way.after
+        return path[::-1]
+
+
+def _further(trace: Trace, way: _Trail, depth: int) -> Root | list[Spot]:
+    """Return what a bad element was made of that is bad, too, or that the walk has come to its end."""
+    value, flat = way.spot
+    call = trace.program.maker(value)
+    if call is None:
+        return _root_of_leaf(trace, way.path)
+    bad = bad_sources(trace, call, value, flat)
+    nan = [spot for spot in bad if math.isnan(_number(trace, spot))]
+    if bad and not nan and math.isnan(_number(trace, (value, flat))):
+        return _where_infinities_met(trace, way.path, bad, depth)
+    if bad:
+        return nan or bad
+    if call.name in LITERALS or _times_nan(trace, call, value):
+        return _root_of_literal(trace, way.path)
+    intended = is_intended(trace, call)
+    hidden = None if intended else _hidden(trace, call, value, flat)
+    if hidden is None:
+        return Root(Birth.INTENDED if intended else Birth.BORN, tuple(way.path))
+    return [hidden]
+
+
+def _rank(trace: Trace, root: Root) -> tuple[int, int, int]:
+    """What came first in the program; what came with the batch was there before. An infinity that came in may be meant, and is told later;
+    so is a weight, since what was bad before it was read came first (a bias after its matrix); and last what is meant."""
+    leaf, made = trace.program.leaf(root.value), trace.program.producers.get(root.value)
+    at = next(iter(trace.program.consumers.get(root.value, ())), -1) if made is None else made
+    if root.birth is Birth.INTENDED:
+        return 3, at, 0
+    if leaf is not None and leaf.is_of_model:
+        return 2, at, -trace.values[root.value].dim()
+    came = leaf is not None and leaf.origin == "data" and not leaf.made_by
+    return int(root.birth is Birth.FED and math.isinf(_number(trace, root.path[-1]))), -1 if came else at, 0
+
+
+def _is_another(trace: Trace, root: Root, first: Root) -> bool:
+    """Was something born there by another line of the code? The turns of a loop are one fault."""
+    made, known = trace.program.maker(root.value), trace.program.maker(first.value)
+    return root.birth is Birth.BORN and made is not None and (known is None or made.site != known.site or made.site < 0)
 
 
 def first_alike(trace: Trace, root: Root) -> Root:
@@ -116,7 +173,7 @@ def first_alike(trace: Trace, root: Root) -> Root:
         if flat == root.flat:
             break
         if _made_here(trace, call, root.value, flat) and _goes_on(trace, root, flat) and not _harmless(trace, root.value, flat):
-            return Root(root.birth, (*root.path[:-1], (root.value, flat)))
+            return replace(root, path=(*root.path[:-1], (root.value, flat)))
     return root
 
 
@@ -127,7 +184,7 @@ def flipped_weight(trace: Trace, root: Root) -> Root | None:
     for leaf in trace.program.slice(root.value).leaves:
         flat = _outlier(trace.values[leaf.id]) if leaf.origin == "parameter" else None
         if flat is not None:
-            return Root(Birth.FED, (*root.path, (leaf.id, flat)))
+            return Root(Birth.FED, (*root.path, (leaf.id, flat)), root.other)
     return None
 
 
@@ -167,7 +224,7 @@ def bad_sources(trace: Trace, call: Call, out: int, flat: int) -> list[Spot]:
         if not nan.numel() and alike.numel():
             bad = alike
         every = nan if nan.numel() else bad
-        found += [(source.value, int(position)) for position in every[: SEVERAL if along and not nan.numel() else 1]]
+        found += [(source.value, int(position)) for position in every[: SEVERAL if along or nan.numel() else 1]]
     if call.name in EXTREMA:  # of two, the one that was picked
         return [spot for spot in found if _number(trace, spot) == number] or found
     return found
@@ -215,11 +272,6 @@ def _is_literal(trace: Trace, value: int) -> bool:
     """Is it a number of the code, or data?"""
     made = trace.program.maker(value)
     return made is None or made.name in LITERALS
-
-
-def _told_last(trace: Trace, value: int) -> tuple[bool, int]:
-    """Of what a call read the weight is asked last, if another one was read before it, and a bias after its matrix."""
-    return (True, -trace.values[value].dim()) if _is_weight(trace, value) else (False, 0)
 
 
 def _is_weight(trace: Trace, value: int) -> bool:

@@ -23,7 +23,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.perform import perform
 from nanscope.snapshot.observation import Phase
-from nanscope.torch_inside import TorchDispatchMode
+from nanscope.torch_inside import Mode
 
 HALF = torch.float16  # the other one ends where float32 does
 LARGEST = torch.finfo(HALF).max
@@ -44,7 +44,7 @@ def leaves_half(origin: Element, phase: Phase, trace: Trace) -> bool:
     return bool(pairs) and all(bool(_beyond(made, exact, on_the_way)) for made, exact, on_the_way in pairs)
 
 
-class _Larger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Larger(Mode):
     """Sees whether a finite number beyond the range of half precision is made."""
 
     made = False

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from nanscope.locate.backward import walk_gradient, why
 from nanscope.locate.describe import crossing_at, element_at, phase_of
-from nanscope.locate.forward import Birth, bad_sources, first_alike, flipped_weight, is_intended, walk_back
-from nanscope.locate.origin import Location
+from nanscope.locate.forward import Birth, Root, bad_sources, first_alike, flipped_weight, is_intended, walk_back
+from nanscope.locate.origin import Crossing, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import at, first_nonfinite
@@ -48,7 +49,7 @@ def _forward(trace: Trace, flat: int, alike: bool = True) -> Location:
     phase = _PHASES.get(trace.program.computes) or phase_of(trace, origin, Phase.FORWARD)
     if origin.given is not None:
         phase, origin = Phase.INPUT, replace(origin, masked=None, drops=())  # all that is calculated with it is NaN
-    return Location(phase, origin, chain)
+    return Location(phase, origin, chain, *_other(trace, root))
 
 
 def _backward(trace: Trace, leaf: int) -> Location:
@@ -57,7 +58,15 @@ def _backward(trace: Trace, leaf: int) -> Location:
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED, via=spot[0])
     forth = tuple(crossing_at(trace, *crossed) for crossed in reversed(root.path))
     back = tuple(crossing_at(trace, *crossed, backward=True) for crossed in reversed(path))
-    return Location(phase_of(trace, origin, Phase.BACKWARD), origin, (*forth, *back))
+    return Location(phase_of(trace, origin, Phase.BACKWARD), origin, (*forth, *back), *_other(trace, root))
+
+
+def _other(trace: Trace, root: Root) -> tuple[Crossing | None, int]:
+    """Where else something was born bad, and which link of the chain was made of both."""
+    if not root.other:
+        return None, 0
+    met = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(root.path, root.other, strict=False)))
+    return crossing_at(trace, *root.other[-1]), len(root.path) - met
 
 
 def located(trace: Trace, flat: int) -> Location:

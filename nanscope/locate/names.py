@@ -3,6 +3,8 @@ names in the code, then by how they are computed."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from nanscope.locate.called import Called, around
 from nanscope.locate.computed import Computed
 from nanscope.locate.norms import Norms
@@ -11,14 +13,17 @@ from nanscope.locate.uses import Uses
 from nanscope.program.calls import Site
 from nanscope.program.ops import COPIES, DIVISIONS, PRODUCTS, SUMS
 from nanscope.program.program import Program
-from nanscope.roles import LOG_PROBS, SCORES, Role, role_of
+from nanscope.roles import LOG_PROBS, SCORES, Role, fitting, role_of
 
 
 class Names:
-    """What the values of a program are called and what they mean: by name first, then by how they are computed."""
+    """What the values of a program are called and what they mean: by name first, then by how they are computed.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    counted: the values that are known to be integers, or true and false.
+    """
+
+    def __init__(self, program: Program, counted: Container[int] = ()) -> None:
+        self.program, self._counted = program, counted
         self._uses = Uses(program)
         self._called = Called(program, self._uses)
         self._computed = Computed(self._called, self._uses)
@@ -49,8 +54,11 @@ class Names:
         """Return what a value means, None if neither its name nor its computation tells. via: the value to look downstream from.
 
         The surest witness speaks first: a name; what was noted where the program was cut; the computation; who reads it; and last what
-        stands around it in the source, which may be about something else.
+        stands around it in the source, which may be about something else. None of them makes a log-probability of an integer.
         """
+        return fitting(self._told(value, via), value not in self._counted)
+
+    def _told(self, value: int, via: int | None) -> Role | None:
         named, made = self.named(value), self.program.maker(value)
         if named is Role.REWARDS and made is not None and (made.module or self._uses.attends(value)):
             named = Role.ATTENTION  # inside a model scores are those of attention

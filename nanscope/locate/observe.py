@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.blame import blame_of
+from nanscope.locate.drops import Drop
 from nanscope.locate.facts import facts_of
 from nanscope.locate.names import Names
 from nanscope.locate.origin import NUMBER, Crossing, Element, Location
@@ -26,6 +27,7 @@ from nanscope.snapshot.observation import LONGEST, Facts, Kind, Link, Observatio
 from nanscope.text import number, show_index, unravel
 
 CLIPPED = "picked the other side"
+TOKENS = "all its tokens "  # are what is taken out, and the loss counts what was made of them
 
 
 def observe(location: Location, trace: Trace) -> Observation:
@@ -34,6 +36,8 @@ def observe(location: Location, trace: Trace) -> Observation:
     first = next((position for position, link in enumerate(chain) if link.backward), None)
     if first is not None and location.origin.born and math.isinf(location.origin.value) and location.origin.op in EXPONENTIALS:
         chain[first] = replace(chain[first], text=f"{chain[first].text} (0 · inf in {location.origin.op}'s backward)")
+    if location.other is not None and location.met < len(chain):
+        chain[location.met] = replace(chain[location.met], text=f"{chain[location.met].text} (also of {_birth_words(location.other)})")
     origin = _told(_as_returned(location.origin, trace), trace.program)
     facts, blame = facts_of(location, trace), blame_of(location, trace)
     return Observation(phase=location.phase, origin=origin, chain=tuple(chain), facts=facts, blame=blame)
@@ -41,6 +45,10 @@ def observe(location: Location, trace: Trace) -> Observation:
 
 def _link_words(step: Crossing) -> str:
     return f"{last_word(step.variable) if step.variable else step.op}{show_index(step.index)}"
+
+
+def _birth_words(step: Crossing) -> str:
+    return f"{_link_words(step)} = {number(step.value)}" + (f", born at line {step.line}" if step.line is not None else "")
 
 
 def _as_returned(origin: Element, trace: Trace) -> Element:
@@ -58,9 +66,9 @@ def _as_returned(origin: Element, trace: Trace) -> Element:
 
 def _told(origin: Element, program: Program) -> Origin:
     site = origin.site
-    masked_by = next((_drop_words(drop.how, drop.name) for drop in origin.drops if drop.how in ("mask", "select")), None)
+    masked_by = next((_drop_words(drop) for drop in origin.drops if drop.how in ("mask", "select")), None)
     if masked_by is None and origin.drops:
-        masked_by = _drop_words(origin.drops[-1].how, origin.drops[-1].name)
+        masked_by = _drop_words(origin.drops[-1])
     operands = tuple((operand_name(origin, position), operand.value) for position, operand in enumerate(origin.operands))
     call = program.calls[origin.call] if origin.call is not None else None
     operands += _infinite_setting(origin.value, call, operands)
@@ -157,8 +165,9 @@ def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     return apart[0] if len(apart) == 1 and not any(map(_NAN.fullmatch, given)) else "a number"
 
 
-def _drop_words(how: str, name: str | None) -> str:
-    return {
+def _drop_words(drop: Drop) -> str:
+    name = drop.name
+    words = {
         "mask": f"multiplied by {name or 'a mask'} = 0",
         "select": f"not selected by {name or 'an index'}",
         "padding": "padding, which nothing attends to",
@@ -166,7 +175,8 @@ def _drop_words(how: str, name: str | None) -> str:
         "clamp": "replaced by a bound of clamp",
         "replace": f"replaced by {name}",
         "share": f"of no weight in {(name or 'a softmax').lstrip('_')}",
-    }[how]
+    }[drop.how]
+    return TOKENS + words if drop.before else words
 
 
 def observe_weight(name: str | None, parameter: Tensor, flat: int, group: dict[str, Any]) -> Observation:

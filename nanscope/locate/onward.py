@@ -7,10 +7,12 @@ import re
 from nanscope.locate.called import Called, around
 from nanscope.locate.uses import FAR, Uses
 from nanscope.program.calls import Call, Computes
-from nanscope.program.ops import PRODUCTS, RESCALINGS, SELECTORS, SOFTMAXES, carries
+from nanscope.program.ops import DIFFERENCES, NATURAL_EXPONENTIALS, PRODUCTS, RESCALINGS, SELECTORS, SHIFTS, SOFTMAXES, carries
 from nanscope.roles import LOG_PROBS, SCORES, Role, in_words, role_of
 
 _WORTH = re.compile(r"(^|_)(critic|q\d?|qf\d?|q_?values?|values?|vf|vpred)($|_)")  # what states and actions are worth
+
+_LOGARITHMIC = LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS}  # of what is put to one of these only the result is one: of noise, or a bias
 
 _OF_LOSSES = frozenset({Role.LOSS, Role.RATIO, Role.LOG_RATIO})  # what of a token's part in the loss is named
 
@@ -25,7 +27,7 @@ class Onward:
         """The role of the first named value that this one goes into, or of who reads it."""
         made = self.program.maker(value)
         origin = None if made is None else self.program.site_of(made)
-        home = None if origin is None else origin.function
+        home, put = None if origin is None else origin.function, False
         for _ in range(60):
             readers = self.program.readers(value)
             if not readers:
@@ -46,8 +48,11 @@ class Onward:
             called = self.called.called_by(readers[0], value)
             if called in (None, Role.MASK) and self._weighs_loss(readers[0], value):
                 return Role.IS_WEIGHT
+            put = put or (not self.uses.carried(value) and self._is_put(readers[0], value))
             value = next((out for out in readers[0].outs if out is not None), value)
             role = called or self.called.named(value)
+            if called is None and (role in _LOGARITHMIC or readers[0].name in NATURAL_EXPONENTIALS) and put:
+                return None
             if role is not None and role is not Role.MASK:
                 return role
             if (
@@ -58,6 +63,19 @@ class Onward:
             ):
                 return role  # handed to a function that tells
         return None
+
+    def _is_put(self, reader: Call, value: int) -> bool:
+        """Is it put to log-probs or logits there, or are these divided by it: noise, an offset, a temperature?"""
+        others = {self._by_itself(other) for other in reader.inputs() if other != value}
+        return reader.name in SHIFTS | RESCALINGS and not others.isdisjoint(_LOGARITHMIC)
+
+    def _by_itself(self, value: int) -> Role | None:
+        """What a value is by its name, by what is done with it, or as what log-probs differ by."""
+        if (told := self.called.named(value) or self.uses.role(value)) is not None:
+            return told
+        made = self.program.maker_behind(value)
+        operands = () if made is None or made.name not in DIFFERENCES else made.inputs()
+        return Role.LOG_RATIO if any(self.called.named(operand) in LOG_PROBS for operand in operands) else None
 
     def _encloses(self, function: str, home: str | None) -> bool:
         """Has a function done something before the other one has? Then it has called that, and its name is that of what it does with all

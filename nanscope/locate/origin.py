@@ -74,8 +74,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a program went wrong: phase, origin, and the chain from there to the harm."""
+    """Where a program went wrong: phase, origin, and the chain from there to the harm.
+
+    other: where another call made something bad that the harm came of, too, None if none did. met: which link of the chain is of both.
+    """
 
     phase: Phase
     origin: Element
     chain: tuple[Crossing, ...]
+    other: Crossing | None = None
+    met: int = 0

@@ -41,7 +41,9 @@ class Trace:
     @cached_property
     def names(self) -> Names:
         """What the values are called and what they mean."""
-        return Names(self.program)
+        return Names(
+            self.program, {value for value, tensor in self.values.items() if not (tensor.is_floating_point() or tensor.is_complex())}
+        )
 
     @cached_property
     def drops(self) -> Drops:

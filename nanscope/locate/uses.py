@@ -253,14 +253,19 @@ class Uses:
             return None
         (other,) = [read for read in inputs if read != value] or inputs[:1]
         own = value in self._carried
-        if own == (other in self._carried) or call.outs[0] is None:
-            return None
+        if own == (other in self._carried) or call.outs[0] is None or any(map(self._is_difference, inputs)):
+            return None  # what is taken from a log-ratio shifts that
         raised = self._raised(call.outs[0])
         if raised is None:
             return None
         if own:
             return Role.LOG_PROBS
         return Role.REF_LOG_PROBS if self.less_its_operand(raised) else Role.OLD_LOG_PROBS
+
+    def _is_difference(self, value: int) -> bool:
+        """Is it what two tensors differ by?"""
+        made = self.program.maker_behind(value)
+        return made is not None and made.name in DIFFERENCES and len(set(made.inputs())) == 2
 
     def _raised(self, value: int) -> Call | None:
         """The call that raises e to a difference, which may be clamped, weighed and summed before."""

@@ -4,22 +4,26 @@
     + ratio = torch.exp((log_probs - old_log_probs).masked_fill(mask == 0, 0.0))
 
 Notable: the text is read off the edited program, the very one that was run forward and backward, and not written beside it: what is shown
-is what was seen to work. Where a part of that has no name in the function, or stands where the source is not known, there is no diff.
+is what was seen to work. Where a part of that has no name in the function, or stands where the source is not known, there is no diff, and
+none where the bytes of the file are others than a patch would quote: with CRLF, in another encoding, with what no report shows.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
+from nanscope.errors import visible
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
-from nanscope.program.idioms import Text, literal, written
 from nanscope.program.ops import COPIES, SPREADS
 from nanscope.program.program import Program
+from nanscope.program.spelling import ANY, ATOM, Phrase
+from nanscope.replay.handwriting import literal, written
 from nanscope.replay.namespace import Namespace, alike, roots
 from nanscope.replay.statement import Span, Statement
 from nanscope.roles import Role, last_word, role_of
@@ -27,6 +31,7 @@ from nanscope.snapshot.observation import Diff
 
 MOST = 4  # statements that a fix may change and still be read
 CONTEXT = 3  # lines around a change, as in any diff
+LONGEST = 1200  # characters of a line of it
 
 _NAME = re.compile(r"""[A-Za-z_][\w.]*(?:\[["'][^"'\\]+["']\])*""")
 
@@ -60,7 +65,7 @@ class _Change:
     file: str
     statement: Statement
     node: ast.expr | ast.AugAssign | None
-    text: Text
+    text: Phrase
 
 
 def _diff(file: str, changes: list[_Change]) -> Diff | None:
@@ -82,9 +87,10 @@ def _diff(file: str, changes: list[_Change]) -> Diff | None:
         last += 1
     old, new = statement.lines[first : len(statement.lines) - last], (*added, *lines[first : len(lines) - last])
     line = statement.first + first
-    above = tuple(_lines(statement, range(line - CONTEXT, line)))
-    below = tuple(_lines(statement, range(line + len(old), line + len(old) + CONTEXT)))
-    return Diff(file, line, old, new, above, below)
+    around = _around(statement, line, line + len(old))
+    if around is None or not all(_is_shown(text) for text in new) or not all(_is_quoted(statement, line + n) for n in range(len(old))):
+        return None
+    return Diff(file, line, old, new, *around)
 
 
 def _same(statement: Statement, node: ast.expr | ast.AugAssign) -> ast.expr | ast.AugAssign:
@@ -98,12 +104,36 @@ def _same(statement: Statement, node: ast.expr | ast.AugAssign) -> ast.expr | as
     return next(found, node)
 
 
-def _lines(statement: Statement, numbers: range) -> Iterator[str]:
-    """The lines that the file keeps next to the change, without a gap."""
-    kept = [number for number in numbers if number in statement.around]
-    whole = kept == list(range(kept[0], kept[-1] + 1)) if kept else True
-    touching = not kept or numbers[-1] in kept or numbers[0] in kept
-    yield from (statement.around[number] for number in kept) if whole and touching else ()
+def _around(statement: Statement, first: int, end: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The lines of the file above and below a change of its lines from `first` to before `end`.
+
+    Where fewer stand on one side, `patch` takes that for an end of the file: unless it is one, there are as few on the other side. None
+    where there is none, and no end of the file.
+    """
+    above, below = [_near(statement, numbers) for numbers in (range(first - 1, first - 1 - CONTEXT, -1), range(end, end + CONTEXT))]
+    is_first, is_last = len(above) == first - 1, end not in statement.around
+    if (not above and not is_first) or (not below and not is_last):
+        return None
+    if not is_first:
+        below = below[: len(above)]
+    if below:
+        above = above[: len(below)]
+    return tuple(reversed(above)), tuple(below)
+
+
+def _near(statement: Statement, numbers: Iterable[int]) -> list[str]:
+    """The lines next to a change, up to the first that is not there as it is."""
+    return [statement.around[number] for number in takewhile(lambda number: _is_quoted(statement, number), numbers)]
+
+
+def _is_quoted(statement: Statement, number: int) -> bool:
+    """Does the source have a line, and would a report quote the very bytes?"""
+    return number in statement.around and number not in statement.other and _is_shown(statement.around[number])
+
+
+def _is_shown(text: str) -> bool:
+    """Does a report show a line as it is? A tab is one; of what is hidden or long it shows something else."""
+    return len(text) <= LONGEST and all(visible(part) == part for part in text.split("\t"))
 
 
 @dataclass
@@ -201,7 +231,7 @@ class _Comparison:
         """The expression of a call, written anew. It must say this operator, and nothing else."""
         if not statement.calls_it(old.name) or statement.writes:
             raise _Unwritable
-        given: dict[int, Text] = {}
+        given: dict[int, Phrase] = {}
         for position, arg in enumerate(old.args):
             if isinstance(arg, Ref):
                 node = self._node(site, statement, old, position)
@@ -213,8 +243,8 @@ class _Comparison:
         else:
             text = self._call(new, site, given)
         if self._of_single(old, new):
-            text = Text(
-                f"{statement.text(statement.node).text} if {next(iter(given.values())).operand}.numel() > 1 else {text.text}", False
+            text = Phrase(
+                f"{statement.text(statement.node).text} if {next(iter(given.values())).inside(ATOM)}.numel() > 1 else {text.text}", ANY
             )
             self._guarded.add((new.site, new.op))
         return _Change(site.file, statement, statement.node, text)
@@ -251,10 +281,10 @@ class _Comparison:
             if first is None or site.line < first[0].line:
                 found[site.file, site.function] = site, words
         for site, words in found.values():
-            text, statement = self._text(Ref(last), site, {value: Text(words)}), self._statement(site)
+            text, statement = self._text(Ref(last), site, {value: Phrase(words)}), self._statement(site)
             if not statement.begins:
                 raise _Unwritable
-            yield _Change(site.file, statement, None, Text(f"{words} = {text.text}"))
+            yield _Change(site.file, statement, None, Phrase(f"{words} = {text.text}"))
 
     def _is_bound_anew(self, last: int) -> bool:
         """Does an edit give a name of the source another value, so that its calls stand at none of the places that are there?"""
@@ -271,7 +301,7 @@ class _Comparison:
 
     # -- expressions -----------------------------------------------------------------------------------------------------------------------
 
-    def _text(self, arg: Arg, site: Site, given: dict[int, Text]) -> Text:
+    def _text(self, arg: Arg, site: Site, given: dict[int, Phrase]) -> Phrase:
         """An argument of an edited call as it is written at a place in the source. given: values whose text is known there."""
         if isinstance(arg, Ref):
             if arg.id in given:
@@ -284,25 +314,22 @@ class _Comparison:
             raise _Unwritable
         return text
 
-    def _call(self, call: Call, site: Site, given: dict[int, Text]) -> Text:
+    def _call(self, call: Call, site: Site, given: dict[int, Phrase]) -> Phrase:
         args = [None if arg is None else self._text(arg, site, given) for arg in call.args]
         text = written(call.name, args, {key: value for key, value in call.kwargs if not list(refs(value))})
         if text is None or any(list(refs(value)) for _, value in call.kwargs) or re.search(r"\.(half|bfloat16)\(\)\.float\(\)$", text.text):
             raise _Unwritable
-        if "F." in text.text and not any(
-            re.search(r"\bF\.", line) for one in self.before.sites if one.file == site.file for _, line in one.source
-        ):
-            text = Text(re.sub(r"\bF\.", "torch.nn.functional.", text.text), text.atomic)
-        return text
+        short = any(re.search(r"\bF\.", line) for one in self.before.sites if one.file == site.file for _, line in one.source)
+        return Phrase(re.sub(r"^torch\.nn\.functional\.", "F.", text.text), text.binds) if short else text
 
-    def _spelled(self, value: int, site: Site) -> Text:
+    def _spelled(self, value: int, site: Site) -> Phrase:
         """What a function calls a value that is not an operand of the call: a mask that is applied further on, or a part of an operand."""
         current: int | None = value
         while current is not None:
             for words in self._words(current, site):
                 read = roots(words)
                 if read and all(self._namespace.is_bound(root, site, self._made_on(current, site)) for root in read):
-                    return Text(words, not re.search(r"[~<>=!]", words))
+                    return Phrase(words, ANY if re.search(r"[~<>=!]", words) else ATOM)
             if (part := self._part(current, site)) is not None:
                 return part
             maker = self.before.maker(current)
@@ -315,7 +342,7 @@ class _Comparison:
         made = None if maker is None else self.before.site_of(maker)
         return made.line if made is not None and alike(made, site) else None
 
-    def _part(self, value: int, site: Site) -> Text | None:
+    def _part(self, value: int, site: Site) -> Phrase | None:
         """The text of a value that is computed within the very statement."""
         index = self.before.producers.get(value)
         made = None if index is None else self.before.site_of(self.before.calls[index])

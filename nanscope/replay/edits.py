@@ -19,7 +19,7 @@ from nanscope.given import spelled
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
 from nanscope.program.calls import Arg, Ref, refs
-from nanscope.program.numbers import smallest
+from nanscope.program.numbers import is_finite, smallest
 from nanscope.program.ops import (
     ADDITIONS,
     BOUNDS,
@@ -47,6 +47,7 @@ from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_orde
 from nanscope.replay.rebind import bound_anew
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
+from nanscope.replay.usual import ROOM, floor_of, shortest_within, usual
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -136,17 +137,31 @@ def _asks_what_is_finite(program: Program, value: int, ancestor: int) -> bool:
     return bool(readers) and all(call.name in CHECKS for call in readers)
 
 
-def clamp_exponent(patch: Patch, bound: float = CLAMP) -> Variant | None:
+def clamp_exponent(patch: Patch, bound: float | None = None) -> Variant | None:
     """Clamp what is raised to e."""
     position = 0 if patch.op in EXPONENTIALS else 1
     if position and (patch.op != "pow" or patch.operand(position) is None):
         return None
+    rest = usual(patch, position) if bound is None and not position else None
+    if rest is not None:
+        return _clamp_spike(patch, float(rest.max()))
+    bound = CLAMP if bound is None else bound
     label = f"clamp {patch.called(patch.operand(position))} to ±{bound:g} before {patch.acting}"
     return Variant("clamp_exponent", label, before(patch, position, [("aten.clamp.default", (Ref(-1), -bound, bound))]), patch.tensors)
 
 
+def _clamp_spike(patch: Patch, largest: float) -> Variant:
+    """Clamp an exponent that made a spike beside the largest of the others."""
+    bound = shortest_within(largest, largest + math.log(ROOM))
+    label = f"clamp {patch.called(patch.operand(0))} to at most {bound:g} before {patch.acting}"
+    return Variant("clamp_exponent", label, before(patch, 0, [("aten.clamp_max.default", (Ref(-1), bound))]), patch.tensors)
+
+
 def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
-    """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else."""
+    """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else.
+
+    Of a spike it is kept among what the rest of the batch divides by.
+    """
     position = DIVISIONS.get(patch.op)
     value = None if position is None else patch.operand(position)
     if position is None or value is None:
@@ -155,7 +170,15 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
     count = bool((finite == finite.round()).all()) and bool((finite >= 0).all()) and not _is_length(patch.program, value)
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
-    bound = least if least is not None else (1.0 if count else _spike_floor(finite) if spiky else smallest(content.dtype))
+    rest = usual(patch, position)
+    if least is not None:
+        bound = least
+    elif count:
+        bound = 1.0
+    elif rest is not None and bool(rest.any()):
+        bound = floor_of(rest)
+    else:
+        bound = _spike_floor(finite) if spiky else smallest(content.dtype)
     label = f"clamp {patch.called(value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
 
@@ -192,7 +215,9 @@ def representable_eps(patch: Patch) -> Variant | None:
 
 
 def clamp_input(patch: Patch) -> Variant | None:
-    """Keep an operand inside the domain of its op."""
+    """Keep an operand inside the domain of its op, or what came in far out among the others."""
+    if patch.origin.call is None:
+        return _clamp_input_of_spike(patch)
     if patch.op not in CLAMPABLE:
         return None
     position = TAKEN_OF.get(patch.op, 0)
@@ -209,6 +234,18 @@ def clamp_input(patch: Patch) -> Variant | None:
     low = smallest(dtype)
     label = f"clamp {patch.called(value)} to at least {low:.3g} before {patch.acting}"
     return Variant("clamp_input", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), low))]), patch.tensors)
+
+
+def _clamp_input_of_spike(patch: Patch) -> Variant | None:
+    """Bound what came in and is finite by what its tensor has elsewhere."""
+    rest, leaf = usual(patch, 0), patch.origin.leaf
+    if rest is None or not bool(rest.any()) or (leaf is not None and leaf.is_of_model):
+        return None  # a weight is not mended by looking away
+    largest = float(rest.abs().max())
+    high = shortest_within(largest, ROOM * largest)
+    inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
+    label = f"clamp {patch.called(patch.origin.value_id)} to ±{high:g} before {patch.acting}"
+    return Variant("clamp_input", label, after(patch, inserts), patch.tensors)
 
 
 def _inside(patch: Patch, position: int, value: int, dtype: torch.dtype) -> Variant:
@@ -364,7 +401,7 @@ def reject_input(patch: Patch) -> Variant | None:
 def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
     value, leaf = patch.origin.value_id, patch.origin.leaf
     content = patch.values[value]
-    if not content.is_floating_point() or (leaf is not None and leaf.is_of_model):
+    if not content.is_floating_point() or bool(is_finite(content)) or (leaf is not None and leaf.is_of_model):
         return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
     return Variant(name, f"{label} ({patch.called(value)})", after(patch, inserts), patch.tensors)

@@ -71,7 +71,7 @@ class Namespace:
     def is_own(self, name: str, site: Site) -> bool:
         """Is a name certainly one of the function's own, a parameter or bound above, which it may therefore bind anew?"""
         seen = self._seen(name, site)
-        return not seen.declared and (seen.parameter or bool(seen.before))  # the statement has read it, so it was bound
+        return not seen.declared and (seen.parameter or seen.own)  # the statement has read it, so it was bound
 
     def handed(self, site: Site, function: str) -> Iterator[str]:
         """What a function hands to another one of this name, as far as its lines are there."""
@@ -93,17 +93,18 @@ class Namespace:
 
     def _seen(self, name: str, site: Site) -> _Seen:
         """What a name is in the lines of a function that are kept."""
-        lines = self._excerpt(site)
+        lines, chunks = _within(self._excerpt(site), site)
         body = min((_indent(line) for number, line in lines.items() if line.strip() and not _HEAD.match(line)), default=0)
-        found = _Seen([], [], False, False, False)
-        for tree, shift, indent in _chunks(lines):
-            function = _function(tree, site, shift)
+        found = _Seen([], [], False, False, False, False)
+        for tree, shift, indent in chunks:
+            function = _function(tree, site, shift, lines)
             if function is None and site.function.endswith("<lambda>"):
                 continue  # what stands around it is another function's
+            known = function is not None or _is_around(lines, shift + 1, indent, site.line)
             found.parameter |= function is not None and name in _parameters(function)
             here = _path(tree, site.line - shift)
             for node, certain in _bindings(
-                function.body if function is not None else tree.body, name, here, indent == body or function is not None
+                function.body if function is not None else tree.body, name, here, known and (indent == body or function is not None)
             ):
                 first, last = node.lineno + shift, (node.end_lineno or node.lineno) + shift
                 if lines.get(last, "").rstrip().endswith(","):
@@ -112,10 +113,11 @@ class Namespace:
                     found.declared = True
                 elif last < site.line:
                     found.before.append((first, last, certain))
+                    found.own |= known
                 else:
                     found.after.append(first)
             scope = function if function is not None else tree
-            found.read |= any(isinstance(node, ast.Name) and node.id == name for node in _inside(scope))
+            found.read |= known and any(isinstance(node, ast.Name) and node.id == name for node in _inside(scope))
         found.before.sort()
         return found
 
@@ -127,10 +129,12 @@ class Namespace:
 @dataclass
 class _Seen:
     """before: first and last line of the statements above that bind a name, and whether one of them is certainly run before; after: lines
-    of the others. parameter: of the function. declared: global or nonlocal. read: anywhere in it."""
+    of the others. own: one above is certainly the function's. parameter: of the function. declared: global or nonlocal. read: anywhere
+    in it."""
 
     before: list[tuple[int, int, bool]]
     after: list[int]
+    own: bool
     parameter: bool
     declared: bool
     read: bool
@@ -139,14 +143,15 @@ class _Seen:
 _HEAD = re.compile(r"\s*(async\s+def|def|class|@|#)")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Chunk: TypeAlias = tuple[ast.Module, int, int]  # how far its line numbers are off, and its indentation
 
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _chunks(lines: Mapping[int, str]) -> Iterator[tuple[ast.Module, int, int]]:
-    """Yield what can be parsed of the lines, each with how far its numbers are off, and its indentation."""
+def _chunks(lines: Mapping[int, str]) -> Iterator[_Chunk]:
+    """Yield what can be parsed of the lines."""
     runs: list[list[int]] = []
     for number in sorted(lines):
         if not runs or number != runs[-1][-1] + 1:
@@ -176,17 +181,55 @@ def _module(lines: Sequence[str]) -> ast.Module | None:
         return None
 
 
-def _function(tree: ast.Module, site: Site, shift: int) -> _Function | None:
-    """The function of a call, if its head is there: of this name, around the call or above it, the nearest one."""
+def _within(lines: dict[int, str], site: Site) -> tuple[dict[int, str], list[_Chunk]]:
+    """The lines that may be a call's function's, and what can be parsed of them: where its head is kept, from there to where it ends."""
+    chunks = list(_chunks(lines))
+    found = [
+        (function.lineno + shift, _last(function, shift, lines))
+        for tree, shift, _ in chunks
+        if (function := _function(tree, site, shift, lines))
+    ]
+    first, last = max(found, default=(min(lines, default=0), max(lines, default=0)))
+    kept = {number: line for number, line in lines.items() if first <= number <= last}
+    return kept, chunks if len(kept) == len(lines) else list(_chunks(kept))
+
+
+def _function(tree: ast.Module, site: Site, shift: int, lines: Mapping[int, str]) -> _Function | None:
+    """The function of a call, if its head is there: of this name, around the call or above it, the nearest one that may go on so far."""
     name = site.function.rpartition(".")[2]
     heads: list[_Function] = [
         node
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        and node.lineno + shift <= site.line
         and (name == "<lambda>" if isinstance(node, ast.Lambda) else node.name == name)
+        and node.lineno + shift <= site.line <= _last(node, shift, lines)
     ]
     return max(heads, key=lambda node: (node.lineno, node.col_offset), default=None)
+
+
+def _last(function: _Function, shift: int, lines: Mapping[int, str]) -> int:
+    """The last line that may be a function's: where its body stands beside its head, that of the body, else the one before a line that is
+    as far out as the head, or further."""
+    end = (function.end_lineno or function.lineno) + shift
+    if isinstance(function, ast.Lambda):
+        return end
+    begins, head = function.body[0], _indent(lines[function.lineno + shift])
+    if _indent(lines[begins.lineno + shift]) - head != begins.col_offset - function.col_offset:
+        return end
+    beyond = (number - 1 for number in sorted(lines) if number > end and _code(lines[number]) and _indent(lines[number]) <= head)
+    return next(beyond, max(lines))
+
+
+def _is_around(lines: Mapping[int, str], first: int, indent: int, line: int) -> bool:
+    """May what begins on a line be the code around the call's line, so that no block ends or begins between them? The end of a block whose
+    head is not kept may be that of another function."""
+    low, high = min(first, line), max(first, line)
+    return all(_indent(text) >= indent for number, text in lines.items() if low <= number <= high and _code(text))
+
+
+def _code(line: str) -> str:
+    """A line without a comment that is all of it."""
+    return "" if line.lstrip().startswith("#") else line.strip()
 
 
 def _parameters(function: _Function) -> set[str]:

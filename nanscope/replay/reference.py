@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError, ProgramError
-from nanscope.program.by_rows import AT_ONCE, execute_ends
+from nanscope.program.by_rows import elements_at_once, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
+from nanscope.program.numbers import is_finite
 from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import ROUNDS, following
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.refill import Fed, leaf_refilled, numbers, offending, refilled
+from nanscope.replay.usual import usual
 
 
 def results(program: Program, run: Run) -> dict[int, Tensor]:
@@ -42,7 +45,8 @@ def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Varian
 
     def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
         ordinary = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (fed.position == 1 and patch.op not in ADDITIONS) else 0.0
-        neutral = INSIDE.get(patch.op, ordinary)
+        rest = usual(patch, fed.position) if fed.content.is_floating_point() else None
+        neutral = INSIDE.get(patch.op, ordinary) if rest is None else float(rest.median())
         where = fed.where
         return None if where is None else (where, numbers(fed.content, neutral, shift * (fed.position + 1)))
 
@@ -57,7 +61,7 @@ SAME = 1e-6  # of a gradient: what differs by less does not depend on the offend
 FAITHFUL = 0.01  # so near to what the formula gives in float64, an edit changes no element
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept
 class Healthy:
     """The gradient that the healthy elements should have, in float64, and which elements are healthy.
 
@@ -67,18 +71,21 @@ class Healthy:
 
     masks: where they are. noise: how far the same repaired program is from it in the recorded dtype; less than that is rounding.
     alone: some element is healthy so. If none is, grads are those of the recorded program in float64, and only an edit that gives the
-    same has a measure.
+    same has a measure. loss, sizes: the loss, and the largest gradient of each leaf, of the step without its offending elements.
     """
 
     grads: dict[int, Tensor]
     masks: dict[int, Tensor]
     noise: float = 0.0
     alone: bool = True
+    loss: float = 0.0
+    sizes: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(patch: Patch) -> Healthy | None:
-        exact = _gradients(Variant("float64", "", patch.program, patch.tensors), torch.float64)
-        if exact is not None and not all(bool(torch.isfinite(grad).all()) for grad in exact.values()):
+    def of(patch: Patch, run: Run | None) -> Healthy | None:
+        """run: of the recorded program in float64, None if it cannot be run so."""
+        exact = None if run is None else results(patch.program, run)
+        if exact is not None and not all(bool(is_finite(grad)) for grad in exact.values()):
             exact = None
         touched = _touched(patch)
         spared = _Spared.of(patch)
@@ -87,13 +94,19 @@ class Healthy:
         other = exact if exact is not None else spared.shifted(patch)
         masks = _outside(touched, spared.grads)
         for value, grad in spared.grads.items():
-            masks[value] &= torch.isfinite(grad)
-            scale = float(grad[masks[value]].abs().max()) if bool(masks[value].any()) else 0.0
+            for part, mask in zip(_parts(grad), _parts(masks[value]), strict=True):
+                mask &= torch.isfinite(part)
+            scale = _largest(grad, masks[value])
             if other is not None:
-                masks[value] &= torch.isclose(other[value], grad, rtol=SAME, atol=SAME * SAME * scale)
+                for part, mask, own in zip(_parts(grad), _parts(masks[value]), _parts(other[value]), strict=True):
+                    mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
+        del other
+        sizes = {value: float(torch.linalg.vector_norm(grad, math.inf)) for value, grad in spared.grads.items() if grad.numel()}
         if not any(bool(mask.any()) for mask in masks.values()):
-            return None if exact is None else Healthy.as_computed(exact, _outside(touched, exact))
-        healthy = Healthy(spared.grads, masks)
+            if exact is None:
+                return None
+            return replace(Healthy.as_computed(exact, _outside(touched, exact)), loss=spared.loss, sizes=sizes)
+        healthy = Healthy(spared.grads, masks, loss=spared.loss, sizes=sizes)
         plain = _gradients(spared.variant, None)
         noise = None if plain is None else healthy.distortion(plain)
         return replace(healthy, noise=noise if noise is not None and math.isfinite(noise) else 0.0)
@@ -105,28 +118,43 @@ class Healthy:
         masks = outside if some else {value: torch.ones_like(mask) for value, mask in outside.items()}
         return Healthy(exact, masks, alone=False)
 
+    def steeper(self, grads: Mapping[int, Tensor]) -> float:
+        """Return how many times larger than without the offending elements the gradient of a leaf is, at most."""
+        found = [float(grads[leaf].abs().max()) / size for leaf, size in self.sizes.items() if size > 0 and leaf in grads]
+        return max(found, default=0.0)
+
     def distortion(self, grads: Mapping[int, Tensor]) -> float | None:
         """Return the largest change of a healthy element's gradient, relative to the largest of them; None if there is no measure."""
-        scale = worst = 0.0
-        measured = False
+        worst, scale = 0.0, self._scale
         for value, wanted in self.grads.items():
             got = grads.get(value)
             for part, mask, own in zip(_parts(wanted), _parts(self.masks[value]), _parts(wanted if got is None else got), strict=True):
-                if bool(mask.any()):
-                    measured = True
-                    scale = max(scale, float(part[mask].abs().max()))
-                    difference = float((own[mask].double() - part[mask]).abs().max())
-                    worst = max(worst, difference if math.isfinite(difference) else math.inf)
+                difference = float(torch.where(mask, (own.double() - part).abs_(), 0.0).max()) if part.numel() else 0.0
+                worst = max(worst, difference if math.isfinite(difference) else math.inf)
         relative = worst / scale if scale > 0 else worst
-        if not measured or (not self.alone and relative > FAITHFUL):
+        if not self._measures or (not self.alone and relative > FAITHFUL):
             return None
         return 0.0 if relative <= 2 * self.noise else relative
+
+    @cached_property
+    def _measures(self) -> bool:
+        return any(bool(mask.any()) for mask in self.masks.values())
+
+    @cached_property
+    def _scale(self) -> float:
+        """The largest gradient of a healthy element."""
+        return max((_largest(grad, self.masks[value]) for value, grad in self.grads.items()), default=0.0)
 
 
 def _gradients(variant: Variant, dtype: torch.dtype | None) -> dict[int, Tensor] | None:
     """What comes out of a program that must stay healthy, None if it cannot be run."""
+    run = _run(variant, dtype)
+    return None if run is None else results(variant.program, run)
+
+
+def _run(variant: Variant, dtype: torch.dtype | None) -> Run | None:
     try:
-        return results(variant.program, execute_ends(variant.program, variant.tensors, dtype))
+        return execute_ends(variant.program, variant.tensors, dtype)
     except NanscopeError:
         return None
 
@@ -139,6 +167,7 @@ class _Spared:
     """
 
     variant: Variant
+    loss: float
     grads: dict[int, Tensor]
     alike: bool
     places: int
@@ -159,11 +188,12 @@ class _Spared:
     def _of(patch: Patch, alike: bool) -> _Spared | None:
         found = None
         for variant in _repairs(patch, 0.0, alike):
-            grads = _gradients(variant, torch.float64)
-            if grads is None:
+            run = _run(variant, torch.float64)
+            if run is None:
                 break
-            bad = sum(int((~torch.isfinite(grad)).sum()) for grad in grads.values())
-            found = _Spared(variant, grads, alike, 1 if found is None else found.places + 1, bad)
+            grads, loss = results(variant.program, run), float(run.values[variant.program.output].detach().double().sum())
+            bad = sum(int((~torch.isfinite(part)).sum()) for grad in grads.values() for part in _parts(grad))
+            found = _Spared(variant, loss, grads, alike, 1 if found is None else found.places + 1, bad)
             if not bad:
                 break
         return found
@@ -195,10 +225,16 @@ def _outside(touched: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> dict
     return {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
 
 
+def _largest(tensor: Tensor, mask: Tensor) -> float:
+    """The largest magnitude where a mask is true, 0 if it is nowhere."""
+    parts = (torch.where(one, part.abs(), 0.0).max() for part, one in zip(_parts(tensor), _parts(mask), strict=True) if part.numel())
+    return max(map(float, parts), default=0.0)
+
+
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor some rows at a time: compared as a whole, a large one would be held in float64 once more."""
     rows = tensor.reshape(tensor.shape or (1,))
-    parts: Sequence[Tensor] = torch.split(rows, max(1, AT_ONCE // max(rows[:1].numel(), 1)))
+    parts: Sequence[Tensor] = torch.split(rows, max(1, elements_at_once() // max(rows[:1].numel(), 1)))
     return parts
 
 

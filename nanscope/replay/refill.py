@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nanscope.locate.spike import JUMP
 from nanscope.program.calls import Call, Leaf, Ref
 from nanscope.program.ops import DIVISIONS, Flow, flow_of
 from nanscope.program.program import Program
@@ -101,12 +102,31 @@ def _filled(program: Program, tensors: dict[int, Tensor], value: int, bad: Tenso
 
 def numbers(content: Tensor, neutral: float, shift: float = 0.0) -> Tensor:
     """Return numbers around a shift beside a neutral one, no two alike: a softmax does not see what is added to a whole row."""
+    if not shift:  # all are alike, and take no memory
+        one = torch.tensor(neutral if content.is_floating_point() else math.ceil(neutral), dtype=content.dtype, device=content.device)
+        return one.expand(content.shape)
     found = neutral + shift * torch.linspace(0.5, 1.5, content.numel(), device=content.device).reshape(content.shape)
     return (found if content.is_floating_point() else found.ceil()).to(content.dtype)
 
 
+def stands_out(content: Tensor, value: float) -> bool:
+    """Is a value out of all proportion to the others of its tensor?"""
+    return content.is_floating_point() and bool(content.numel()) and abs(value) > _edge(content)
+
+
+def _out(content: Tensor) -> Tensor:
+    return content.abs() > _edge(content)
+
+
+def _edge(content: Tensor) -> float:
+    """What stands out is beyond this: of numbers of which most are 0, beside the others."""
+    sizes = content.detach().double().abs()
+    sizes = sizes[sizes > 0]
+    return JUMP * float(sizes.median()) if sizes.numel() else math.inf
+
+
 def offending(patch: Patch, value: int, *, alike: bool = False) -> Tensor:
-    """Return where a value is what does the harm: not finite, or, if the origin is a finite number, that number.
+    """Return where a value is what does the harm: not finite; if the origin is a finite number, that one, and what stands out with it.
 
     alike: only what is as bad as the origin is; another infinity beside a NaN may stand there on purpose (a vocabulary mask).
     """
@@ -115,7 +135,7 @@ def offending(patch: Patch, value: int, *, alike: bool = False) -> Tensor:
         bad = content == worst
         if value == patch.origin.value_id:
             bad[patch.origin.index] = True  # half precision was shown rounded
-        return bad
+        return bad | _out(content) if stands_out(content, worst) else bad
     if not alike:
         return ~torch.isfinite(content)
     if math.isnan(worst):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nanscope.program.calls import Site
-from nanscope.program.idioms import Text
+from nanscope.program.spelling import ANY, ATOM, Phrase
 
 Span = tuple[int, int, int, int]  # first line, its column in bytes, last line, the column after the end
 
@@ -31,7 +31,8 @@ class Statement:
     """The lines of a statement, or of as much of it as can be parsed by itself, and the call's expression in it.
 
     first: number of the first line. lines: their text. node: the expression. tree: what the lines are. shift: lines and columns, in bytes,
-    by which positions in the tree are off. around: the lines that the file keeps before and after, by number.
+    by which positions in the tree are off. around: the lines that the file keeps before and after, by number. other: those of them that are
+    no text of the file as it is.
     """
 
     first: int
@@ -40,6 +41,7 @@ class Statement:
     tree: ast.AST
     shift: tuple[int, int]
     around: Mapping[int, str]
+    other: frozenset[int] = frozenset()
 
     @staticmethod
     def of(site: Site) -> Statement | None:
@@ -55,7 +57,7 @@ class Statement:
                 for tree, shift in _parsed(lines):
                     node = _at(tree, (site.line - first + 1 + shift[0], site.column - shift[1], site.end_line - first + 1 + shift[0]), site)
                     if node is not None:
-                        return Statement(first, lines, node, tree, shift, kept)
+                        return Statement(first, lines, node, tree, shift, kept, frozenset(site.other))
         return None
 
     def span(self, node: ast.expr | ast.AugAssign) -> Span:
@@ -65,7 +67,7 @@ class Statement:
         at = self.first - 1 - down
         return at + node.lineno, node.col_offset + right, at + node.end_lineno, node.end_col_offset + right
 
-    def text(self, node: ast.expr | ast.AugAssign) -> Text:
+    def text(self, node: ast.expr | ast.AugAssign) -> Phrase:
         """Return an expression as it is written."""
         first, begin, last, end = self.span(node)
         lines = [line.encode() for line in self.lines[first - self.first : last - self.first + 1]]
@@ -73,7 +75,7 @@ class Statement:
         lines[0] = lines[0][begin:]
         parts = [part.decode(errors="replace") for part in lines]
         plain = isinstance(node, _ATOMS) or (isinstance(node, ast.Constant) and not isinstance(node.value, (int, float)))
-        return Text("\n".join(parts), plain)
+        return Phrase("\n".join(parts), ATOM if plain else ANY)
 
     @property
     def writes(self) -> bool:
@@ -137,7 +139,7 @@ class Statement:
         said = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
         return said == bare or (said.strip("_"), bare) in _SAME
 
-    def replaced(self, changes: Mapping[ast.expr | ast.AugAssign, Text]) -> tuple[str, ...] | None:
+    def replaced(self, changes: Mapping[ast.expr | ast.AugAssign, Phrase]) -> tuple[str, ...] | None:
         """Return the lines with other texts for these nodes, None if that is no source any more."""
         text = "\n".join(self.lines).encode()
         starts = [0]
@@ -148,7 +150,7 @@ class Statement:
             low, high = starts[first - self.first] + begin, starts[last - self.first] + end
             low, high, enclosed = _with_parentheses(text, low, high)
             bare = enclosed is None and _stands_alone(text, low, high)
-            text = text[:low] + (new.text if bare else new.operand).encode() + text[high:]
+            text = text[:low] + (new.text if bare else new.inside(ATOM)).encode() + text[high:]
         lines = tuple(text.decode(errors="replace").split("\n"))
         return lines if next(_parsed(lines), None) is not None else None
 

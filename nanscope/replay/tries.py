@@ -7,18 +7,20 @@ should be. "Should be" is measured, too: the recorded program in float64, with e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from nanscope.causes import OF_A_BATCH, Cause
-from nanscope.errors import ProgramError, one_line
+from nanscope.errors import NanscopeError, ProgramError, one_line
 from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
-from nanscope.locate.spike import spike
+from nanscope.locate.spike import JUMP, spike
 from nanscope.locate.trace import Trace
 from nanscope.locate.twin import absorbed
 from nanscope.plain import frame
@@ -30,12 +32,14 @@ from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
 from nanscope.replay.diffs import diffs
 from nanscope.replay.edits import CONTROLS, EDITS, WIDER
-from nanscope.replay.further import UNMADE, Edit, beside, everywhere, following, then
+from nanscope.replay.further import UNMADE, Edit, EditedPlace, also_at, beside, everywhere, following, then
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
+from nanscope.replay.refill import stands_out
 from nanscope.replay.reproduction import NOT_COMPARED, Reproduction
+from nanscope.replay.usual import ROOM, usual_loss
 from nanscope.shown import Shown
-from nanscope.snapshot.observation import TEST, Kind, Row
+from nanscope.snapshot.observation import TEST, Diff, Kind, Phase, Row
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import count
 
@@ -94,8 +98,9 @@ class Replay(Shown):
     def frame(self) -> pandas.DataFrame:
         """Return the rows as a pandas frame, indexed by their ids: the fields of `Row`, what is added to the source as text, and whether it
         is proven."""
-        found = frame(Row, self.rows).drop(columns="diffs")
+        found = frame(Row, self.rows).drop(columns=["diffs", "rest"])
         found["added"] = ["\n".join(line for diff in row.diffs for line in diff.added) for row in self.rows]
+        found["rest"] = ["; ".join(row.rest) for row in self.rows]
         found["proven"] = [row.proven for row in self.rows]
         return found
 
@@ -116,11 +121,13 @@ def replay(snapshot: Snapshot, edits: Sequence[tuple[str, Edit]] = (), *, full: 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What came of an edit. variant: the edited program; there: where that goes wrong next, None if nowhere or still at the origin."""
+    """What came of an edit. variant: the edited program; there: where that goes wrong next, None if nowhere or still at the origin; places:
+    the edit at the origin alone, and at each further place."""
 
     row: Row
     variant: Variant | None = None
     there: Patch | None = None
+    places: Sequence[EditedPlace] = ()
 
 
 FIRSTS = 3  # edits that help and do not heal, beside which a second one is tried
@@ -152,19 +159,41 @@ class Bench:
         assert self.location is not None
         return Patch(self.trace, self.location.origin)
 
-    @cached_property
+    @property
     def healthy(self) -> Healthy | None:
         """The gradient that the healthy elements should have."""
-        return Healthy.of(self.patch)
+        return self._measured[0]
+
+    @property
+    def in_float64(self) -> Row:
+        """What comes out of the step in float64."""
+        return self._measured[1]
+
+    @cached_property
+    def _measured(self) -> tuple[Healthy | None, Row]:
+        """Both, of one run in float64."""
+        variant, run, problem = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors), None, ""
+        try:
+            run = execute_ends(variant.program, variant.tensors, torch.float64)
+        except NanscopeError as error:
+            problem = str(error)
+        healthy = Healthy.of(self.patch, run)
+        if run is None:
+            return healthy, _failed(variant, "float64", problem)
+        return healthy, self._told(variant, "float64", run, healthy)
+
+    def let_go(self) -> None:
+        """Forget what edits are held against, which takes as much memory as the step; who asks for it has it worked out again."""
+        self.__dict__.pop("_measured", None)
 
     def replay(self, edits: Sequence[tuple[str, Edit]], *, full: bool) -> Replay:
         """Return what `replay` does."""
-        rows, variants = [self._judged(self.recorded)], dict[str, Variant]()
+        rows, variants = [self.recorded], dict[str, Variant]()
         if self.location is not None:
             rows.append(self.in_float64)
             tries = self._standard() if full else []
             variants |= {tried.row.id: tried.variant for tried in tries if tried.row.works and tried.variant is not None}
-            rows += [tried.row for tried in tries] + self.asked(edits) + (self._controls() if full else [])
+            rows += [tried.row for tried in tries] + self.asked(edits) + (self._controls(tries) if full else [])
         return Replay(tuple(rows), self.reproduction, self.location, self.trace, self, variants)
 
     def edit(self, name: str) -> tuple[Row, Variant] | None:
@@ -186,20 +215,11 @@ class Bench:
 
     def _tested(self, variant: Variant) -> Row:
         """What comes out with a counterfactual; it works if this origin is gone, whatever goes wrong elsewhere."""
-        row = _try(variant, TEST, None)
-        if self.snapshot.observation.kind is Kind.SWALLOWED:  # a kernel dropped what came in: where that is a number, nothing is dropped
-            return row
-        row = self._judged(row)
+        row = self._try(variant, TEST, None)
         if row.works or self.snapshot.observation.suspect:
             return row
         there = following(variant, {self.patch.origin.value_id})
         return replace(row, works=there is not None, then=then(there))
-
-    @cached_property
-    def in_float64(self) -> Row:
-        """What comes out of the step in float64."""
-        variant = Variant("float64", "everything in float64", self.trace.program, self.trace.tensors)
-        return self._judged(_try(variant, "float64", self.healthy, torch.float64))
 
     def asked(self, edits: Sequence[tuple[str, Edit]]) -> list[Row]:
         """Return a row for each of the edits that somebody asked for, also where it cannot be made."""
@@ -209,7 +229,8 @@ class Bench:
     @cached_property
     def recorded(self) -> Row:
         """What came out of the step as it was."""
-        return _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, self.reproduction.words)
+        row = _row("as_recorded", "as recorded", "recorded", self.trace.program, self.trace.run, None, self.reproduction.words)
+        return self._judged(row, {})
 
     def _standard(self) -> list[_Tried]:
         batch = self.trace.program.computes is not Computes.UPDATE
@@ -223,16 +244,27 @@ class Bench:
         for first in helped[:FIRSTS]:
             assert first.variant is not None and first.there is not None
             seconds = beside(first.variant, first.there, edits)
-            both = [_Tried(self._shown(self._judged(_try(variant, "fix", self.healthy)), variant), variant) for variant in seconds]
+            both = [self._told_at(self._try(variant, "fix", self.healthy), variant, [*first.places, second]) for variant, second in seconds]
             working = [tried for tried in both if tried.row.works]
             if working:
                 yield min(working, key=lambda tried: math.inf if tried.row.distortion is None else tried.row.distortion)
 
-    def _controls(self) -> list[Row]:
+    def _controls(self, tries: Sequence[_Tried]) -> list[Row]:
+        """What comes out under the tempting edits, at as many places as there are in a fix: none is wrong for want of one."""
         origin = self.patch.origin
         if not origin.born and origin.leaf is not None and origin.leaf.origin != "data":
             return []  # nobody edits after what is no call
-        return [tried.row for name, edit in CONTROLS.items() if (tried := self._tried(name, "control", edit)) is not None]
+        fixes = (tried.places[1:] for tried in tries if tried.row.works)
+        places = {tuple(place.patch.origin.value_id for place in further): further for further in fixes if further}
+        found = ((edit, self._tried(name, "control", edit)) for name, edit in CONTROLS.items())
+        return [self._control(tried, edit, places.values()) for edit, tried in found if tried is not None]
+
+    def _control(self, tried: _Tried, edit: Edit, places: Iterable[Sequence[EditedPlace]]) -> Row:
+        row = tried.row
+        for further in places:
+            again = None if row.works or tried.variant is None else also_at(tried.variant, edit, further)
+            row = row if again is None else self._try(again, "control", self.healthy)
+        return row
 
     def _tried(self, name: str, kind: str, edit: Edit) -> _Tried | None:
         """What comes out under one edit; None if it does not apply here."""
@@ -244,15 +276,14 @@ class Bench:
             return _Tried(_unmade(name, str(error))) if kind == "asked" else None
         if variant is None:
             return None
-        row, there = _try(variant, kind, self.healthy), None
+        row, there, places = self._try(variant, kind, self.healthy), None, [EditedPlace(self.patch, variant)]
         if kind == "fix" and not row.works:
-            again, there = everywhere(variant, edit, self.patch)
+            again, there, further = everywhere(variant, edit, self.patch)
             if there is not None and self._was_taken_since(there):
                 return None
-            row = row if again is variant else _try(again, kind, self.healthy)
-            row, variant = replace(row, then=then(there)), again
-        row = self._judged(row)
-        return _Tried(self._shown(row, variant) if kind == "fix" else row, variant, there)
+            row = row if again is variant else self._try(again, kind, self.healthy)
+            row, variant, places = replace(row, then=then(there)), again, [*places, *further]
+        return self._told_at(row, variant, places, there) if kind == "fix" else _Tried(row, variant, there, places)
 
     def _tried_wider(self, name: str, kind: str) -> _Tried | None:
         """What comes out under the edit as a person would make it, of a whole variable, if that is proven."""
@@ -260,40 +291,74 @@ class Bench:
             variant = WIDER[name](self.patch) if name in WIDER else None
         except UNMADE:
             return None
-        row = None if variant is None else self._judged(_try(variant, kind, self.healthy))
+        row = None if variant is None else self._try(variant, kind, self.healthy)
         if row is None or variant is None or not row.proven:
             return None
-        shown = self._shown(row, variant)
-        return _Tried(shown, variant) if shown.diffs else None
+        tried = self._told_at(row, variant, [EditedPlace(self.patch, variant)])
+        return tried if tried.row.diffs else None
 
-    def _shown(self, row: Row, variant: Variant) -> Row:
-        """A row with what its edit is in the source, if it works."""
-        given = self.trace.tensors
+    def _told_at(self, row: Row, variant: Variant, places: Sequence[EditedPlace], there: Patch | None = None) -> _Tried:
+        """What came of a fix, with what it is in the source, if it works; in words at those of its places where that cannot be written."""
         lost = self.recorded.total > row.total  # a gradient that nobody gets any more
-        if (
-            not row.works or lost or any(given.get(leaf) is not tensor for leaf, tensor in variant.tensors.items())
-        ):  # numbers that no code has
-            return row
-        return replace(row, diffs=diffs(self.trace.program, self.trace.names, variant.program))
+        if row.works and not lost and self._is_given(variant.tensors):
+            found, rest = diffs(self.trace.program, self.trace.names, variant.program), tuple[str, ...]()
+            if not found and len(places) > 1:
+                found, rest = _by_place(places)
+            row = replace(row, diffs=found, rest=rest)
+        return _Tried(row, variant, there, places)
+
+    def _is_given(self, tensors: Mapping[int, Tensor]) -> bool:
+        """Are these the recorded leaves, in the very memory, and no numbers that no code has?"""
+        given = self.trace.tensors
+        return all(leaf in given and given[leaf].dtype == one.dtype and one.is_set_to(given[leaf]) for leaf, one in tensors.items())
 
     def _was_taken_since(self, there: Patch) -> bool:
         """Is it a gradient that code took after the origin was made? It may come of that, and under an edit it would be another one."""
         leaf = there.origin.leaf
         return leaf is not None and leaf.made_by == "backward" and leaf.id > self.patch.origin.value_id
 
-    def _judged(self, row: Row) -> Row:
+    def _try(self, variant: Variant, kind: str, healthy: Healthy | None) -> Row:
+        try:
+            run = execute_ends(variant.program, variant.tensors)
+        except ProgramError as error:
+            return _failed(variant, kind, str(error))
+        return self._told(variant, kind, run, healthy)
+
+    def _told(self, variant: Variant, kind: str, run: Run, healthy: Healthy | None) -> Row:
+        row = _row(variant.id, variant.label, kind, variant.program, run, healthy)
+        return self._judged(row, results(variant.program, run))
+
+    def _judged(self, row: Row, grads: Mapping[int, Tensor]) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
-        if self.snapshot.observation.suspect and row.kind not in ("recorded", "float64"):
-            mends = self._is_exact if self.snapshot.observation.kind is Kind.ABSORBED else _calmer
-            row = replace(row, works=row.works and mends(row, self.recorded))
+        seen = self.snapshot.observation
+        dropped = row.kind == TEST and seen.kind is Kind.SWALLOWED  # what came in: where that is a number, nothing is
+        if row.works and seen.suspect and row.kind not in ("recorded", "float64") and not dropped:
+            row = replace(row, works=self._is_exact(row) if seen.kind is Kind.ABSORBED else _left(row, self.recorded) <= CALM)
+            if seen.kind is Kind.SPIKE and row.kind != TEST:
+                row = self._beside_the_others(row, grads) if row.works else replace(row, note=_still(_left(row, self.recorded)))
         return row if self.trace.program.computes is Computes.LOSS else replace(row, loss=None)
 
-    def _is_exact(self, row: Row, recorded: Row) -> bool:
+    def _beside_the_others(self, row: Row, grads: Mapping[int, Tensor]) -> Row:
+        """What is merely less harsh than the spike was is one still: what is left has to be among what the rest of the batch has."""
+        if row.loss is None or self.location is None or self.trace.program.computes is not Computes.LOSS:
+            return row
+        used, origin = None if self.snapshot.reached.scaled else usual_loss(self.snapshot.history), self.patch.origin
+        alone = self.location.phase is Phase.BACKWARD or stands_out(self.patch.values[origin.value_id], origin.value)
+        there = self.healthy if alone else None  # a step of which everything is a spike is nothing to compare with
+        known = [abs(size) for size in (used, there.loss if there is not None else None) if size is not None]
+        larger = abs(row.loss) / max(1.0, *known) if known else 0.0
+        steeper = there.steeper(grads) if there is not None else 0.0
+        if larger <= ROOM and steeper <= JUMP:
+            return row
+        words = f"a loss {larger:.2g} times the usual" if larger > ROOM else f"a gradient {steeper:.2g} times the usual"
+        return replace(row, works=False, note=f"still {words}")
+
+    def _is_exact(self, row: Row) -> bool:
         """Does it bring the loss to what float64 gives?"""
-        exact = self.in_float64.loss
-        if exact is None or row.loss is None or recorded.loss is None:
+        exact, was = self.in_float64.loss, self.recorded.loss
+        if exact is None or row.loss is None or was is None:
             return False
-        return abs(row.loss - exact) <= EXACT * abs(recorded.loss - exact)
+        return abs(row.loss - exact) <= EXACT * abs(was - exact)
 
 
 def _suspect(trace: Trace, kind: Kind) -> Location | None:
@@ -304,24 +369,36 @@ def _suspect(trace: Trace, kind: Kind) -> Location | None:
     return spike(trace) if kind in (Kind.SPIKE, Kind.SWALLOWED) else None
 
 
+def _by_place(places: Sequence[EditedPlace]) -> tuple[tuple[Diff, ...], tuple[str, ...]]:
+    """What some places of an edit are in the source, and in words what it does at the others; nothing where these are all, or none."""
+    alone = [diffs(place.patch.program, place.patch.trace.names, place.variant.program) for place in places]
+    rest = tuple(place.words for place, found in zip(places, alone, strict=True) if not found)
+    told = sorted((diff for found in alone for diff in found), key=lambda diff: (diff.file, diff.line))
+    clash = any(one.file == other.file and one.line + len(one.removed) > other.line for one, other in pairwise(told))
+    return (tuple(told), rest) if told and rest and not clash else ((), ())
+
+
 def _unmade(name: str, why: str) -> Row:
     return Row(name, name, "asked", None, 0, 0, None, False, why)
 
 
-def _try(variant: Variant, kind: str, healthy: Healthy | None, dtype: torch.dtype | None = None) -> Row:
-    try:
-        run = execute_ends(variant.program, variant.tensors, dtype)
-    except ProgramError as error:
-        return Row(variant.id, variant.label, kind, None, 0, 0, None, False, str(error))
-    return _row(variant.id, variant.label, kind, variant.program, run, healthy)
+def _failed(variant: Variant, kind: str, why: str) -> Row:
+    return Row(variant.id, variant.label, kind, None, 0, 0, None, False, why)
 
 
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
-CALM = 0.01  # a fix of a spike brings the largest gradient to this part of what it was
+CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was
 
 
-def _calmer(row: Row, recorded: Row) -> bool:
-    return row.largest is not None and recorded.largest is not None and row.largest <= CALM * recorded.largest
+def _left(row: Row, recorded: Row) -> float:
+    """How much of the largest gradient is left."""
+    if row.largest is None or recorded.largest is None:
+        return math.inf
+    return row.largest / recorded.largest if recorded.largest else float(row.largest > 0)
+
+
+def _still(left: float) -> str:
+    return f"still {100 * left:.2g} % of its gradient" if left < 0.5 else "still as large"
 
 
 def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: Healthy | None, note: str = "") -> Row:

@@ -1,6 +1,9 @@
-"""How a call is written by people: one row per operator of a loss; what has none is written as `torch.ops.aten.name.overload(…)`.
+"""How a call is written in a script: one row per operator of a loss; what has none is written as `torch.ops.aten.name.overload(…)`.
 
-Phrase("ratio * mask", PRODUCT)        text, and how tightly it binds: whoever puts it into something tighter adds brackets
+    idiom(Asked.of(call, {0: Phrase("x")}))         torch.clamp_min(x, min=0.0)
+
+What is written is the very operator, to the bit, with all that it was given. What a person would write into a line of theirs is shorter
+(`replay.handwriting`).
 """
 
 from __future__ import annotations
@@ -12,54 +15,25 @@ from dataclasses import dataclass
 import torch
 
 from nanscope.program.calls import Arg, Call, Ref, overload
+from nanscope.program.spelling import (
+    ATOM,
+    CASTS,
+    COMPARISON,
+    FUNCTIONS,
+    INFIX,
+    POWER,
+    PREFIX,
+    PRODUCT,
+    SIGN,
+    SUM,
+    Phrase,
+    function_of,
+)
 from nanscope.torch_inside import schema_of
-
-COMPARISON, OR, XOR, AND, SHIFT, SUM, PRODUCT, SIGN, POWER, ATOM = range(10)  # how tightly Python binds, the loosest first
-
-
-@dataclass(frozen=True, slots=True)
-class Phrase:
-    """A piece of source, and how tightly it binds."""
-
-    text: str
-    binds: int = ATOM
-
-    def inside(self, binds: int) -> str:
-        """Return it as a part of something that binds so tightly."""
-        return self.text if self.binds >= binds else f"({self.text})"
-
 
 # The words that an argument may be: all others are refused, whatever a file holds.
 WORDS = frozenset(("floor", "trunc", "sum", "prod", "mean", "amax", "amin", "none", "tanh", "fro", "nuc", "left", "right", "L", "U"))
 UNSAID = frozenset(("device", "layout", "pin_memory", "memory_format", "non_blocking"))  # of the machine, and not of the loss
-
-INFIX: dict[str, tuple[str, int]] = {
-    "add": ("+", SUM),
-    "sub": ("-", SUM),
-    "mul": ("*", PRODUCT),
-    "div": ("/", PRODUCT),
-    "true_divide": ("/", PRODUCT),
-    "remainder": ("%", PRODUCT),
-    "eq": ("==", COMPARISON),
-    "ne": ("!=", COMPARISON),
-    "lt": ("<", COMPARISON),
-    "le": ("<=", COMPARISON),
-    "gt": (">", COMPARISON),
-    "ge": (">=", COMPARISON),
-    "bitwise_and": ("&", AND),
-    "bitwise_or": ("|", OR),
-    "bitwise_xor": ("^", XOR),
-    "bitwise_left_shift": ("<<", SHIFT),
-    "bitwise_right_shift": (">>", SHIFT),
-    "matmul": ("@", PRODUCT),
-    "mm": ("@", PRODUCT),
-    "bmm": ("@", PRODUCT),
-    "mv": ("@", PRODUCT),
-    "dot": ("@", PRODUCT),
-    "pow": ("**", POWER),
-}
-
-PREFIX = {"neg": "-", "bitwise_not": "~"}
 
 # torch.name(x, …)
 _FUNCTIONS = """
@@ -80,28 +54,9 @@ _METHODS = """
     take tile topk transpose unbind unflatten unfold unsqueeze var view view_as
 """
 
-SPECIAL = {
-    "special_entr": "torch.special.entr",
-    "special_expit": "torch.sigmoid",
-    "special_log_ndtr": "torch.special.log_ndtr",
-    "special_xlog1py": "torch.special.xlog1py",
-    "special_xlogy": "torch.xlogy",
-    "special_erfcx": "torch.special.erfcx",
-    "special_i0": "torch.special.i0",
-    "linalg_vector_norm": "torch.linalg.vector_norm",
-    "silu": "torch.nn.functional.silu",
-    "gelu": "torch.nn.functional.gelu",
-    "leaky_relu": "torch.nn.functional.leaky_relu",
-    "softplus": "torch.nn.functional.softplus",
-    "mish": "torch.nn.functional.mish",
-    "hardtanh": "torch.nn.functional.hardtanh",
-    "relu6": "torch.nn.functional.relu6",
-}
-
 _MOMENTS = frozenset(("std", "var"))
 _SHAPES = frozenset(("view", "_unsafe_view", "reshape", "expand", "permute", "repeat", "tile", "flip"))
 _MEANS = ("none", "mean", "sum")  # how a number says that a loss is put together
-_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bool: "bool", torch.int64: "long"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +203,7 @@ def _prefix(asked: Asked) -> Phrase | None:
 
 
 def _function(asked: Asked) -> Phrase:
-    return Phrase(f"torch.{asked.call.name}({asked.rest()})")
+    return Phrase(f"{function_of(asked.call.name)}({asked.rest()})")
 
 
 def _method(asked: Asked) -> Phrase | None:
@@ -260,10 +215,6 @@ def _method(asked: Asked) -> Phrase | None:
         rest = rest[1:-1] or rest
     name = "reshape" if asked.call.name in ("_unsafe_view", "view") else asked.call.name  # however its elements lie
     return Phrase(f"{asked.piece(asked.given[first]).inside(ATOM)}.{name}({rest})")
-
-
-def _special(asked: Asked) -> Phrase:
-    return Phrase(f"{SPECIAL[asked.call.name]}({asked.rest()})")
 
 
 def _elu(asked: Asked) -> Phrase | None:
@@ -280,8 +231,7 @@ def _rsub(asked: Asked) -> Phrase | None:
 
 
 def _softmax(asked: Asked) -> Phrase:
-    name = {"_softmax": "softmax", "_log_softmax": "log_softmax"}.get(asked.call.name, asked.call.name)
-    return Phrase(f"torch.{name}({asked.text(asked.given['self'])}, dim={asked.text(asked.given['dim'])})")
+    return Phrase(f"{function_of(asked.call.name)}({asked.text(asked.given['self'])}, dim={asked.text(asked.given['dim'])})")
 
 
 def _cast(asked: Asked) -> Phrase | None:
@@ -291,8 +241,8 @@ def _cast(asked: Asked) -> Phrase | None:
         return None
     if dtype is None:
         return Phrase(f"{value.inside(ATOM)}.clone()")
-    if isinstance(dtype, torch.dtype) and dtype in _CASTS:
-        return Phrase(f"{value.inside(ATOM)}.{_CASTS[dtype]}()")
+    if isinstance(dtype, torch.dtype) and dtype in CASTS:
+        return Phrase(f"{value.inside(ATOM)}.{CASTS[dtype]}()")
     return Phrase(f"{value.inside(ATOM)}.to({asked.text(dtype)})")
 
 
@@ -357,7 +307,7 @@ def _det(asked: Asked) -> Phrase | None:
 
 
 def _log_sigmoid(asked: Asked) -> Phrase | None:
-    return Phrase(f"torch.nn.functional.logsigmoid({asked.text(asked.given['self'])})") if asked.single else None
+    return Phrase(f"{function_of(asked.call.name)}({asked.text(asked.given['self'])})") if asked.single else None
 
 
 def _reduction(asked: Asked, name: str, first: Sequence[str], rest: Sequence[str] = ()) -> Phrase | None:
@@ -372,8 +322,7 @@ def _reduction(asked: Asked, name: str, first: Sequence[str], rest: Sequence[str
 
 
 def _regression(asked: Asked) -> Phrase | None:
-    name = {"huber_loss": "huber_loss", "smooth_l1_loss": "smooth_l1_loss"}.get(asked.call.name, asked.call.name)
-    return _reduction(asked, name, ("self", "target"), ("beta", "delta"))
+    return _reduction(asked, asked.call.name, ("self", "target"), ("beta", "delta"))
 
 
 def _binary(asked: Asked) -> Phrase | None:
@@ -430,7 +379,7 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(PREFIX, _prefix),
     **dict.fromkeys(_FUNCTIONS.split(), _function),
     **dict.fromkeys(_METHODS.split(), _method),
-    **dict.fromkeys(SPECIAL, _special),
+    **dict.fromkeys(FUNCTIONS, _function),
     **dict.fromkeys(_MOMENTS, _moment),
     **dict.fromkeys(("max", "min"), _extremum),
     **dict.fromkeys(("_softmax", "softmax", "_log_softmax", "log_softmax"), _softmax),

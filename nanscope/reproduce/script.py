@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from nanscope.program.calls import Call, Computes
 from nanscope.program.ops import ALONE, EXPANSIONS, HISTORY_ENDS, MOVES, SPLITS, SQUEEZES
+from nanscope.program.spelling import ATOM, Phrase
 from nanscope.reproduce.alike import Case
-from nanscope.reproduce.idioms import ATOM, Asked, Phrase, idiom
+from nanscope.reproduce.idioms import Asked, idiom
 from nanscope.reproduce.literals import tensor_lines
 from nanscope.reproduce.names import Remembered, fallback, own_name
 
