@@ -233,13 +233,13 @@ def test_a_framework_is_recognised_by_its_files_or_by_the_objective() -> None:
 
 
 HEADLINES = {
-    "everything is bad": (Reached(NAN, 3, 2, 3, 1, "taken"), "loss NaN · 2 of 3 gradients and 1 of 3 weights non-finite · optimizer stepped"),
-    "the loss is finite": (Reached(0.25, 3, 3, 3, 0, "skipped"), "loss 0.25 (finite) · 3 of 3 gradients non-finite · weights clean · optimizer step skipped"),
-    "stopped": (Reached(INF, 3, 0, stepped="stopped"), "loss +inf · gradients clean · run stopped before the optimizer step"),
-    "no optimizer": (Reached(NAN, 3, 3), "loss NaN · 3 of 3 gradients non-finite"),
+    "everything is bad": (Reached(NAN, 3, 2, 3, 1, "taken"), "loss NaN · 2 of 3 weight gradients and 1 of 3 weights non-finite · optimizer stepped"),
+    "the loss is finite": (Reached(0.25, 3, 3, 3, 0, "skipped"), "loss 0.25 (finite) · 3 of 3 weight gradients non-finite · weights clean · optimizer step skipped"),
+    "stopped": (Reached(INF, 3, 0, stepped="stopped"), "loss +inf · weight gradients clean · run stopped before the optimizer step"),
+    "no optimizer": (Reached(NAN, 3, 3), "loss NaN · 3 of 3 weight gradients non-finite"),
     "no gradients": (Reached(NAN, 0, 0), "loss NaN"),
     "nobody counted": (Reached(NAN, 3, None), "loss NaN"),
-    "no loss": (Reached(None, 3, 3, stepped="taken"), "3 of 3 gradients non-finite · optimizer stepped"),
+    "no loss": (Reached(None, 3, 3, stepped="taken"), "3 of 3 weight gradients non-finite · optimizer stepped"),
     "nothing": (Reached(), ""),
     "another release's word": (Reached(NAN, stepped="postponed"), "loss NaN"),
 }  # fmt: skip

@@ -37,8 +37,8 @@ FIELDS = {  # what schema 1 promises: where -> its names
     "incidents.0.blame": "name role index value median low high row",
     "incidents.0.chain.0": "text file line value backward",
     "incidents.0.reproduction": "loss gradients exact words",
-    "incidents.0.fixes.0": "id label where executed works proven loss bad_gradients diffs distortion",
-    "incidents.0.rejected.0": "id label where executed works proven loss bad_gradients diffs distortion",
+    "incidents.0.fixes.0": "id label where executed works proven loss bad_gradients diffs rest distortion",
+    "incidents.0.rejected.0": "id label where executed works proven loss bad_gradients diffs rest distortion",
     "incidents.0.notes.0": "slug text step",
     "notes.0": "slug text step",
 }

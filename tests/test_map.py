@@ -21,7 +21,7 @@ ROWS, COLUMNS = 60, 150  # more than a map shows
 def drawn(loss: Callable[..., Tensor], *tensors: Tensor) -> Picture | None:
     """The map of a loss that goes wrong."""
     recorded = record(loss, *tensors)
-    return picture_of(recorded.program, recorded.replay())
+    return picture_of(recorded.replay())
 
 
 def exponents(*shape: int, bad: tuple[int, ...], value: float = 99.0) -> Tensor:
@@ -139,15 +139,22 @@ def test_what_a_clip_takes_out_is_no_mask() -> None:
         return torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
 
     recorded = record(clipped, exponents(2, 3, bad=(1, 2)))
-    picture = picture_of(recorded.program, recorded.replay())
+    picture = picture_of(recorded.replay())
     assert recorded.location is not None and [drop.how for drop in recorded.location.origin.drops] == ["clamp", "clip"]
     assert picture is not None and picture.masked is None
 
 
-def test_a_mask_of_another_shape_is_left_out() -> None:
-    """Where the loss sums first, the mask says nothing of the tokens."""
+def test_a_mask_of_sums_is_one_of_their_tokens() -> None:
+    """Where the loss sums first and leaves out a row, it leaves out all of its tokens."""
     picture = drawn(lambda x, mask: (torch.exp(x).sum(-1) * mask).sum(), exponents(3, 5, bad=(1, 2)), torch.tensor([1.0, 0.0, 1.0]))
-    assert picture is not None and picture.masked is None and picture.values[picture.row][picture.column] == 99.0
+    assert picture is not None and picture.values[picture.row][picture.column] == 99.0
+    assert picture.masked == ((False,) * 5, (True,) * 5, (False,) * 5)
+
+
+def test_a_mask_of_another_shape_is_left_out() -> None:
+    """One that counts pairs of tokens says nothing of a token."""
+    picture = drawn(lambda x, mask: (torch.exp(x)[:, :, None] * mask).sum(), exponents(3, 5, bad=(1, 2)), torch.zeros(3, 5, 2))
+    assert picture is not None and picture.masked is None
 
 
 def test_of_whole_numbers_there_is_no_map() -> None:
@@ -173,5 +180,4 @@ def test_there_is_nothing_to_draw_of_a_scalar_or_of_a_step_that_went_well() -> N
     """No picture, and no error."""
     assert drawn(lambda x: torch.exp(x.sum()), torch.tensor([50.0, 50.0], requires_grad=True)) is None
     assert drawn(overflow, torch.zeros(2, 3, requires_grad=True)) is None
-    recorded = record(overflow, torch.zeros(2, 3, requires_grad=True))
-    assert picture_of(recorded.program, NOTHING) is None
+    assert picture_of(NOTHING) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from recorded import record
 from seen import INF, NAN, seen
 from torch import Tensor
 
+import nanscope
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.location import spotted
 from nanscope.program.calls import Call, Leaf, Ref
@@ -305,3 +307,16 @@ def test_why_nobody_knows_where_it_went_bad(program: Program, notes: tuple[tuple
     """Nothing is said of a recording that the step itself contradicts."""
     snapshot = Snapshot(7, 0, program, {}, None, {}, Reached(NAN), notes=notes)
     assert sentence(snapshot, Observation(phase=Phase.FORWARD), Cause.UNKNOWN) == f"{expected} The loss is NaN."
+
+
+def test_a_mean_of_a_row_that_is_masked_whole_is_itself_counted(tmp_path: Path) -> None:
+    """Its tokens are not; the loss is NaN since it counts the mean."""
+    log_probs, mask = torch.full((4, 5), -1.0, requires_grad=True), torch.ones(4, 5)
+    mask[2] = 0
+    with nanscope.watch(out=tmp_path) as scope:
+        per_row = (log_probs * mask).sum(-1) / mask.sum(-1)
+        per_row.mean().backward()
+    assert (
+        "gave NaN at [2] of [4], made of tokens that the loss does not count (multiplied by mask = 0), test_sentence.py"
+        in scope.verdict.sentence
+    )

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from nanscope.given import a_path, several
-from nanscope.snapshot import file
 from nanscope.snapshot.anywhere import loaded
 from nanscope.snapshot.fetched import fetched
+from nanscope.snapshot.remote import is_remote
 from nanscope.snapshot.runs import find_run
 from nanscope.snapshot.step import Snapshot
-from nanscope.verdict.diagnose import verdict
+from nanscope.verdict.diagnose import Question, explained, verdict
 from nanscope.verdict.incident import Verdict
 from nanscope.verdict.run import verdict_of
 
@@ -32,13 +33,14 @@ def diagnose(what: Given | Sequence[Given]) -> Verdict:
     """
     if not isinstance(what, (Snapshot, str, os.PathLike)):
         ones = several("diagnose(…)", what, TAKES)
-        return verdict([loaded(one, "diagnose(…)") for one in ones], [_path_of(one) for one in ones])
+        snapshots, paths = [loaded(one, "diagnose(…)") for one in ones], [_path_of(one) for one in ones]
+        return verdict(snapshots, paths, files=[None if path is None or is_remote(path) else Path(path) for path in paths])
     if isinstance(what, Snapshot):
         return verdict([what])
     where = a_path("diagnose(…)", what, TAKES)
     with fetched(where) as here:
         if here.path.is_file():
-            return verdict([file.load(here.path)], [where])
+            return verdict((), incidents=explained([Question(file=here.path, shown=where)]))
         return verdict_of(find_run(here.path)[0], shown=here.address)
 
 

@@ -9,18 +9,22 @@ so that every report tells the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from nanscope.errors import ProgramError, words_of
+from nanscope.errors import ProgramError, SnapshotError, words_of
 from nanscope.frameworks.live import objective_words
 from nanscope.frameworks.table import recognise
 from nanscope.locate.observe import observe
+from nanscope.plain import ordered
 from nanscope.program.program import Program
 from nanscope.replay.folk import folk_rows
 from nanscope.replay.tries import NOTHING, Replay, replay
 from nanscope.roles import Role
+from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap
+from nanscope.snapshot.file import load
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import TEST, UNMADE, Kind, Observation, Phase, Row
 from nanscope.snapshot.processes import called
@@ -32,8 +36,11 @@ from nanscope.verdict.fixes import fixes_of
 from nanscope.verdict.incident import Incident, Note, Verdict
 from nanscope.verdict.map import picture_of
 from nanscope.verdict.remedies import known, remedies
+from nanscope.verdict.remembered import Diagnosis, Memory
+from nanscope.verdict.sample import sample_of
 from nanscope.verdict.sentence import sentence, token_of
 from nanscope.verdict.standing import Ranks
+from nanscope.verdict.token import token_at_origin, with_texts
 from nanscope.verdict.tokens import tokens_of
 from nanscope.version import __version__
 
@@ -42,6 +49,7 @@ def verdict(
     snapshots: Sequence[Snapshot],
     paths: Sequence[str | None] = (),
     *,
+    files: Sequence[Path | None] = (),
     notes: Sequence[Note] = (),
     steps: int = 0,
     skipped: int = 0,
@@ -57,12 +65,13 @@ def verdict(
 ) -> Verdict:
     """Diagnose the snapshots of one run, in order.
 
-    paths: where each was saved. notes: what else the run noticed. steps, skipped, repaired, bad_steps, backwards: its counts. gaps: what
-    nobody saw. aftermath: which steps are consequences. ranks: who was first, and who followed. incidents: of snapshots that were
-    explained before. processes: that trained. history: the last steps.
+    paths: where each was saved, as a person calls it. files: where it lies on this machine. notes: what else the run noticed. steps,
+    skipped, repaired, bad_steps, backwards: its counts. gaps: what nobody saw. aftermath: which steps are consequences. ranks: who was
+    first, and who followed. incidents: of snapshots that were explained before. processes: that trained. history: the last steps.
     """
-    numbered = [(snapshot, paths[index] if index < len(paths) else None) for index, snapshot in enumerate(snapshots)]
-    incidents = [*incidents, *explained(sorted(numbered, key=lambda pair: _order(pair[0])))]
+    shown, lying = ([*given, *[None] * len(snapshots)] for given in (paths, files))
+    numbered = sorted(zip(snapshots, lying, shown, strict=False), key=lambda one: _order(one[0]))
+    incidents = [*incidents, *explained(Question(*one) for one in numbered)]
     everything = [*notes, *(note for incident in incidents for note in incident.notes)]
     bad_steps = max(bad_steps, len({(incident.step, incident.update) for incident in incidents}))
     return Verdict(
@@ -82,20 +91,68 @@ def verdict(
     )
 
 
-def explained(snapshots: Iterable[tuple[Snapshot, str | None]]) -> list[Incident]:
-    """Explain the snapshots of one run, each with its path, one after another: of a step, who made the harm before whom it reached."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A step that is to be explained. held: as it is in memory, None if it is to be read where that is needed.
+
+    file: where it lies on this machine, None if nowhere. shown: what a person calls that.
+    """
+
+    held: Snapshot | None = None
+    file: Path | None = None
+    shown: str | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Return the step. Raises SnapshotError if it cannot be read."""
+        if self.held is not None:
+            return self.held
+        assert self.file is not None
+        return load(self.file)
+
+    def head(self) -> BadStep:
+        """Return the step in short. Raises SnapshotError if it cannot be read."""
+        if self.held is not None:
+            return BadStep.of_snapshot(self.held)
+        assert self.file is not None
+        return BadStep.read(self.file)
+
+
+def explained(
+    questions: Iterable[Question], memory: Memory | None = None, unread: Callable[[Question, SnapshotError], object] | None = None
+) -> list[Incident]:
+    """Explain the snapshots of one run one after another: of a step, who made the harm before whom it reached.
+
+    memory: of what was explained before; without one, this user's. unread: is told of one that cannot be read, which keeps no other back;
+    without it that is raised.
+    """
     incidents: list[Incident] = []
+    memory = Memory() if memory is None else memory
     poisoned: dict[str, tuple[int, int]] = {}  # by worker, step and update: what ranks do reaches each other, and nobody else
-    for snapshot, path in snapshots:
-        here = (snapshot.step, snapshot.update, snapshot.worker)
-        source = next((i for i in incidents if (i.step, i.update, i.worker) == here and i.rank != snapshot.rank), None)
-        told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
-        since = poisoned.get(snapshot.worker, here[:2])  # what its own update has spoilt was not so when it began
-        incidents.append(diagnose(snapshot, path, poisoned_at=since[0] if since < here[:2] else None, source=told))
-        if snapshot.reached.bad_weights:
-            poisoned.setdefault(snapshot.worker, here[:2])
-        del snapshot  # before the next one is read
+    for question in questions:
+        try:
+            one = question.head()
+            here = (one.step, one.update, one.worker)
+            source = next((i for i in incidents if (i.step, i.update, i.worker) == here and i.rank != one.rank), None)
+            told = f"rank {source.rank}: {source.sentence}" if source is not None else ""
+            since = poisoned.get(one.worker, here[:2])  # what its own update has spoilt was not so when it began
+            incident = incident_of(question, memory, poisoned_at=since[0] if since < here[:2] else None, source=told)
+        except SnapshotError as error:
+            if unread is None:
+                raise
+            unread(question, error)
+            continue
+        incidents.append(incident)
+        if one.spoilt:
+            poisoned.setdefault(one.worker, here[:2])
+        del question  # before the next one is read
     return incidents
+
+
+def incident_of(question: Question, memory: Memory, *, poisoned_at: int | None = None, source: str = "") -> Incident:
+    """Explain one step as `diagnose` does, unless it was explained before. Raises SnapshotError if it cannot be read."""
+    key = memory.key(Diagnosis, question.file, question.held, poisoned_at=poisoned_at, source=source)
+    found = memory.of(key, lambda: diagnosis(question.snapshot(), poisoned_at=poisoned_at, source=source), Diagnosis.lasts)
+    return replace(found.incident, snapshot=question.shown)
 
 
 def _order(snapshot: Snapshot) -> tuple[int, int, bool, int, int]:
@@ -148,13 +205,32 @@ def diagnose(
     replayed: a replay that was already run, to save a second one. poisoned_at, source: what an earlier step and another rank have to do
     with it, see `Observation`.
     """
+    return replace(diagnosis(snapshot, replayed, poisoned_at=poisoned_at, source=source).incident, snapshot=path)
+
+
+def diagnosis(snapshot: Snapshot, replayed: Replay | None = None, *, poisoned_at: int | None = None, source: str = "") -> Diagnosis:
+    """Return what `diagnose` does, and whether the step goes wrong again."""
+    about = {name: ordered(getattr(snapshot, name)) for name in ("settings", "objective", "environment")}
+    snapshot = replace(snapshot, **about)  # as its file has them: of a step in memory the same is told
     seen, replayed, problem = examine(snapshot, replayed, poisoned_at=poisoned_at, source=source)
+    failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
+    incident = _incident(snapshot, seen, replayed, problem)
+    return Diagnosis(incident, failing, replayed.trace is not None)
+
+
+def _incident(snapshot: Snapshot, seen: Observation, replayed: Replay, problem: str) -> Incident:
     if problem:
         snapshot = replace(snapshot, notes=(*snapshot.notes, ("not_replayed", problem)))
     cause, tests = because(seen, replayed)
+    if replayed.bench is not None:
+        replayed.bench.let_go()  # nothing more is tried
     framework = recognise({site.file for site in snapshot.program.sites} | {f"/{snapshot.objective.get('site', '')}"})
     fixes, rejected = fixes_of(seen, cause, replayed.rows)
     advised = folk_rows(snapshot, framework, replayed.trace) if replayed.location is not None and not seen.suspect else ()
+    best = next((fix.id for fix in fixes if fix.executed and fix.proven), None)
+    tokens = None if seen.outside else with_texts(tokens_of(replayed, best), snapshot.texts)
+    sample = sample_of(tokens, replayed.trace, known(snapshot.settings, snapshot.objective))
+    where = ", ".join(filter(None, (spot := token_of(snapshot, seen.origin), sample.group if spot and sample is not None else "")))
     phase = str(seen.phase)
     reached = {
         "loss": snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss),
@@ -169,7 +245,7 @@ def diagnose(
         rank=snapshot.rank,
         phase=phase,
         cause=cause,
-        headline=_headline(snapshot, phase, token_of(snapshot, seen.origin)),
+        headline=_headline(snapshot, phase, where),
         sentence=sentence(snapshot, seen, cause),
         origin=seen.origin,
         chain=seen.chain,
@@ -180,7 +256,7 @@ def diagnose(
         framework=framework.name if framework else None,
         remedies=remedies(framework, cause, seen.origin, known(snapshot.settings, snapshot.objective), advised),
         notes=tuple(found),
-        snapshot=path,
+        snapshot=None,
         rows=(*(row for row in replayed.rows if row.kind != TEST), *advised, *tests),
         reproduction=replayed.reproduction,
         suspect=seen.suspect,
@@ -188,8 +264,8 @@ def diagnose(
         environment=snapshot.environment,
         settings=snapshot.settings,
         opaque=snapshot.opaque,
-        picture=None if seen.outside else picture_of(snapshot.program, replayed),
-        tokens=None if seen.outside else tokens_of(replayed, next((fix.id for fix in fixes if fix.executed and fix.proven), None)),
+        picture=None if seen.outside else picture_of(replayed),
+        tokens=tokens,
         lines=tuple(_lines(snapshot.program, seen)),
         objective=snapshot.objective,
         loss_words=objective_words(snapshot.objective),
@@ -199,6 +275,8 @@ def diagnose(
         micro_batches=snapshot.reached.micro_batches,
         blame=seen.blame,
         worker=snapshot.worker,
+        token=token_at_origin(tokens),
+        sample=sample,
     )
 
 
@@ -236,21 +314,21 @@ _STEPPED = {
 _LEFT_ALONE = {"skipped by the trainer", "skipped by the scaler"}  # that the weights are clean goes without saying
 
 
-def _headline(snapshot: Snapshot, phase: str, token: str) -> str:
-    """Where it happened and how far it got, in figures."""
+def _headline(snapshot: Snapshot, phase: str, sample: str) -> str:
+    """Where it happened and how far it got, in figures. sample: of the batch, in words, "" if unknown."""
     r = snapshot.reached
     parts = []
     if r.loss is not None:
         parts.append(f"loss {number(r.loss)}" + (" (finite)" if math.isfinite(r.loss) else ""))
-    bad = [f"{r.bad_gradients} of {r.gradients} gradients"] if r.bad_gradients and r.gradients else []
+    bad = [f"{r.bad_gradients} of {r.gradients} weight gradients"] if r.bad_gradients and r.gradients else []
     bad += [f"{r.bad_weights} of {r.weights} weights"] if r.bad_weights else []
     if r.bad_gradients == 0 and r.gradients:
-        parts.append("gradients clean")
+        parts.append("weight gradients clean")
     if bad:
         parts.append(f"{' and '.join(bad)} non-finite")
     if r.bad_weights == 0 and r.stepped not in _LEFT_ALONE:
         parts.append("weights clean")
     if r.stepped in _STEPPED:
         parts.append(_STEPPED[r.stepped].format(r.optimizer or "optimizer"))
-    where = f"{snapshot.place} · {called(snapshot.rank, snapshot.worker)} · {phase}" + (f" at {token}" if token else "")
+    where = f"{snapshot.place} · {called(snapshot.rank, snapshot.worker)} · {phase}" + (f" at {sample}" if sample else "")
     return f"{where}   " + " · ".join(parts)

@@ -17,7 +17,10 @@ from nanscope.snapshot.processes import called
 from nanscope.snapshot.record import Aftermath
 from nanscope.snapshot.step import place
 from nanscope.text import count, is_spared
+from nanscope.verdict.layout import Layout
+from nanscope.verdict.sample import BatchRow
 from nanscope.verdict.standing import Ranks
+from nanscope.verdict.token import Token
 from nanscope.verdict.tokens import TokenMap
 
 
@@ -47,7 +50,7 @@ class Fix:
     """A change that was tried on the recorded step, or, with executed=False, that can only be advised.
 
     id: class of the fix. where: file:line. label: the edit. loss, bad gradients, distortion: see `replay.Row`. diffs: what it is in the
-    source, () where that cannot be written.
+    source, () where that cannot be written; rest: what it does besides, in words, at places of which it cannot.
     """
 
     id: str
@@ -60,6 +63,7 @@ class Fix:
     total: int = 0
     distortion: float | None = None
     diffs: tuple[Diff, ...] = ()
+    rest: tuple[str, ...] = ()
 
     @property
     def proven(self) -> bool:
@@ -105,6 +109,8 @@ class Incident(Shown):
     micro_batches: int | None = None
     blame: Blame | None = None  # what came in, far out of its own range, and made the origin overflow
     worker: str = ""  # what its process is called where that is not a rank alone
+    token: Token | None = None  # at the origin, where its id was saved
+    sample: BatchRow | None = None  # which one of the batch it belongs to
 
     def __str__(self) -> str:
         return one_line(self.sentence)
@@ -130,7 +136,8 @@ class Picture:
     """The offending tensor as a map of rows and tokens, cut to a readable size.
 
     values: [rows][columns], None outside the tensor. masked: the same, True where the loss does not count. row, column: the bad element
-    within the cut. first_row, first_column: where the cut begins. rows, columns: size of the whole. what: what is shown.
+    within the cut. first_row, first_column: where the cut begins. rows, columns: size of the whole. what: what is shown. layout: how it
+    lies in the batch.
     """
 
     what: str
@@ -142,6 +149,7 @@ class Picture:
     first_column: int
     rows: int
     columns: int
+    layout: Layout = Layout.TOKENS
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -238,6 +246,7 @@ def _fix_json(fix: Fix) -> dict[str, Any]:
         "bad_gradients": [fix.bad, fix.total] if fix.executed else None,
         "distortion": show(fix.distortion),
         "diffs": [asdict(diff) for diff in fix.diffs],
+        "rest": list(fix.rest),
     }
 
 
@@ -259,6 +268,8 @@ def _incident_json(i: Incident) -> dict[str, Any]:
         "headline": i.headline,
         "sentence": i.sentence,
         "origin": i.origin.to_json(),
+        **({"token": asdict(i.token)} if i.token is not None else {}),
+        **({"sample": asdict(i.sample)} if i.sample is not None else {}),
         "blame": i.blame and show(asdict(i.blame)),
         "chain": [
             {"text": link.text, "file": link.file, "line": link.line, "value": show(link.value), "backward": link.backward}

@@ -18,15 +18,15 @@ from nanscope.errors import SnapshotError
 from nanscope.snapshot.alignment import called_by, dropped_alone
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
-from nanscope.snapshot.file import load
 from nanscope.snapshot.history import TAIL, Entry, Outline, last_entries, outline
 from nanscope.snapshot.observation import Came
 from nanscope.snapshot.processes import Who
 from nanscope.snapshot.record import DROPPED, RUNNING, Aftermath, RunRecord, records, unwatched
 from nanscope.snapshot.runs import bad_step_files, histories
 from nanscope.text import count, listed
-from nanscope.verdict.diagnose import explained, verdict
+from nanscope.verdict.diagnose import Question, explained, verdict
 from nanscope.verdict.incident import Note, Verdict
+from nanscope.verdict.remembered import Memory
 from nanscope.verdict.standing import Ranks, Standing, groups_of, say_ranks, told_of
 
 LAST_BYTES = 1 << 18  # of a history, in which its last steps stand
@@ -36,8 +36,15 @@ LIKE = 8  # notes of one kind that are told
 WORLDS = 1 << 20  # ranks; whoever says that a run has more did not train
 
 
-def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] = iter, *, shown: Callable[[Path], str] = str) -> Verdict:
+def verdict_of(
+    run_dir: Path,
+    track: Callable[[Sequence[Path]], Iterable[Path]] = iter,
+    *,
+    shown: Callable[[Path], str] = str,
+    memory: Memory | None = None,
+) -> Verdict:
     """Return the verdict on a run from what it wrote. track: shows how far the reading of its snapshots has come. shown: names a file.
+    memory: of what was explained before; without one, this user's.
 
     A snapshot that is damaged is a gap. Raises NanscopeError for a record that is.
     """
@@ -50,7 +57,7 @@ def verdict_of(run_dir: Path, track: Callable[[Sequence[Path]], Iterable[Path]] 
     to_explain = [team.to_explain() for team in teams]
     files = [path for _, path in sorted((found for those, _ in to_explain for found in those), key=_order)]
     # one at a time: each may be as large as a batch
-    incidents = explained(_readable(track(files), lambda path: (load(path), shown(path)), damaged))
+    incidents = explained((Question(file=path, shown=shown(path)) for path in track(files)), memory, partial(_put_down, damaged))
     left = sum(more for _, more in to_explain)
     notes = [Note(remark.slug, remark.text, remark.step) for record in told for remark in record.notes]
     open_ = [found for team in teams for found in team.unfinished()]
@@ -102,7 +109,13 @@ def _readable(paths: Iterable[Path], read: Callable[[Path], T], damaged: dict[Pa
         try:
             yield read(path)
         except SnapshotError as error:
-            damaged[path] = Gap("damaged-snapshot", f"what {path.name} holds: {str(error).removeprefix(f'{path}: ')}")
+            _put_down(damaged, Question(file=path), error)
+
+
+def _put_down(damaged: dict[Path, Gap], question: Question, error: SnapshotError) -> None:
+    """Put a snapshot down as damaged."""
+    if (path := question.file) is not None:
+        damaged[path] = Gap("damaged-snapshot", f"what {path.name} holds: {str(error).removeprefix(f'{path}: ')}")
 
 
 def _least_bad(told: Iterable[RunRecord], damaged: Collection[Path]) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.locate.observe import CLIPPED
+from nanscope.locate.observe import CLIPPED, TOKENS
 from nanscope.locate.origin import Location
 from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP, UNWRITTEN_FACTORIES
-from nanscope.roles import Role, last_word, role_of
+from nanscope.roles import LOG_PROBS, Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
     COMPILED,
@@ -83,6 +83,11 @@ def reason(seen: Observation, cause: Cause) -> str:
     return next((words for words, holds in zip(info.varieties, _VARIETIES.get(cause, ()), strict=True) if holds(seen)), info.title)
 
 
+def _is_spike(seen: Observation) -> bool:
+    """Is it finite, and far too large? Nothing has overflowed."""
+    return seen.kind is Kind.SPIKE and math.isfinite(seen.origin.value)
+
+
 _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.LOG_ZERO: (
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) < 0,
@@ -91,7 +96,8 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     ),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.facts.degenerate,),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate,),
-    Cause.EXP_OVERFLOW: (lambda seen: seen.origin.op == "pow", is_masked),
+    Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
+    Cause.SEQ_RATIO_OVERFLOW: (_is_spike,),
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
@@ -269,17 +275,21 @@ def _at(p: Origin) -> str:
     return f" at {'global index ' if p.sharded else ''}{show_index(p.index)} of {show_index(p.shape)}" if p.shape else ""
 
 
-_OF_TOKENS = {Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.MASK}
+_OF_TOKENS = LOG_PROBS | {Role.MASK}
+_OF_MODEL = {Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD, Role.HIDDEN, Role.ROUTER, Role.ATTENTION}  # what has rows of its own
 
 
 def token_of(snapshot: Snapshot, p: Origin) -> str:
-    """Return where in the batch an element stands, as one says it: "row 16, token 31"; "" where that is no tensor of rows and tokens."""
-    if len(p.shape) != 2 or len(p.index) != 2 or p.sharded or snapshot.observation.suspect:
+    """Return where in the batch an element stands, as one says it: "row 16, token 31", or "row 57" of one number a row; "" where that is no
+    tensor of rows and tokens."""
+    if len(p.shape) not in (1, 2) or len(p.index) != len(p.shape) or p.sharded or snapshot.observation.suspect:
         return ""
     leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
-    if p.masked is None and p.shape not in {tuple(snapshot.tensors[leaf.id].shape) for leaf in leaves}:
-        return ""
-    return f"row {p.index[0]}, token {p.index[1]}"
+    batches = {shape for leaf in leaves if len(shape := tuple(snapshot.tensors[leaf.id].shape)) == 2 and shape[1] > 1}
+    if p.shape[1:] in ((), (1,)) and not p.module and p.role not in _OF_MODEL:
+        per_row = any(p.shape[0] == rows > 1 for rows, _ in batches) and all(p.shape[0] != columns for _, columns in batches)
+        return f"row {p.index[0]}" if per_row else ""
+    return f"row {p.index[0]}, token {p.index[1]}" if len(p.shape) == 2 and (p.masked is not None or p.shape in batches) else ""
 
 
 def what_and_where(snapshot: Snapshot) -> str:
@@ -297,6 +307,8 @@ def _inside(p: Origin) -> str:
         return f" at {token} outside the loss"
     if p.masked_by.endswith(CLIPPED):
         return f" at {token} where {p.masked_by}"
+    if p.masked_by.startswith(TOKENS):
+        return f", made of tokens that the loss does not count ({p.masked_by.removeprefix(TOKENS)})"
     return f" at {token} that the loss does not count ({p.masked_by})"
 
 

@@ -10,7 +10,7 @@ told by tiles and by counts, so that one bad token of a million is never lost, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,28 +18,32 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.locate.drops import Drop
-from nanscope.locate.observe import operand_name
+from nanscope.locate.ids import ids_behind
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Ref
-from nanscope.program.ops import EXPONENTIALS
 from nanscope.replay.rebind import renamed
 from nanscope.replay.tries import Replay
 from nanscope.roles import Role, last_word
+from nanscope.verdict.distribution import Distribution, Histogram, bad_in, badness, histogram
+from nanscope.verdict.layout import Layout
+from nanscope.verdict.offending import HEIGHT, WIDTH, Offending, offending
 
-HEIGHT, WIDTH = 24, 64  # of a window
-WINDOWS = 6  # that are kept
+WINDOWS = 6  # that are kept, HEIGHT × WIDTH each
 TILES = (48, 96)  # rows and columns of the whole seen from far
 WORST = 12  # rows that are named
-BINS = 32
-SAMPLE = 1 << 20  # elements that a median is taken of
-TRACKS = 12
-AGAIN = 1 << 22  # elements up to which the step is run once more for the gradients inside it
+TRACKS = 14
+AGAIN = 1 << 22  # elements up to which the step is run once more for the gradients inside it, and with other edits
+WAYS = 6  # as recorded, and with edits that work
 RECORDED = "as_recorded"
+COUNTED = "counted tokens"  # of a row
 
 _ORDER = (
     Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT,
     Role.ADVANTAGES, Role.REWARDS, Role.KL, Role.ENTROPY, Role.LOSS,
+)  # fmt: skip
+
+# What the batch brings along: of several versions the loss reads the one that was made last.
+_GIVEN = (
+    Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS, Role.ADVANTAGES, Role.REWARDS,
 )  # fmt: skip
 
 
@@ -54,16 +58,6 @@ class Window:
     masked: tuple[tuple[bool, ...], ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often which number occurs. low, high: ends of the bins, which are alike; counted, masked: finite elements in each."""
-
-    low: float
-    high: float
-    counted: tuple[int, ...]
-    masked: tuple[int, ...]
-
-
 Cells = tuple[tuple[tuple[float, ...], ...], ...]  # window → row → column; of what each row has one, a single column
 
 
@@ -74,8 +68,9 @@ class Track:
     name: what the code calls it. role: what it means. per_row: one number for a row of tokens. limit: where exp of it overflows, in nats.
     bad, bad_masked: elements that are not finite or beyond the limit, and how many of these the loss does not count.
     median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %; NaN where there are none, and of
-    ids. least, most: the range of all finite ones.
-    cells: by the way of running the step; one that changes nothing here is left out. left: of each that is not, what is bad then.
+    ids. least, most: the range of all finite ones. ends: the range of those that the loss counts, without outliers: of colours and bins.
+    cells: by the way of running the step; one that changes nothing here is left out. left, histograms: of each that is not, what is bad
+    then, and how often which number occurs.
     """
 
     name: str
@@ -89,9 +84,11 @@ class Track:
     high: float
     least: float
     most: float
+    ends: tuple[float, float]
     histogram: Histogram | None
     cells: Mapping[str, Cells]
     left: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,8 @@ class TokenMap:
     rows, columns: of the whole. row, column: the origin. dims: more than two dimensions, flattened into rows. tiles: [down][across] of the
     whole, bad elements in each; tile_height, tile_width: elements of one. tiles_masked: share of masked elements in each, None where no
     mask is known. worst: (row, bad counted, bad masked), most first. main: which track the map shows first. ways: how the step was run, by
-    id, in words.
+    id, in words. texts: of token ids in the windows, as far as they were saved. layout: what rows and columns are; where the origin is one
+    number a row, they are those of the batch, and its column is the first.
     """
 
     rows: int
@@ -118,154 +116,142 @@ class TokenMap:
     tiles_masked: tuple[tuple[float, ...], ...] | None
     worst: tuple[tuple[int, int, int], ...]
     ways: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[int, str] = field(default_factory=dict)
+    layout: Layout = Layout.TOKENS
 
 
 def tokens_of(replayed: Replay, fix: str | None) -> TokenMap | None:
     """Return what is known of the tokens around the origin; None where there is no such tensor. fix: the edit that is shown beside."""
-    location, trace = replayed.location, replayed.trace
-    if location is None or trace is None:
+    trace, shown = replayed.trace, offending(replayed)
+    if trace is None or shown is None:
         return None
-    origin = location.origin
-    value, exponent = origin.value_id, None
-    if origin.op in EXPONENTIALS and origin.operands:
-        value = origin.operands[0].id
-        exponent = (
-            math.log(torch.finfo(trace.values[origin.value_id].dtype).max) if trace.values[origin.value_id].is_floating_point() else None
-        )
-    shown = trace.values.get(value)
-    if shown is None or shown.dim() == 0 or not shown.is_floating_point() or shown.numel() == 0:
-        return None
-    shape = shown.shape
-    columns = shape[-1]
-    rows = shown.numel() // columns
-    if origin.flat >= rows * columns:
-        return None
-    row, column = divmod(origin.flat, columns)
-    masked = _mask(trace, origin.drops, shape, row, column)
-    chosen = list(_chosen(trace, value, shape, origin.flat))
-    names = {value: last_word(operand_name(origin, 0) if exponent is not None else origin.variable or origin.op)}
-    limits = {value: exponent}
-    bad = _bad(shown.reshape(rows, columns), exponent)
-    bad[row, column] = True
-    windows = _windows(bad, masked, row, column)
-    runs = dict(_runs(replayed, fix, trace, shown.numel()))
-    tracks = [
-        _track(names.get(v) or trace.names.name(v) or str(r), str(r), v, shape, limits.get(v), masked, windows, runs) for v, r in chosen
-    ]
-    tracks += _gradients(chosen, trace, shape, masked, windows, runs)
-    tracks.append(_ids(trace, value, shape, windows))
+    shape, masked = shown.shape, shown.masked
+    rows, columns = shown.flat.shape
+    chosen = list(_chosen(trace, shown))
+    bad = bad_in(shown.own, shown.limit)
+    bad[shown.row, shown.column] = True
+    windows = _windows(bad, shown)
+    runs = dict(_runs(replayed, fix, trace, shown.flat.numel(), {value for value, _ in chosen}))
+    tracks = [_track(trace.names.name(v) or str(r), str(r), v, shape, None, masked, windows, runs) for v, r in chosen[1:]]
+    tracks.insert(0, _track(shown.name, str(chosen[0][1]), shown.value, shape, shown.limit, shown.out, windows, runs))
+    tracks += [*_gradients(chosen, trace, shape, masked, windows, runs), _ids(trace, shown.value, shape, windows)]
+    tracks += _of_the_mask(trace, shown, windows)
     kept = [track for track in tracks if track is not None][:TRACKS]
-    tiles, height, width, shares = _tiles(bad, masked)
+    tiles, height, width, shares = _tiles(bad, masked, columns)
+    worst = () if shown.layout is Layout.ELEMENTS else tuple(_worst(bad, shown.out))
     return TokenMap(
-        rows, columns, row, column, max(0, len(shape) - 2), tuple(windows), tuple(kept), 0, tiles, height, width, shares,
-        tuple(_worst(bad, masked)), {way: words for way, (words, _, _) in runs.items()},
+        rows, columns, shown.row, shown.column, max(0, len(shape) - 2), tuple(windows), tuple(kept), 0, tiles, height, width, shares,
+        worst, {way: words for way, (words, _, _) in runs.items()}, layout=shown.layout,
     )  # fmt: skip
 
 
 # -- which tensors -------------------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(trace: Trace, value: int, shape: torch.Size, flat: int) -> Iterator[tuple[int, Role | str]]:
+def _chosen(trace: Trace, shown: Offending) -> Iterator[tuple[int, Role | str]]:
     """Yield the offending tensor, and of every role the value of its shape, or of its rows, that the code has a name for."""
-    own, rows = trace.names.role(value), math.prod(shape[:-1])
+    value, shape = shown.value, shown.shape
+    own, rows, flat = trace.names.role(value), math.prod(shape[:-1]), shown.row * shape[-1] + shown.column
     yield value, own or "value"
     found: dict[Role, int] = {}
     path = trace.program.slice(value)  # what the origin was made of: of two versions of a tensor, the one that it read
     behind = {leaf.id for leaf in path.leaves} | {out for call in path.calls for out in call.outs if out is not None}
-    for other, content in trace.values.items():
+    made = (out for call in trace.program.calls for out in call.outs if out is not None)
+    for other in dict.fromkeys((*(leaf.id for leaf in trace.program.leaves), *made)):
+        content = trace.values.get(other)
+        if content is None:
+            continue
         fits = content.shape == shape or (len(shape) > 1 and content.shape in (shape[:-1], torch.Size((*shape[:-1], 1))))
         if other == value or not fits or not content.is_floating_point():
             continue
         role = trace.names.role(other)
-        if role in (None, Role.MASK, Role.RESPONSE_IDS) or role == own:
+        if role in (None, Role.MASK, Role.RESPONSE_IDS) or (role == own and content.shape == trace.values[value].shape):
             continue
         spoilt = content.numel() == rows * shape[-1] and not math.isfinite(float(content.reshape(-1)[flat]))
         before, name = found.get(role), trace.names.name(other)
         called = None if before is None else trace.names.name(before)
-        ours, theirs = (name is not None, other in behind), (called is not None, before in behind)
-        nearer = ours == theirs and (other in behind or (name == called and spoilt))  # of one name, what the origin went into
+        ours, theirs = (_is_name(name), other in behind), (_is_name(called), before in behind)
+        later = other in behind or role in _GIVEN or (name == called and spoilt)  # of one name, what the origin went into
+        nearer = ours == theirs and later
         if before is None or ours > theirs or nearer:
             found[role] = other
     yield from ((found[role], role) for role in _ORDER if role in found)
     yield from ((other, role) for role, other in found.items() if role not in _ORDER)
 
 
+def _is_name(name: str | None) -> bool:
+    """Is it what the code calls a tensor, and not how it makes it?"""
+    return name is not None and "(" not in name
+
+
 def _runs(
-    replayed: Replay, fix: str | None, trace: Trace, size: int
+    replayed: Replay, fix: str | None, trace: Trace, size: int, wanted: Collection[int]
 ) -> Iterator[tuple[str, tuple[str, Mapping[int, Tensor], Mapping[int, Tensor]]]]:
-    """Yield the ways of running the step: as recorded and with the fix, each with its values and gradients."""
+    """Yield the ways of running the step: as recorded, with the fix and with other edits that work, each with its values and gradients.
+
+    wanted: of which values.
+    """
     grads = trace.run.grads
     small = size * max(1, len(trace.program.calls)) <= AGAIN
     if small and trace.program.output in trace.values:
         with suppress(ProgramError):
             grads = trace.program.execute(trace.tensors, trace=True).grads
     yield RECORDED, ("as recorded", trace.values, grads)
-    variant = replayed.variants.get(fix) if fix else None
-    if variant is not None:
-        try:
-            run = variant.program.execute(variant.tensors, trace=small)
-        except ProgramError:
-            return
+    others = [name for name in replayed.variants if name != fix][: WAYS - 2] if small else []
+    tried = [] if fix is None else [replayed.variants[name] for name in (fix, *others) if name in replayed.variants]
+    for variant in tried:
         names = renamed(trace.program, variant.program)
-        values, grads = ({**one, **{old: one[new] for old, new in names.items() if new in one}} for one in (run.values, run.grads))
-        yield variant.id, (variant.label, values, grads)
-
-
-def _mask(trace: Trace, drops: Sequence[Drop], shape: torch.Size, row: int, column: int) -> Tensor | None:
-    """Which elements the loss leaves out as it does the origin, [rows, columns]; else what its mask does; None if none is known."""
-    for drop in drops:
-        if drop.by is None or drop.how not in ("mask", "select"):
+        try:
+            run = variant.program.execute(variant.tensors, trace=small, kept={*wanted, *(names[one] for one in wanted if one in names)})
+        except ProgramError:
             continue
-        whole = _spread(trace.values[drop.by], shape)
-        if whole is not None:
-            return whole == whole[row, column]
-    for value, content in trace.values.items():
-        if content.shape == shape and trace.names.says_mask(value):
-            whole = _spread(content, shape)
-            if whole is not None:
-                return whole == 0
-    return None
+        yield variant.id, (variant.label, _Renamed(run.values, names), _Renamed(run.grads, names))
 
 
-def _spread(content: Tensor, shape: torch.Size) -> Tensor | None:
-    try:
-        return content.expand(shape).reshape(-1, shape[-1])
-    except RuntimeError:
-        pass
-    try:  # one for each token, of which there are several numbers
-        return content.reshape(*content.shape, 1).expand(shape).reshape(-1, shape[-1])
-    except RuntimeError:
-        return None
+class _Renamed(Mapping[int, Tensor]):
+    """What an edited program has, under the ids of the recorded one. A tensor leaves its shelf when it is asked for."""
 
+    def __init__(self, held: Mapping[int, Tensor], names: Mapping[int, int]) -> None:
+        self._held = held
+        self._ids = {**{value: value for value in held}, **{old: new for old, new in names.items() if new in held}}
 
-def _bad(flat: Tensor, limit: float | None) -> Tensor:
-    bad = ~torch.isfinite(flat)
-    return bad | (flat > limit) if limit is not None else bad
+    def __getitem__(self, value: int) -> Tensor:
+        return self._held[self._ids[value]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._ids
 
 
 # -- where to look -------------------------------------------------------------------------------------------------------------------------
 
 
-def _windows(bad: Tensor, masked: Tensor | None, row: int, column: int) -> list[Window]:
+def _windows(bad: Tensor, shown: Offending) -> list[Window]:
     """The windows that are kept: the one around the origin, then those with the most that is bad, then what lies next to it."""
-    rows, columns = bad.shape
+    rows, columns = shown.flat.shape
     height, width = min(HEIGHT, rows), min(WIDTH, columns)
-    top, left = max(0, min(row - height // 2, rows - height)), max(0, min(column - width // 2, columns - width))
+    top, left = shown.corner
     places = [(top, left)]
     down, across = -(-rows // height), -(-columns // width)
-    counts = _blocks(bad, height, width, down, across)
+    unseen = torch.zeros(rows, columns, dtype=torch.bool)
+    unseen[:, : bad.shape[1]] = bad
+    unseen[top : top + height, left : left + width] = False
+    counts = _blocks(unseen, height, width, down, across)
     order = counts.flatten().argsort(descending=True, stable=True).tolist()
-    near = (
-        [(abs(i * height - top) + abs(j * width - left), i * across + j) for i in range(down) for j in range(across)]
-        if down * across <= 4096
-        else []
-    )
+    blocks = range(down * across if down * across <= 4096 else 0)
+    beside = ((abs(n // across * height - top), abs(n % across * width - left), n) for n in blocks)
+    near = [(below + right, n) for below, right, n in beside if below >= height or right >= width]  # and not mostly the same once more
     order = [n for n in order[: 4 * WINDOWS] if counts.flatten()[n] > 0] + [n for _, n in sorted(near)]
     for n in dict.fromkeys(order):
         place = (min(n // across * height, rows - height), min(n % across * width, columns - width))
         if len(places) < WINDOWS and place not in places:
             places.append(place)
-    return [_window(masked, r, c, height, width) for r, c in places]
+    return [_window(shown.masked, r, c, height, width) for r, c in places]
 
 
 def _window(masked: Tensor | None, row: int, column: int, height: int, width: int) -> Window:
@@ -280,14 +266,17 @@ def _blocks(content: Tensor, height: int, width: int, down: int, across: int) ->
     return padded.reshape(down, height, across, width).sum((1, 3))
 
 
-def _tiles(bad: Tensor, masked: Tensor | None) -> tuple[tuple[tuple[int, ...], ...], int, int, tuple[tuple[float, ...], ...] | None]:
-    rows, columns = bad.shape
-    height, width = -(-rows // TILES[0]), -(-columns // TILES[1])
+def _tiles(
+    bad: Tensor, masked: Tensor | None, columns: int
+) -> tuple[tuple[tuple[int, ...], ...], int, int, tuple[tuple[float, ...], ...] | None]:
+    """columns: of the whole; of one number a row a tile is as wide as that."""
+    rows = len(bad)
+    height, width = -(-rows // TILES[0]), -(-columns // TILES[1]) if bad.shape[1] == columns else columns
     down, across = -(-rows // height), -(-columns // width)
     counts = _blocks(bad, height, width, down, across).int().tolist()
     shares = None
     if masked is not None:
-        sizes = _blocks(torch.ones_like(bad), height, width, down, across)
+        sizes = _blocks(torch.ones_like(masked), height, width, down, across)
         shares = tuple(tuple(round(x, 2) for x in line) for line in (_blocks(masked, height, width, down, across) / sizes).tolist())
     return tuple(map(tuple, counts)), height, width, shares
 
@@ -330,20 +319,27 @@ def _gradients(
 
 
 def _ids(trace: Trace, value: int, shape: torch.Size, windows: Sequence[Window]) -> Track | None:
-    """The ids of the tokens, where they were saved: the index that took the log-probs behind the origin out of the vocabulary."""
-    for call in reversed(trace.program.slice(value).calls):
-        index = call.args[2] if call.name == "gather" and len(call.args) > 2 else None
-        ids = trace.values.get(index.id) if isinstance(index, Ref) else None
-        if ids is None or not isinstance(index, Ref) or ids.shape not in (shape, torch.Size((*shape, 1))):
-            continue
-        source = trace.program.source_of(index.id)
-        cells = _cells(ids.reshape(-1, shape[-1]), windows, False)
-        least, most = float(ids.min()), float(ids.max())
-        name = trace.names.name(index.id) or trace.names.name(source) or str(Role.RESPONSE_IDS)
-        return Track(
-            last_word(name), str(Role.RESPONSE_IDS), False, None, 0, 0, math.nan, math.nan, math.nan, least, most, None, {RECORDED: cells}
-        )
-    return None
+    """The ids of the tokens, where they were saved."""
+    found = ids_behind(trace, value, shape)
+    if found is None or not trace.values[found].numel():
+        return None
+    ids, kind, none = trace.values[found], str(Role.RESPONSE_IDS), math.nan
+    name = last_word(trace.names.name(found) or trace.names.name(trace.program.source_of(found)) or kind)
+    cells, ends = _cells(ids.reshape(-1, shape[-1]), windows, False), (float(ids.min()), float(ids.max()))
+    return Track(name, kind, False, None, 0, 0, none, none, none, *ends, ends, None, {RECORDED: cells})
+
+
+def _of_the_mask(trace: Trace, shown: Offending, windows: Sequence[Window]) -> Iterator[Track | None]:
+    """The mask, and how many tokens of each row it lets count."""
+    if shown.mask is None or shown.masked is None or shown.layout not in (Layout.TOKENS, Layout.ROWS):
+        return
+    mask, role, whole = trace.values[shown.mask].float(), str(Role.MASK), shown.masked.numel()
+    name = last_word(trace.names.name(shown.mask) or role)
+    if mask.numel() in (whole, len(shown.masked)):
+        mask = mask.reshape(shown.shape if mask.numel() == whole else (-1, 1))
+        yield _of(name, role, {RECORDED: mask}, shown.shape, None, None, windows)
+    counted = (~shown.masked).sum(1, keepdim=True).float()
+    yield _of(COUNTED, COUNTED, {RECORDED: counted}, shown.shape, None, None, windows)
 
 
 def _of(
@@ -359,58 +355,25 @@ def _of(
     per_row = content.shape != shape
     rows = math.prod(shape[:-1])
     flats = {way: tensor.detach().reshape(rows, -1) for way, tensor in found.items() if tensor.shape == content.shape}
-    flat = flats[RECORDED]
-    fine = torch.isfinite(flat)
-    hidden = None if masked is None or per_row else masked
-    least, most = _range(flat, fine)
-    low, median, high = _usual(flat, fine, hidden)
+    hidden = None if masked is None or masked.shape != flats[RECORDED].shape else masked
+    own = Distribution.of(flats[RECORDED], hidden, limit)
     cells = {way: _cells(one, windows, per_row) for way, one in flats.items()}
-    bad = {way: _badness(one, limit, hidden) for way, one in flats.items()}
+    bad = {way: own.counts if way == RECORDED else badness(one, hidden, limit) for way, one in flats.items()}
     kept = {
         way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED]) or bad[way][0] != bad[RECORDED][0]
     }
-    bins = _histogram(flat, fine, hidden, (least, most), limit)
-    left = {way: counts for way, counts in bad.items() if way in kept and way != RECORDED}
-    return Track(name, role, per_row, limit, *bad[RECORDED], median, low, high, least, most, bins, kept, left)
+    others = [way for way in kept if way != RECORDED]
+    left = {way: bad[way] for way in others}
+    drawn = {way: bars for way in others if (bars := _beside(own, flats[way], hidden)) is not None}
+    numbers = (own.median, own.low, own.high, own.least, own.most)
+    return Track(name, role, per_row, limit, *own.counts, *numbers, own.ends, own.histogram, kept, left, drawn)
 
 
-def _badness(flat: Tensor, limit: float | None, hidden: Tensor | None) -> tuple[int, int]:
-    bad = _bad(flat, limit)
-    return int(bad.sum()), int((bad & hidden).sum()) if hidden is not None else 0
+def _beside(own: Distribution, flat: Tensor, hidden: Tensor | None) -> Histogram | None:
+    """How often which number occurs in another way of running the step: in the bins of the recorded one, if it has any."""
+    return histogram(flat, hidden, own.ends) if own.histogram is not None else Distribution.of(flat, hidden, None).histogram
 
 
 def _cells(flat: Tensor, windows: Sequence[Window], per_row: bool) -> Cells:
     cuts = (flat[w.row : w.row + w.height] if per_row else flat[w.row : w.row + w.height, w.column : w.column + w.width] for w in windows)
     return tuple(tuple(tuple(line) for line in cut.double().tolist()) for cut in cuts)
-
-
-def _range(flat: Tensor, fine: Tensor) -> tuple[float, float]:
-    """The smallest and the largest finite number, NaN where there is none."""
-    if not bool(fine.any()):
-        return math.nan, math.nan
-    ends = torch.finfo(flat.dtype)
-    return float(torch.where(fine, flat, ends.max).min()), float(torch.where(fine, flat, ends.min).max())
-
-
-def _usual(flat: Tensor, fine: Tensor, masked: Tensor | None) -> tuple[float, float, float]:
-    """The quantiles at 5 %, 50 % and 95 % of what the loss counts, of a part of it where it is large."""
-    step = max(1, flat.numel() // SAMPLE)
-    part, kept = flat.reshape(-1)[::step], fine.reshape(-1)[::step]
-    counted = kept & ~masked.reshape(-1)[::step] if masked is not None else kept
-    sample = part[counted if bool(counted.any()) else kept].double()
-    if not sample.numel():
-        return math.nan, math.nan, math.nan
-    low, median, high = torch.quantile(sample, torch.tensor([0.05, 0.5, 0.95], dtype=torch.double)).tolist()
-    return low, median, high
-
-
-def _histogram(flat: Tensor, fine: Tensor, masked: Tensor | None, ends: tuple[float, float], limit: float | None) -> Histogram | None:
-    """Counted beside masked, over the range of both and of the limit."""
-    low, high = ends[0], max(ends[1], limit) if limit is not None and ends[0] < limit else ends[1]
-    if not (math.isfinite(low) and math.isfinite(high) and 0 < high - low < math.inf):
-        return None
-    bins = ((flat.double() - low).mul_(BINS / (high - low))).nan_to_num_(0.0).clamp_(0, BINS - 1).long()
-    bins += BINS * masked if masked is not None else 0
-    bins[~fine] = 2 * BINS
-    counts = torch.bincount(bins.reshape(-1), minlength=2 * BINS + 1).tolist()
-    return Histogram(low, high, tuple(counts[:BINS]), tuple(counts[BINS : 2 * BINS]))

@@ -1,0 +1,86 @@
+"""How the offending tensor lies in the batch: which of its dimensions are rows, and which tokens.
+
+[64, 48]  beside a mask of that shape    rows and their tokens
+[64]      beside these                   one number a row: element 57 is row 57
+[64, 16]  of states                      rows and columns
+[64]      beside nothing                 elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from torch import Size
+
+from nanscope.locate.trace import Trace
+from nanscope.program.flow import dims_of
+from nanscope.program.ops import ALL_SOFTMAXES
+from nanscope.roles import LOG_PROBS, Role
+
+
+class Layout(StrEnum):
+    """What the rows and the columns of a map are."""
+
+    TOKENS = "tokens"  # [B, T]
+    ROWS = "rows"  # [B] or [B, 1] of a batch [B, T]: one number for all tokens of a row
+    COLUMNS = "columns"  # [B, D]; all dimensions but the last are flattened into rows
+    ELEMENTS = "elements"  # [N], in one line
+
+    @property
+    def row(self) -> str:
+        """What a row is called, "" where there is one line of elements."""
+        return "" if self is Layout.ELEMENTS else "row"
+
+    @property
+    def column(self) -> str:
+        """What a column is called."""
+        return {Layout.COLUMNS: "column", Layout.ELEMENTS: "element"}.get(self, "token")
+
+    def spot(self, row: int, column: int) -> str:
+        """Return where an element of the offending tensor stands, in words: "row 10, token 4,117", "row 57", "element 4"."""
+        parts = {self.row: row, self.column: column}
+        named = {name: at for name, at in parts.items() if name and not (self is Layout.ROWS and name == self.column)}
+        return ", ".join(f"{name} {at:,}" for name, at in named.items())
+
+
+_OF_TOKENS = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.ENTROPY, Role.MASK, Role.RESPONSE_IDS}
+_OF_MODEL = {Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD, Role.HIDDEN, Role.ROUTER, Role.ATTENTION}  # what has rows of its own
+
+
+def layout_of(trace: Trace, value: int) -> tuple[Layout, Size]:
+    """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own."""
+    shape, made = trace.values[value].shape, trace.program.maker(value)
+    if trace.names.role(value) in _OF_MODEL or (made is not None and made.module):
+        return Layout.COLUMNS if len(shape) > 1 else Layout.ELEMENTS, shape
+    if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
+        batch = next((one for one in _batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)
+        if batch is not None:
+            return Layout.ROWS, batch
+    if len(shape) == 1:
+        return Layout.ELEMENTS, shape
+    return Layout.TOKENS if len(shape) == 2 and shape in _batches(trace, value) else Layout.COLUMNS, shape
+
+
+def _batches(trace: Trace, value: int) -> list[Size]:
+    """The shapes [B, T] of what has a number for each token, first of what the value was made of."""
+    path = trace.program.slice(value)
+    behind = {leaf.id for leaf in path.leaves} | {out for call in path.calls for out in call.outs}
+    classes = set(_classes(trace))
+    shapes = ((one in behind, content.shape) for one, content in trace.values.items() if content.dim() == 2 and _is_of_tokens(trace, one))
+    found = sorted(shapes, key=lambda pair: not pair[0])
+    return list(dict.fromkeys(shape for _, shape in found if shape[1] > 1 and shape not in classes))
+
+
+def _is_of_tokens(trace: Trace, value: int) -> bool:
+    return trace.names.role(value) in _OF_TOKENS or trace.names.says_mask(value)
+
+
+def _classes(trace: Trace) -> Iterator[Size]:
+    """Yield the shapes whose last dimension is what a softmax is taken over: those are classes, or actions, and no tokens."""
+    for call in trace.program.calls:
+        source = next((one for one in call.inputs() if one in trace.values), None)
+        if call.name in ALL_SOFTMAXES and source is not None:
+            shape = trace.values[source].shape
+            if len(shape) - 1 in dims_of(call, trace.values[source]):
+                yield shape
