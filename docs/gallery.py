@@ -32,7 +32,7 @@ from nanscope.report.headline import lead_and_rest  # noqa: E402
 from nanscope.report.markdown import block, code, escaped  # noqa: E402
 from nanscope.report.origin import source_of, where_in  # noqa: E402
 from nanscope.report.segments import segments  # noqa: E402
-from nanscope.report.tried import fix_words  # noqa: E402
+from nanscope.report.tried import fix_words, unit_of  # noqa: E402
 from nanscope.verdict.incident import Incident, Verdict  # noqa: E402
 
 SCRIPTS = {  # of each cause the most ordinary one: short, and as a loss of RL post-training is written
@@ -125,7 +125,7 @@ def _remedy(incident: Incident) -> Iterator[str]:
     if first is not None and first is not fix:  # advice, or an edit that is not written as a change of the source
         yield from (f"{'Best fix' if first.executed else 'Advice'}: {escaped(first.label)}.", "")
     if fix is not None:
-        yield from (f"Run on this step, with the change below: {escaped(fix_words(fix))}.", "")
+        yield from (f"Run on this step, with the change below: {escaped(fix_words(fix, unit_of(incident)))}.", "")
         for hunk in hunks_of(fix):
             yield from block([f"{line.sign} {line.text}" for line in changed(hunk)], f'diff title="{hunk.where}"')
     elif incident.origin.file:

@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # two processes that compile the same loss at once have taken each other's half-made files
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+os.environ["NANSCOPE_CACHE"] = "off"  # what this machine's user had diagnosed is nobody's to read or to write here
 os.environ["COLUMNS"] = "118"  # what is printed is as wide wherever the tests run
 
 import sys

@@ -108,8 +108,8 @@ class Page(HTMLParser):
 
 
 def odd(page: str) -> set[str]:
-    """Characters that a page must not hold: control, bidi, invisible, half a surrogate pair."""
-    return {f"U+{ord(c):04X}" for c in page if c not in "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    """Characters that a page must not hold: control, bidi, invisible, half a surrogate pair. A tab is one of a patch."""
+    return {f"U+{ord(c):04X}" for c in page if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
 
 
 def checked(verdict: Verdict, title: str | None = None) -> Page:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "nanscope"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "roles", "causes", "text", "plain", "shown", "version", "demo"),
+    ("errors", "roles", "causes", "text", "plain", "exact", "shown", "version", "demo"),
     ("torch_inside", "given"),
     ("program", "objective"),
     ("snapshot", "frameworks"),
@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("foresight", "reproduce"),
     ("watching", "report"),
     ("integrations",),
+    ("bench",),
     ("commands",),
     ("__init__", "__main__"),
 )  # lowest first; a folder imports from lower floors only
@@ -136,8 +137,9 @@ def test_help_and_inspect_do_not_load_torch(module: str) -> None:
 
 
 def test_a_training_process_loads_no_renderer() -> None:
-    """Watching a run costs torch and safetensors; everything that draws or parses a command line is loaded where it is used."""
-    loaded = loaded_by("import nanscope, nanscope.watching.scope\nassert nanscope.watch is nanscope.watching.scope.watch")
+    """Watching a run costs torch and safetensors; what draws, measures or parses a command line is loaded where it is used."""
+    code = "import nanscope, nanscope.watching.scope, sys\nassert nanscope.watch is nanscope.watching.scope.watch\n"
+    loaded = loaded_by(f"{code}assert not [name for name in sys.modules if name.startswith('nanscope.bench')]")
     assert "torch" in loaded
     assert not loaded & {"typer", "rich", "pandas", "matplotlib", "transformers", "trl"}
 

@@ -16,10 +16,12 @@ from unittest import mock
 import pytest
 from safetensors.torch import save_file
 from typer.testing import CliRunner
+from verdicts import ppo_step
 
 import nanscope
 from nanscope import __main__ as cli
 from nanscope.snapshot.checksum import seal
+from nanscope.snapshot.file import save
 from nanscope.snapshot.header import SCHEMA_VERSION
 
 HEALTHY = """
@@ -85,7 +87,7 @@ def snapshot_of(run_dir: Path) -> Path:
 
 def test_help_is_one_screen_with_an_example_and_without_torch() -> None:
     """Every command explains itself in at most 30 lines, shows an example, and does not load torch for it."""
-    for command in ("run", "replay", "report", "runs", "inspect", "demo", "atlas", "precision", "check"):
+    for command in ("run", "replay", "report", "runs", "inspect", "demo", "atlas", "precision", "check", "bench"):
         result = CliRunner().invoke(cli.app, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output.splitlines()) <= 30
@@ -410,6 +412,24 @@ def test_an_unknown_report_form_is_refused_before_any_work(run_dir: Path, tmp_pa
     assert done.returncode == 1 and ".html" in done.stderr
 
 
+def test_an_output_that_fails_keeps_no_other_back(run_dir: Path, tmp_path: Path) -> None:
+    """What can be written is written and named, each failure is a line, and the status is that of a failure; an unknown form writes nothing."""
+    page, text, data = tmp_path / "a.html", tmp_path / "b.txt", tmp_path / "c.json"
+    gone, folder = tmp_path / "gone" / "a.md", tmp_path / "d.json"
+    folder.mkdir()
+    done = call("report", run_dir / "run", "-o", gone, "-o", page, "-o", folder, "-o", text, "-o", data)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [str(page), str(text), str(data)] and all(path.stat().st_size > 500 for path in (page, text, data))
+    assert [line.split(" (")[0] for line in done.stderr.splitlines() if "cannot be" in line] == [
+        f"nanscope: {path} cannot be written" for path in (gone, folder)
+    ]
+    assert not [path for path in tmp_path.iterdir() if path not in (page, text, data, folder)]
+    for path in (page, text, data):
+        path.unlink()
+    done = call("report", run_dir / "run", "-o", page, "-o", tmp_path / "bad.xyz", "-o", text)
+    assert done.returncode == 1 and "'.xyz'" in done.stderr and list(tmp_path.iterdir()) == [folder]
+
+
 def test_version() -> None:
     """--version prints the package's version."""
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == f"nanscope {nanscope.__version__}"
@@ -508,3 +528,17 @@ def test_what_cannot_be_replayed_under_is_one_line(asked: tuple[str, ...], statu
     done = call("replay", snapshot_of(run_dir), *asked, cwd=tmp_path)
     assert done.returncode == status and word in done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be_written_keeps_no_other_back(tmp_path: Path) -> None:
+    """Of a check: the log, the page and the data are each written or told of, and the status says that one is missing."""
+    file = save(ppo_step({}), tmp_path)
+    page, nowhere = tmp_path / "hazards.html", tmp_path / "nowhere" / "x"
+    done = call("check", file, "--json", nowhere, "--sarif", nowhere, "-o", page)
+    assert done.returncode == 1 and page.is_file() and done.stdout.splitlines() == [str(page)]
+    assert done.stderr.count("cannot be written") == 2
+    done = call("check", file, "--json", tmp_path / "x.json", "--sarif", tmp_path / "x.sarif", "-o", nowhere.with_suffix(".html"))
+    assert done.returncode == 1 and (tmp_path / "x.json").is_file() and (tmp_path / "x.sarif").is_file()
+    for verb in ("replay", "inspect", "audit", "diff"):
+        done = call(verb, file, "--json", nowhere)
+        assert done.returncode == 1 and done.stdout and "cannot be written" in done.stderr, verb

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
+from pages import odd
+from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from nanscope.report.console import HARM, WIDTH, plain, progress, show, steps_bar, table, track
+from nanscope.report.console import HARM, WIDTH, console_for, plain, progress, show, steps_bar, table, track
 
 
 class Terminal(io.StringIO):
@@ -77,3 +79,14 @@ def test_columns_of_no_width_are_not_believed(monkeypatch: pytest.MonkeyPatch) -
     stream = io.StringIO()
     show(Text("word " * 60), file=stream)
     assert max(map(len, stream.getvalue().splitlines())) > 100
+
+
+@pytest.mark.parametrize("text", ["\x1b]8;;http://x\x1b\\", "\x07", "\x9b2J", "\u202e", "\u200b", "\u2028", "\r", "\ud800"])
+def test_nothing_that_is_shown_commands_the_terminal(text: str) -> None:
+    """Whatever was not made clean on its way: in a line, in a table, on a terminal and in a file."""
+    shown = table("a")
+    shown.add_row(f"x{text}y")
+    stream = io.StringIO()
+    console_for(stream).print(Group(Text(f"x{text}y"), f"x{text}y", shown))
+    for told in (plain(Group(Text(f"x{text}y"), f"x{text}y", shown)), stream.getvalue()):
+        assert not odd(told), odd(told)

@@ -54,6 +54,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
     "cares_rl_407_target_not_rolled_back": "variable",
     "skyrl_1709_reference_inv_freq": "variable",
+    "kaixhin_rainbow_2_target_noise_never_reset": "variable",
     # a function that anything is handed to has its own name for it
     "flowrl_trajectory_balance_ref_neg_inf": "variable",
     "sketch_rnn_straight_strokes": "variable",
@@ -79,8 +80,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "lm_human_preferences_gain_of_constant_reward": "phase cause variable line",
     # of several elements the first one that does harm already in forward is told
     "relax_285_zero_connection_of_unscored_rollouts": "index masked",
-    # of two parameters of a layer that nobody has written the second one is met first
-    "kaixhin_rainbow_2_target_noise_never_reset": "variable line",
     # the line that brought it is told, and not the one that read it first
     "trinity_opmd_aborted_rollout_reward": "line",
     # a share of the gap between two distributions

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 import torch
+from pages import odd
+from verdicts import ppo_step
 
 import nanscope
 from nanscope.foresight.hazard import Check
@@ -100,3 +103,16 @@ def test_what_guards_a_loss_and_what_was_settled_stand_at_the_end() -> None:
     assert "(log_probs - old_log_probs).clamp(-20.0, 20.0) test_report_check.py:" in end
     assert "without it torch.exp((log_probs - old_log_probs).clamp(-20.0, 20.0)) in line " in end and "mask.sum().clamp(min=1)" in end
     assert "settled when it was recorded advantages.std() (test_report_check.py:" in end
+
+
+def test_a_log_for_a_code_host_holds_no_link_and_no_other_address() -> None:
+    """A message of SARIF takes brackets for a link, and a place any address: a file of a stranger makes neither."""
+    hazard = next(hazard for hazard in nanscope.check(ppo_step({})).hazards if hazard.origin.file)
+    for file in ("javascript:alert(1)", "//evil.example/x", "https://evil.example", "a b\x1b.py"):
+        bad = replace(hazard, origin=replace(hazard.origin, file=file), trigger=replace(hazard.trigger, words="[x](http://e)\u202e"))
+        (result,) = sarif_of(Check((bad,), 1, 1))["runs"][0]["results"]
+        uri = urlsplit(result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"])
+        assert not uri.scheme and not uri.netloc and " " not in uri.path
+        assert "](" not in result["message"]["text"] and not odd(result["message"]["text"])
+    nowhere = replace(hazard, origin=replace(hazard.origin, line=-3))
+    assert not sarif_of(Check((nowhere,), 1, 1))["runs"][0]["results"]

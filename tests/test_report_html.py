@@ -13,7 +13,8 @@ from verdicts import KINDS, NASTY, hostile, incident_of, verdict_of
 
 from nanscope.causes import Cause
 from nanscope.replay.reproduction import Reproduction
-from nanscope.report.clean import LIMITS
+from nanscope.report.clean import LIMITS, WHOLE
+from nanscope.report.headline import lead_and_rest
 from nanscope.report.html import MOST_BYTES, render_html
 from nanscope.report.page import build
 from nanscope.report.tried import groups_of
@@ -21,11 +22,12 @@ from nanscope.snapshot.coverage import Gap
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Link, Row
 from nanscope.verdict.incident import Fix, Incident, Note, Picture, Verdict
+from nanscope.verdict.layout import Layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_a_page(kind: str) -> None:
-    """Each kind of verdict gives an inert page with its sentence in it; code in the sentence is set as code."""
+    """Each kind of verdict gives an inert page with its sentence in it, what it means first and the code second."""
     verdict = verdict_of(kind)
     page = checked(verdict)
     if verdict.healthy:
@@ -34,7 +36,8 @@ def test_every_kind_is_a_page(kind: str) -> None:
         return
     incident = verdict.incidents[0]
     folded = re.sub(r"\s+", "", page.text)
-    assert re.sub(r"\s+", "", incident.sentence)[1:] in folded
+    lead, rest = (re.sub(r"\s+", "", half) for half in lead_and_rest(incident, WHOLE))
+    assert f"{rest}{lead}" in folded
     for name in (incident.origin.variable, incident.origin.masked_by):
         assert not name or name in page.text
     for row in incident.rows:
@@ -46,12 +49,12 @@ def test_every_kind_is_a_page(kind: str) -> None:
 
 
 def test_the_order_of_the_sections() -> None:
-    """From the origin to what to do next, as a tired reader needs it."""
+    """What to change, why, then the evidence, and last what to do next, as a tired reader needs it."""
     verdict = verdict_of("history")
     notes, settings = (Note("logged_loss", "logged 0"),), {"beta": 0.1}
     incident = incident_of("history", framework="TRL", remedies=("no option clamps it",), notes=notes, settings=settings)
     text = render_html(dataclasses.replace(verdict, incidents=(incident,)))
-    own = ["Tokens", "Origin", "Chain", "History", "Replay", "Why", "In TRL", "Notes", "Run", "Next"]
+    own = ["In TRL", "Why", "Tokens", "Origin", "Chain", "History", "Replay", "Notes", "Run", "Next"]
     heads = [re.sub(r"<[^>]*>", "", head) for head in re.findall(r"<h3.*?>(.+?)</h3>", text)]
     assert heads == [*own, "Also seen"]  # of the run: that it was said before
 
@@ -179,7 +182,7 @@ def test_real_verdicts_with_hostile_names(kind: str) -> None:
     """A real incident whose every string is hostile takes every branch of the template."""
 
     def spoil(value: Any) -> Any:
-        if value in KEPT or isinstance(value, Cause):
+        if value in KEPT or isinstance(value, Cause | Layout):
             return value
         if isinstance(value, str):
             return f"{value}{NASTY}"

@@ -73,6 +73,15 @@ def test_a_tensor_that_is_not_of_the_step_is_listed_too(path: Path) -> None:
     assert "stray" in stream.getvalue() and "not part of the step" in stream.getvalue()
 
 
+def test_the_text_of_tokens_is_named_first(tmp_path: Path) -> None:
+    """Whoever attaches the file gives it away; a file without it says nothing of it."""
+    texts = {1: " the", 2: "\x1b[31m\u202e", 3: "x" * 64}
+    lines = shown(save(step().snapshot(texts=texts), tmp_path))
+    assert "token ids and their text (3 tokens)" in lines[1] and "“␣the”" in " ".join(lines[1:3])
+    assert not set("".join(lines)) & set("\x1b\u202e")
+    assert "token" not in "".join(shown(save(step().snapshot(), tmp_path))[1:2])
+
+
 HOSTILE = "\x1b[31m\u202e</x>"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from markdown_it import MarkdownIt  # rich needs it, so it is there
-from verdicts import KINDS, NASTY, hostile, verdict_of
+from verdicts import KINDS, NASTY, hostile, incident_of, verdict_of
 
 import nanscope
 from nanscope.report.markdown import block, code, escaped, render_markdown
 from nanscope.report.render import render
+from nanscope.verdict.incident import Verdict
 
 HOST = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
@@ -131,3 +134,19 @@ def test_a_healthy_run_has_no_picture(tmp_path: Path) -> None:
     """There is nothing to draw."""
     render(verdict_of("healthy"), tmp_path / "report.md")
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+
+
+@pytest.mark.parametrize("words", ["see @octocat", "fixes #12", "like GH-12", "o/r#12 of @o/team"])
+def test_nobody_is_named_and_no_issue_is_linked(words: str) -> None:
+    """A code host looks for names in the page that it has made, where an entity is the sign itself: nothing may follow that sign there."""
+    page = html.unescape(HOST.render(escaped(words)))
+    assert text_of(page).strip() == words
+    assert not re.search(r"@\w|#\d|GH-\d", page)
+
+
+def test_the_command_that_is_proposed_is_quoted() -> None:
+    """The name of a file is whatever a stranger called it."""
+    name = "step-1 $(touch x);`y`.safetensors"
+    (line,) = (line for line in render_markdown(Verdict((incident_of(snapshot=f"run/{name}"),))).splitlines() if "nanscope replay" in line)
+    command = re.search(r"(`+) ?(nanscope replay .*?) ?\1(?!`)", line)
+    assert command is not None and shlex.split(command[2]) == ["nanscope", "replay", name]

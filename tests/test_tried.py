@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from dataclasses import replace
 from io import BytesIO
 
 import pytest
@@ -14,10 +16,12 @@ from verdicts import hostile, incident_of
 from nanscope.report import figure
 from nanscope.report.canvas import Canvas
 from nanscope.report.html import render_html
+from nanscope.report.markdown import render_markdown
 from nanscope.report.terminal import render_text
 from nanscope.report.tried import HEADS, NOT_RUN, Tried, distortion_words, groups_of, tried_json
 from nanscope.snapshot.observation import Row
 from nanscope.verdict.incident import Fix, Incident, Verdict
+from nanscope.verdict.layout import Layout
 
 
 def rows(incident: Incident) -> list[Tried]:
@@ -38,15 +42,15 @@ ROWS = (
     (Row("a", "a", "float64", 1.0, 0, 1, 0.0, True), "1", "finite", "unchanged", "reference"),
     (Row("a", "a", "float64", 1.0, 1, 1, 0.0, False), "1", "1 of 1 bad", "–", "fails even in float64"),
     (Row("a", "a", "fix", 1.0, 0, 3, 0.25, True), "1", "finite", "off by 25 %", "≈ changes healthy tokens by 25 %"),
-    (Row("a", "a", "fix", 1.0, 0, 3, 0.01, True), "1", "finite", "off by 1 %", "✓"),
+    (Row("a", "a", "fix", 1.0, 0, 3, 0.01, True), "1", "finite", "off by 1 %", "✓ heals, too"),
     (Row("a", "a", "fix", 1.0, 0, 3, None, True), "1", "finite", "–", "≈ heals; healthy tokens not measured"),
-    (Row("a", "a", "fix", 1.0, 2, 3, 0.25, False), "1", "2 of 3 bad", "–", "✗"),
+    (Row("a", "a", "fix", 1.0, 2, 3, 0.25, False), "1", "2 of 3 bad", "–", "✗ does not heal"),
     (Row("a", "a", "fix", 1.0, 0, 3, math.inf, True), "1", "finite", "lost", "≈ healthy tokens lost"),
-    (Row("a", "a", "fix", math.nan, 0, 3, 0.0, False), "NaN", "finite", "–", "✗"),
+    (Row("a", "a", "fix", math.nan, 0, 3, 0.0, False), "NaN", "finite", "–", "✗ does not heal"),
     (Row("a", "a", "fix", None, 0, 0, None, False, "no such operand"), "–", "–", "–", "not run: no such operand"),
-    (Row("a", "a", "fix", None, 0, 2, 0.0, True), "–", "finite", "unchanged", "✓"),
+    (Row("a", "a", "fix", None, 0, 2, 0.0, True), "–", "finite", "unchanged", "✓ heals, too"),
     (Row("a", "a", "asked", None, 0, 0, None, False), "–", "–", "–", "not run"),
-    (Row("a", "a", "objective", 1.0, 2, 8, None, False), "1", "2 of 8 tokens bad", "–", "✗"),
+    (Row("a", "a", "objective", 1.0, 2, 8, None, False), "1", "2 of 8 tokens bad", "–", "✗ does not heal"),
     (Row("a", "a", "control", 1.0, 1, 1, None, False), "1", "1 of 1 bad", "–", "✗ tempting, and wrong"),
     (Row("a", "a", "control", 1.0, 0, 0, None, True), "1", "–", "–", "finite here, but the bad value is only hidden"),
 )
@@ -138,3 +142,24 @@ def test_hostile_rows_are_clean() -> None:
     for row in rows(hostile().incidents[0]):
         for cell in (row.id, row.label, row.outcome):
             assert cell.isprintable()
+
+
+def test_what_has_no_tokens_has_elements() -> None:
+    """Of a batch of states, or a vector, nothing is said of tokens, in any form."""
+    incident = incident_of()
+    assert incident.tokens is not None
+    states = replace(incident, tokens=replace(incident.tokens, layout=Layout.COLUMNS))
+    words = [form(Verdict((one,))) for one in (incident, states) for form in (render_text, render_html, render_markdown)]
+    assert ["healthy tokens" in text for text in words] == [True] * 3 + [False] * 3
+    assert ["healthy elements" in text for text in words] == [False] * 3 + [True] * 3
+
+
+def test_gradients_are_said_to_be_of_what_they_are() -> None:
+    """Those of the weights, of which the strip and the chain tell, and those of what comes into the loss, which the table counts."""
+    for text in (
+        render_text(Verdict((incident_of(),))),
+        render_html(Verdict((incident_of(),))),
+        render_markdown(Verdict((incident_of(),))),
+    ):
+        assert "weight gradients" in text and "input gradients" in text
+        assert not re.search(r"(?<!weight )(?<!input )(?<!other )gradients(</| \|| {2})", text)

@@ -22,8 +22,9 @@ from nanscope.snapshot.observation import Observation, Origin, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict import incident, standing
 from nanscope.verdict.diagnose import verdict as diagnosed
+from nanscope.verdict.distribution import Histogram
 from nanscope.verdict.incident import Incident, Note, Verdict
-from nanscope.verdict.tokens import RECORDED, Histogram, TokenMap, Track, Window
+from nanscope.verdict.tokens import RECORDED, TokenMap, Track, Window
 
 KINDS = (*RUNS, "observed only", "absorbed")
 
@@ -104,7 +105,20 @@ def _tokens(text: str) -> TokenMap:
     """A map of three tokens, in which whatever is text is hostile."""
     cells = (((math.inf, -1.0, math.nan),),)
     track = Track(
-        text, text, False, 88.7, 2, 1, -1.0, -1.0, -1.0, -1.0, -1.0, Histogram(-1.0, 1.0, (1, 0), (0, 1)), {RECORDED: cells, text: cells}
+        text,
+        text,
+        False,
+        88.7,
+        2,
+        1,
+        -1.0,
+        -1.0,
+        -1.0,
+        -1.0,
+        -1.0,
+        (-1.0, 1.0),
+        Histogram(-1.0, 1.0, (1, 0), (0, 1)),
+        {RECORDED: cells, text: cells},
     )
     window = Window(0, 0, 1, 3, ((True, False, False),))
     return TokenMap(

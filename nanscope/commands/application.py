@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from nanscope.report.exit import FOUND, HEALTHY, STATUSES
+from nanscope.report.exit import FAILED, FOUND, HEALTHY, STATUSES
 from nanscope.text import meant
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class Verbs(TyperGroup):
             with formatter.indentation():
                 _write(formatter, rows) if formatter.width < NARROW else formatter.write_dl(rows)
         options = ", ".join(param.opts[-1] for param in self.get_params(ctx) if param.opts[-1] != "--show-completion")
-        formatter.write_paragraph()
         formatter.write_text(f"{options}; VERB --help tells more")
 
 
@@ -138,9 +137,9 @@ def _options(
     pass
 
 
-def leave(found: bool) -> NoReturn:
-    """End a verb that looked for something."""
-    raise typer.Exit(FOUND if found else HEALTHY)
+def leave(found: bool, whole: bool = True) -> NoReturn:
+    """End a verb that looked for something. whole: every file that was asked for is there."""
+    raise typer.Exit(FAILED if not whole else FOUND if found else HEALTHY)
 
 
 def leave_with(verdict: Verdict) -> NoReturn:

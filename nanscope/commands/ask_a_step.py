@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from nanscope.commands.application import ASK, app, is_verb, leave
-from nanscope.commands.given import Reply, ask_each, load_torch, no_page, or_latest, refuse_missing, snapshots_near, step_of
+from nanscope.commands.given import (
+    Fresh,
+    Reply,
+    ask_each,
+    load_torch,
+    no_page,
+    or_latest,
+    refuse_missing,
+    say_before,
+    snapshots_near,
+    step_of,
+)
 from nanscope.commands.learn import variants
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, failed, write_json, writing
+from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, attempt, failed, writing, wrote_json
 from nanscope.snapshot.fetched import SNAPSHOT
 from nanscope.snapshot.remote import is_remote
 
@@ -46,7 +57,8 @@ def replay(
         str | None, typer.Option("--sweep", metavar="clamp|tis", help="Try one clamp, or correction against the sampler, after another.")
     ] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the sweep: .png, .svg or .pdf.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="List the losses and edits that there are; verl.vanilla: of those.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List all losses and edits; verl.vanilla: of those.")] = False,
+    fresh: Fresh = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
     """Run a saved step again: what would have prevented it?
@@ -69,11 +81,11 @@ def replay(
     no_page(png, given, "--png")
     if sweep is not None or png is not None:
         ask_each(given, lambda one: _sweep(step_of(context, one).path, sweep or "clamp", under or [], png), json_file)
-    ask_each(given, partial(_replay, context, edit or [], under or [], loss or []), json_file)
+    ask_each(given, partial(_replay, context, edit or [], under or [], loss or [], fresh), json_file)
 
 
-def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], given: str) -> Reply:
-    """Replay one step, and show it."""
+def _replay(context: typer.Context, edit: list[str], under: list[str], loss: list[str], fresh: bool, given: str) -> Reply:
+    """Replay one step, and show it; what came of it before is enough where no further edit is asked for."""
     load_torch()
     from nanscope.replay.edits import parse_edit
     from nanscope.replay.tries import replay as execute
@@ -82,32 +94,40 @@ def _replay(context: typer.Context, edit: list[str], under: list[str], loss: lis
     from nanscope.report.replay import print_others, print_replay
     from nanscope.report.tried import tried_json
     from nanscope.snapshot.file import load
-    from nanscope.verdict.diagnose import diagnose
+    from nanscope.verdict.diagnose import diagnosis
     from nanscope.verdict.incident import Verdict
+    from nanscope.verdict.remembered import Diagnosis, Memory
 
     edits = [(text, parse_edit(text)) for text in edit]
     step = step_of(context, given)
+    memory = Memory(fresh)
     with progress(f"reading {step.path.name}", file=sys.stderr) as now:
-        snapshot = load(step.path)
+        snapshot = load(step.path) if edits or under or loss else None
         now(f"replaying {step.path.name} under other losses")
-        others = replay_under(snapshot, under, loss) if under or loss else None
-        now(f"replaying {step.path.name}, edit by edit")
-        replayed = execute(snapshot, edits)
-        now(f"diagnosing {step.path.name}")
-        incident = diagnose(snapshot, step.shown, replayed)
+        others = replay_under(snapshot, under, loss) if snapshot is not None and (under or loss) else None
+
+        def run() -> Diagnosis:
+            now(f"replaying {step.path.name}, edit by edit")
+            read = load(step.path) if snapshot is None else snapshot
+            replayed = execute(read, edits)
+            now(f"diagnosing {step.path.name}")
+            return diagnosis(read, replayed)
+
+        found = memory.of(None if edits else memory.key(Diagnosis, step.path), run, Diagnosis.lasts)
+    incident = replace(found.incident, snapshot=step.shown)
     if others is not None:
         incident = replace(incident, rows=(*incident.rows, *(outcome.row for outcome in others.outcomes)))
     told = {"rows": tried_json(incident), **Verdict((incident,), steps=1, bad_steps=1).to_json()}
-    failing = replayed.location is not None or snapshot.observation.outside  # or it was seen where the file does not reach
     if others is not None:
         told |= {"alternatives": [outcome.to_json() for outcome in others.outcomes]}
 
     def show() -> None:
-        print_replay(incident, failing, "repro" if is_verb("repro") else "", file=sys.stdout)
+        print_replay(incident, found.failing, "repro" if is_verb("repro") else "", file=sys.stdout)
         if others is not None:
             print_others(others, file=sys.stdout)
+        say_before(memory.at)
 
-    return Reply(FOUND if failing or not replayed.rows else HEALTHY, told, show)
+    return Reply(FOUND if found.failing or not found.ran else HEALTHY, told, show)
 
 
 def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Reply:
@@ -221,14 +241,15 @@ def _check(context: typer.Context, dtype: list[str], batch: str | None, output: 
             found = search(snapshot, dtypes=dtypes)
         shown = step.shown
 
-    def show() -> None:
-        write_json(sarif, sarif_of(found))
+    def show() -> bool:
+        whole = sarif is None or wrote_json(sarif, sarif_of(found))
         if output is None:
             print_check(found, shown, file=sys.stdout)
-            return
-        with writing(output):
-            write_check(found, output)
-        print(clean(str(output)))
+        elif attempt(str(output), lambda: write_check(found, output)):
+            print(clean(str(output)))
+        else:
+            return False
+        return whole
 
     return Reply(FOUND if found.reachable else HEALTHY if found.complete else UNSEEN, found.to_json(), show)
 
@@ -309,9 +330,9 @@ def audit(
     snapshots = [load(context.with_resource(fetched(file)).path) for file in track(files, "reading", file=sys.stderr)]
     with progress("weighing every token", file=sys.stderr):
         found = audit_snapshots(snapshots, files, group_size=group_size)
-    write_json(json_file, found.to_json())
+    whole = wrote_json(json_file, found.to_json())
     print_audit(found, file=sys.stdout)
-    leave(found.changes_loss)
+    leave(found.changes_loss, whole)
 
 
 @app.command(rich_help_panel=ASK)
@@ -396,9 +417,9 @@ def diff(
             found = compare(load(steps[0]), load(steps[1]), _names(*steps))
         else:
             found = replayed(load(step_of(context, a).path))
-    write_json(json_file, found.to_json())
+    whole = wrote_json(json_file, found.to_json())
     print_comparison(found, file=sys.stdout)
-    leave(not found.same)
+    leave(not found.same, whole)
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:

@@ -6,21 +6,25 @@ nanscope: step-000060.rank0.safetensors, the first of 3 bad steps saved in nansc
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from nanscope.commands.application import RUNS
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, say, status_of, write_json
+from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, say, status_of, wrote_json
 from nanscope.snapshot.fetched import SNAPSHOT, fetched
 from nanscope.snapshot.remote import is_remote
 from nanscope.snapshot.runs import find_run, in_order, is_bad_step, runs_in
-from nanscope.text import count, meant
+from nanscope.text import ago, count, meant
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="Use no earlier diagnosis.")]
 
 LISTED = 4  # further files that are named
 WORSE = (HEALTHY, UNSEEN, FOUND, FAILED)  # from the best status to the worst
@@ -36,11 +40,12 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a verb found in one step: the status it would leave with, all of it as JSON data, and what shows it."""
+    """What a verb found in one step: the status it would leave with, all of it as JSON data, and what shows it, which returns False where
+    a file that was asked for could not be written."""
 
     status: int
     data: dict[str, Any]
-    show: Callable[[], object]
+    show: Callable[[], bool | None]
 
 
 def load_torch() -> None:
@@ -50,6 +55,18 @@ def load_torch() -> None:
     if "torch" not in sys.modules:
         with progress("loading torch", file=sys.stderr):
             import torch  # noqa: F401
+
+
+def say_before(at: float | None) -> None:
+    """Say that what is shown was diagnosed before. at: when, in seconds since 1970; None if it was done now."""
+    if at is None:
+        return
+    from rich.text import Text
+
+    from nanscope.report.console import QUIET, show
+
+    with suppress(OSError):  # nobody listens
+        show(Text(f"  diagnosed before, {ago(time.time() - at)}: --fresh computes it again", QUIET), file=sys.stderr)
 
 
 def step_of(context: typer.Context, given: str) -> SavedStep:
@@ -110,21 +127,20 @@ def ask_each(given: Sequence[str], ask: Callable[[str], Reply], json_file: Path 
     """Ask the same of each, with a heading where there are several, and leave with the worst status; one that fails keeps no other back."""
     if len(given) == 1:
         answer = ask(given[0])
-        write_json(json_file, answer.data)
-        answer.show()
-        raise typer.Exit(answer.status)
+        whole = wrote_json(json_file, answer.data)
+        whole = answer.show() is not False and whole
+        raise typer.Exit(answer.status if whole else FAILED)
     told: list[dict[str, Any]] = []
     statuses = [status_of(lambda one=one: _ask(one, one is given[0], ask, told)) for one in given]  # type: ignore[misc]
-    write_json(json_file, {"schema": 1, "files": told})
-    raise typer.Exit(max(statuses, key=_badness))
+    whole = wrote_json(json_file, {"schema": 1, "files": told})
+    raise typer.Exit(max(statuses, key=_badness) if whole else FAILED)
 
 
 def _ask(one: str, first: bool, ask: Callable[[str], Reply], told: list[dict[str, Any]]) -> NoReturn:
     print(f"{'' if first else chr(10)}== {clean(one)}", flush=True)
     answer = ask(one)
     told.append({"file": one, "status": answer.status, **answer.data})
-    answer.show()
-    raise SystemExit(answer.status)
+    raise SystemExit(FAILED if answer.show() is False else answer.status)
 
 
 def _badness(status: int) -> int:

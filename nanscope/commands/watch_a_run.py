@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanscope.commands.application import RUNS, WATCH, app, leave_with, no_option
-from nanscope.commands.given import load_torch, refuse_missing
+from nanscope.commands.application import RUNS, WATCH, app, leave, leave_with, no_option
+from nanscope.commands.given import Fresh, load_torch, refuse_missing, say_before
 from nanscope.errors import NanscopeError
 from nanscope.report.clean import clean
-from nanscope.report.exit import FOUND, HEALTHY, finish, say, settled, write_json, writing
+from nanscope.report.exit import FAILED, FOUND, HEALTHY, attempt, finish, say, settled, write_json, writing, wrote_json
 from nanscope.report.streams import legible
 from nanscope.snapshot.coverage import Status
 from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nanscope.foresight.precision_model import Precision
     from nanscope.snapshot.fetched import Fetched
     from nanscope.verdict.incident import Verdict
+    from nanscope.verdict.remembered import Memory
     from nanscope.watching.leading import Leading
 
 
@@ -133,64 +134,77 @@ def report(
         list[Path],
         typer.Option("-o", "--output", metavar="FILE", help="report.html, .md, .png, .txt or .json; may be given several times."),
     ] = [Path("report.html")],  # noqa: B006
+    fresh: Fresh = False,
 ) -> None:
     """Draw the report of a run, also of one that was killed.
 
-    The suffix of the output chooses its form: a page, Markdown for an issue, a picture, text or data. Several cost one diagnosis.
+    The suffix of the output chooses its form: a page, Markdown for an issue, a picture, text or data. Several cost one diagnosis, and
+    what this user diagnosed before on this machine costs none.
 
     Example: nanscope report nanscope-runs -o report.html -o report.md
     """
-    load_torch()
-    from nanscope.report.console import progress
-    from nanscope.report.render import RENDERERS, choose, render
-    from nanscope.report.terminal import print_next
-    from nanscope.snapshot.fetched import fetched
+    from nanscope.report.render import PLAIN, RENDERERS, choose, render
     from nanscope.snapshot.remote import is_remote
+    from nanscope.verdict.remembered import Memory
 
     for file in output:
         choose(RENDERERS, file)
     if not is_remote(path):
         refuse_missing(path)
+    load_torch()
+    from nanscope.report.console import progress
+    from nanscope.report.terminal import print_next
+    from nanscope.snapshot.fetched import fetched
+
     here = context.with_resource(fetched(path))
-    verdict = _read(here, path)
+    memory = Memory(fresh)
+    verdict = _read(here, path, memory)
     with progress("measuring the precision of the step", file=sys.stderr) as now:
-        precision = _precision_of(here.path)
+        precision = _precision_of(here.path, memory) if any(file.suffix.lower() not in PLAIN for file in output) else None
+        written = []
         for file in output:
             now(f"drawing {file.name}")
-            with writing(file):
-                render(verdict, file, precision)
-            print(clean(str(file)), flush=True)
-    print_next(verdict, output[0], file=sys.stderr)
+            if attempt(str(file), lambda file=file: render(verdict, file, precision, memory)):  # type: ignore[misc]
+                written.append(file)
+    say_before(memory.at)
+    for file in written:  # only now: a pipe that is closed keeps no file back
+        print(clean(str(file)), flush=True)
+    if written:
+        print_next(verdict, written[0], file=sys.stderr)
+    if len(written) < len(output):
+        raise typer.Exit(FAILED)
     leave_with(verdict)
 
 
-def _precision_of(path: Path) -> Precision | None:
+def _precision_of(path: Path, memory: Memory) -> Precision | None:
     """Measure where the step of a snapshot loses its bits; None for a run, for a large step, and for one that has no such measure."""
     from nanscope.foresight.precision import precision as measured
+    from nanscope.foresight.precision_model import Precision
     from nanscope.program.by_rows import LARGE
     from nanscope.snapshot.file import load
 
+    if not path.is_file() or path.stat().st_size >= LARGE:
+        return None
     try:
-        return measured(load(path)) if path.is_file() and path.stat().st_size < LARGE else None
+        return memory.of(memory.key(Precision, path), lambda: measured(load(path)))
     except NanscopeError:
         return None
 
 
-def _read(here: Fetched, given: str) -> Verdict:
-    """Return the verdict on a run directory or a snapshot. given: how a person called it."""
+def _read(here: Fetched, given: str, memory: Memory) -> Verdict:
+    """Return the verdict on a run directory or a snapshot. given: how a person called it. memory: of what was explained before."""
     from nanscope.report.console import progress, track
-    from nanscope.snapshot.file import load
     from nanscope.snapshot.runs import find_run
-    from nanscope.verdict.diagnose import verdict
+    from nanscope.verdict.diagnose import Question, explained, verdict
     from nanscope.verdict.run import verdict_of
 
     if here.path.is_file():
         with progress(f"reading and replaying {here.path.name}", file=sys.stderr):
-            return verdict([load(here.path)], [given])
+            return verdict((), incidents=explained([Question(file=here.path, shown=given)], memory))
     run_dir, runs = find_run(here.path)
     if runs:
-        print(f"nanscope: {run_dir.name}, the latest of {here.runs or len(runs)} in {given}", file=sys.stderr)
-    return verdict_of(run_dir, lambda files: track(files, "replaying what was saved", file=sys.stderr), shown=here.address)
+        say(f"nanscope: {run_dir.name}, the latest of {here.runs or len(runs)} in {given}")
+    return verdict_of(run_dir, lambda files: track(files, "replaying what was saved", file=sys.stderr), shown=here.address, memory=memory)
 
 
 @app.command("open", rich_help_panel=WATCH)
@@ -221,7 +235,9 @@ def open_page(
         page = run_dir / PAGE
         if is_stale(run_dir):
             load_torch()
-            verdict = _read(context.with_resource(fetched(path)), path)
+            from nanscope.verdict.remembered import Memory
+
+            verdict = _read(context.with_resource(fetched(path)), path, Memory())
             with writing(page), progress(f"drawing {page}", file=sys.stderr):
                 render(verdict, page)
     print(clean(str(page)), flush=True)
@@ -254,8 +270,9 @@ def runs(
         raise NanscopeError(f"there is no folder of runs {folder!r}", slug="no-run")
     run_dirs = runs_in(here.path) or ([here.path] if is_run(here.path) else [])
     found = [listed(run_dir, here.address(run_dir), here.sizes(run_dir)) for run_dir in run_dirs]
-    write_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
+    whole = wrote_json(json_file, {"schema": 1, "runs": [asdict(run) for run in found]})
     print_runs(found, folder, file=sys.stdout)
+    leave(False, whole)
 
 
 @app.command(rich_help_panel=WATCH)

@@ -46,7 +46,7 @@ def chain_of(incident: Incident, most: int, limit: int = 240) -> Iterator[ChainI
             backward = True
             yield ChainItem("turn", _turn(incident))
         yield _item(link, incident.origin.file, limit)
-    for name, words in (("gradients", "gradients"), ("weights", "weights after the update")):
+    for name, words in (("gradients", "weight gradients"), ("weights", "weights after the update")):
         counts = two(incident.reached.get(name))
         if counts and counts[0] and links:
             yield ChainItem("end", words, f"{counts[0]} of {counts[1]} non-finite", bad=True)

@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Span, Text
 
+from nanscope.errors import visible
 from nanscope.report.clean import clean
 from nanscope.report.folding import command, folded
 from nanscope.report.streams import spelled
@@ -70,8 +71,8 @@ class Folding(Console):
 
 
 def in_characters(text: Text, encoding: str) -> Text:
-    """Return a text in characters that an encoding has, its styles kept."""
-    pieces = [spelled(char, encoding) for char in text.plain]
+    """Return a text in characters that an encoding has, and of which none commands a terminal, its styles kept."""
+    pieces = [char if char in "\n\t" else spelled(visible(char), encoding) for char in text.plain]
     if len(pieces) == sum(map(len, pieces)) and "".join(pieces) == text.plain:
         return text
     starts = [0]

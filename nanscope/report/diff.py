@@ -7,8 +7,10 @@ train.py:47
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import PurePath
 
 from nanscope.report.clean import WHOLE, clean
@@ -17,6 +19,7 @@ from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
+OWN = 3  # parts of a path that are the machine's and whose home it is: `/home/user`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +33,46 @@ class DiffLine:
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """One place. where: file and line; file: its name."""
+    """One place. where: file and line; file: what it is called; path: which it is."""
 
     where: str
     file: str
+    path: str
     first: int
     lines: tuple[DiffLine, ...]
 
 
 def written_fix(incident: Incident) -> Fix | None:
-    """Return the best fix if its change of the source is known, else the next proven one of which it is; None if there is none."""
+    """Return the best fix if its change of the source is known, else the next proven one of which it is, else one of which a part is; None
+    if there is none."""
     best = best_of(incident)
-    if best is None:
-        return None
-    return next((fix for fix in (best, *incident.fixes) if fix.executed and fix.proven and fix.diffs), None)
+    known = [fix for fix in (best, *incident.fixes) if fix is not None and fix.executed and fix.proven and fix.diffs]
+    return min(known, key=lambda fix: bool(fix.rest), default=None)
+
+
+def rest_of(fix: Fix | None, limit: int = WHOLE.text) -> tuple[str, ...]:
+    """Return in words what a fix does at places of which no change of the source is known, beside those of which it is."""
+    return () if fix is None else tuple(clean(words, limit) for words in fix.rest)
 
 
 def hunks_of(fix: Fix | None, limit: int = WHOLE.text) -> tuple[Hunk, ...]:
     """Return a fix as hunks, () where its change of the source is not known."""
-    return () if fix is None else tuple(_hunk(diff, limit) for diff in fix.diffs)
+    diffs = () if fix is None else fix.diffs
+    names = _names({diff.file for diff in diffs})
+    return tuple(_hunk(diff, names[diff.file], limit) for diff in diffs)
 
 
-def _hunk(diff: Diff, limit: int) -> Hunk:
-    file = clean(PurePath(diff.file).name, 120)
-    return Hunk(f"{file}:{clean(diff.line, 12)}", file, diff.line - len(diff.above), tuple(_lines(diff, limit)))
+def _names(files: Collection[str]) -> dict[str, str]:
+    """What files are called in one patch: as from the folder that has them all in it, but for a folder of the machine's."""
+    parts = {file: PurePath(os.path.normpath(file)).parts for file in files}
+    levels = zip(*(names[:-1] for names in parts.values()), strict=False)
+    common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+    inside = common >= OWN and not any(".." in names for names in parts.values())
+    return {file: clean("/".join(names[common if inside else -1 :]), 240) for file, names in parts.items()}
+
+
+def _hunk(diff: Diff, file: str, limit: int) -> Hunk:
+    return Hunk(f"{file}:{clean(diff.line, 12)}", file, diff.file, diff.line - len(diff.above), tuple(_lines(diff, limit)))
 
 
 def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
@@ -62,6 +81,11 @@ def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
         for line in lines:
             yield DiffLine(sign, "" if sign == "+" else clean(number, 12), "\t".join(clean(part, limit) for part in line.split("\t")))
             number += sign != "+"
+
+
+def changes(hunk: Hunk, line: int | None) -> bool:
+    """Is a line of the source among those that are not the same afterwards?"""
+    return any(shown.sign == "-" and shown.number == str(line) for shown in hunk.lines)
 
 
 def changed(hunk: Hunk) -> Iterator[DiffLine]:
@@ -75,22 +99,54 @@ def changed(hunk: Hunk) -> Iterator[DiffLine]:
         yield DiffLine(line.sign, line.number, line.text[indent:].rstrip())
 
 
-def unified(fix: Fix | None, limit: int = WHOLE.text) -> str:
-    """Return a fix as a unified diff, which `patch` takes in the folder of the file; "" where its change of the source is not known."""
-    return "".join(f"{line.sign.strip(HEAD)}{line.text}\n" for line in patch_of(fix, limit))
+def unified(fix: Fix | None) -> str:
+    """Return a fix as a unified diff, which `patch` takes in the folder of its files; "" where its change of the source is not known."""
+    return "".join(f"{line.sign.strip(HEAD)}{line.text}\n" for line in patch_of(fix))
 
 
 HEAD = "@"  # the sign of a line that says where
 
 
-def patch_of(fix: Fix | None, limit: int = WHOLE.text) -> Iterator[DiffLine]:
-    """Yield the lines of a unified diff, those that say where with a sign of their own."""
-    named = ""
-    for hunk in hunks_of(fix, limit):
-        if hunk.file != named:
-            named = hunk.file
-            yield from (DiffLine(HEAD, "", f"{sign} {named}") for sign in ("---", "+++"))
-        old = sum(line.sign != "+" for line in hunk.lines)
-        new = sum(line.sign != "-" for line in hunk.lines)
-        yield DiffLine(HEAD, "", f"@@ -{hunk.first},{old} +{hunk.first},{new} @@")
+def patch_of(fix: Fix | None) -> Iterator[DiffLine]:
+    """Yield the lines of a unified diff, those that say where with a sign of their own. Changes that share lines around them are one."""
+    named, grown = "", 0
+    for hunk in _joined(hunks_of(fix)):
+        if hunk.path != named:
+            named, grown = hunk.path, 0
+            end = "\t" if " " in hunk.file else ""  # else `patch` takes the first word for the name
+            yield from (DiffLine(HEAD, "", f"{sign} {hunk.file}{end}") for sign in ("---", "+++"))
+        old, new = _old(hunk), sum(line.sign != "-" for line in hunk.lines)
+        yield DiffLine(HEAD, "", f"@@ -{hunk.first},{old} +{hunk.first + grown},{new} @@")
+        grown += new - old
         yield from hunk.lines
+
+
+def _joined(hunks: Iterable[Hunk]) -> Iterator[Hunk]:
+    """The hunks, those as one that share lines around them: `patch` looks for the lines as they were before any change."""
+    last: Hunk | None = None
+    for hunk in hunks:
+        both = _both(last, hunk) if last is not None and last.path == hunk.path else None
+        if last is not None and both is None:
+            yield last
+        last = both or hunk
+    if last is not None:
+        yield last
+
+
+def _both(one: Hunk, other: Hunk) -> Hunk | None:
+    """Two hunks as one, None where there is a line between them that neither has."""
+    after, before = _staying(reversed(one.lines)), _staying(other.lines)
+    end, begin = one.first + _old(one) - after, other.first + before  # the lines between the two changes
+    between = dict(enumerate(one.lines[len(one.lines) - after :], end)) | dict(enumerate(other.lines[:before], other.first))
+    if end > begin or any(number not in between for number in range(end, begin)):
+        return None
+    middle = (between[number] for number in range(end, begin))
+    return replace(one, lines=(*one.lines[: len(one.lines) - after], *middle, *other.lines[before:]))
+
+
+def _staying(lines: Iterable[DiffLine]) -> int:
+    return sum(1 for _ in takewhile(lambda line: line.sign == " ", lines))
+
+
+def _old(hunk: Hunk) -> int:
+    return sum(line.sign != "+" for line in hunk.lines)

@@ -10,7 +10,7 @@ from typing import Any
 from nanscope.report.clean import Limits, numeral, numeral_step
 from nanscope.report.history import Panel, Scale, Series
 from nanscope.report.map import Grid, grid_of
-from nanscope.text import number, show_index
+from nanscope.text import number
 from nanscope.verdict.incident import Incident
 
 
@@ -109,6 +109,7 @@ def map_of(incident: Incident, limits: Limits) -> Map | None:
     cell = max(10, min(34, 896 // columns, 480 // rows))
     ring = grid.ring
     share = _share(ring[1], columns) if ring else 0.0
+    ringed = ring[1] if ring and not grid.per_row else None
     around: tuple[tuple[str, str, str], ...] = ()
     if ring:
         near = range(max(0, ring[1] - 4), min(columns, ring[1] + 5))
@@ -127,10 +128,10 @@ def map_of(incident: Incident, limits: Limits) -> Map | None:
         hatch=outline({(r, c) for r, c in spots if grid.masked[r][c] and not grid.bad[r][c]}),
         crosses=outline(looks.get("bad", set())),
         ring=ring,
-        flag=f"{show_index(incident.origin.index)}  {numeral(grid.values[ring[0]][ring[1]])}" if ring else "",
+        flag=f"{grid.place}  {numeral(grid.values[ring[0]][ring[1]])}" if ring else "",
         flag_at=f"{100 * share:.2f}",
         flag_side=at_edge,
-        x=_ticks(columns, grid.first_column, ring[1] if ring else None, 8 if columns > 16 else 4 if columns > 8 else 1),
+        x=_ticks(columns, grid.first_column, ringed, 8 if columns > 16 else 4 if columns > 8 else 1),
         y=_ticks(rows, grid.first_row, ring[0] if ring else None, 8 if rows > 12 else 4 if rows > 8 else 1) if grid.row_name else (),
         scale=f"{edge[0]}−{size}|{edge[1]}{size}" if grid.scale > 0 else "",
         around=around,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanscope.errors import NanscopeError, words_of
+from nanscope.plain import show
 from nanscope.report.clean import clean
 from nanscope.report.streams import CLOSED_PIPE, settle, silence, unwrapped
 
@@ -99,7 +100,15 @@ def write_json(path: Path | None, data: dict[str, Any]) -> None:
     """Write what a verb found, if it was asked for with --json."""
     if path is not None:
         with writing(path):
-            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(show(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def wrote_json(path: Path | None, data: dict[str, Any]) -> bool:
+    """Write what a verb found as above, or say in one line why it is not there: what is shown next is kept back by nothing.
+
+    Returns False if it was asked for, and is not there.
+    """
+    return path is None or attempt(str(path), lambda: write_json(path, data))
 
 
 def finish(verdict: Verdict, out: Path, shown: Callable[[Path], str] = str, json_file: Path | None = None, busy: bool = True) -> None:
@@ -114,18 +123,17 @@ def finish(verdict: Verdict, out: Path, shown: Callable[[Path], str] = str, json
     try:
         print_verdict(verdict, file=sys.stderr)
     finally:  # a pipe that is closed keeps nothing back
-        if json_file is not None:
-            _attempt(str(json_file), lambda: write_json(json_file, verdict.to_json()))
+        wrote_json(json_file, verdict.to_json())
         for path in (out / "report.html", out / "report.png") if verdict.incidents else ():
             with progress(f"drawing {path.name}", file=sys.stderr) if busy else nullcontext():
-                drawn = _attempt(shown(path), lambda path=path: render(verdict, path))  # type: ignore[misc]
+                drawn = attempt(shown(path), lambda path=path: render(verdict, path))  # type: ignore[misc]
             if drawn:
                 with suppress(OSError):
                     print_written(shown(path), file=sys.stderr)
 
 
-def _attempt(name: str, write: Callable[[], None]) -> bool:
-    """Write a file, or say in one line why it is not there."""
+def attempt(name: str, write: Callable[[], None]) -> bool:
+    """Write a file, or say in one line why it is not there. Returns whether it is."""
     try:
         write()
     except ModuleNotFoundError as error:

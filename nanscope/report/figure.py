@@ -31,13 +31,12 @@ from nanscope.report.canvas import (
     Canvas,
 )  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
-from nanscope.report.diff import TAB, hunks_of, written_fix
+from nanscope.report.diff import TAB, changes, hunks_of, written_fix
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of, panels_of_run
 from nanscope.report.map import LEVELS, Grid, grid_of
 from nanscope.report.origin import element, source_of, subject, where_in
-from nanscope.report.tried import HEADS, NOT_RUN, best_of, fix_words, groups_of, reproduction
-from nanscope.text import show_index
+from nanscope.report.tried import NOT_RUN, best_of, fix_words, groups_of, heads_of, reproduction, unit_of
 from nanscope.verdict.incident import Incident, Verdict
 
 COUNTED, MASKED = "#2a5a8c", "#9a6b12"
@@ -119,7 +118,7 @@ def _fix(canvas: Canvas, incident: Incident) -> None:
     canvas.box(MARGIN, canvas.y, 3, 40, PROVEN)
     base = canvas.y + 26
     end = canvas.text(MARGIN + 18, base, "Proven fix", 16, PROVEN, "bold")
-    result = fix_words(fix)
+    result = fix_words(fix, unit_of(incident))
     right = canvas.width - MARGIN - 16
     canvas.text(right, base, result, 14, SOFT, align="right")
     room = right - canvas.fonts["plain"].width(result, 14) - end - 40
@@ -134,7 +133,8 @@ def _source(canvas: Canvas, incident: Incident) -> None:
     if not any(hit for _, _, hit in shown):
         shown = [(clean("" if place.line is None else place.line, 12), subject(place), True)]
     hunks = hunks_of(written_fix(incident))
-    mended = [line.text.expandtabs(TAB).rstrip() for line in hunks[0].lines if line.sign == "+"] if len(hunks) == 1 else []
+    here = hunks if len(hunks) == 1 else [hunk for hunk in hunks if hunk.path == place.file and changes(hunk, place.line)][:1]
+    mended = [line.text.expandtabs(TAB).rstrip() for hunk in here for line in hunk.lines if line.sign == "+"]
     canvas.y += 20
     canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element(place), 60), 14, SOFT, "code", align="right")
     heading = where_in(place) or clean(place.module or "no source line", 120)
@@ -162,7 +162,7 @@ def _pictures(canvas: Canvas, incident: Incident) -> None:
     panel = next((p for p in panels if p.title == "largest exponent"), panels[0] if panels else None)
     draws: list[Callable[[float, float], float]] = []
     if grid is not None:
-        draws.append(partial(_map, canvas, grid, incident))
+        draws.append(partial(_map, canvas, grid))
     if panel is not None:
         draws.append(partial(_history, canvas, panel))
     whole = canvas.width - 2 * MARGIN
@@ -191,7 +191,7 @@ def _beside(canvas: Canvas, draws: Sequence[Callable[[float, float], float]], sp
     canvas.y = max(draw(x, width) for draw, x, width in zip(draws, starts, widths, strict=False))
 
 
-def _map(canvas: Canvas, grid: Grid, incident: Incident, x: float, width: float) -> float:
+def _map(canvas: Canvas, grid: Grid, x: float, width: float) -> float:
     """Draw the map in a column of the canvas and return where it ends."""
     import numpy
     from matplotlib.collections import LineCollection
@@ -220,13 +220,12 @@ def _map(canvas: Canvas, grid: Grid, incident: Incident, x: float, width: float)
     if grid.ring is not None:
         row, column = grid.ring
         pad = max(0.14, 2 / cell)
-        ring = Rectangle(
-            (column - pad, row - pad), 1 + 2 * pad, 1 + 2 * pad, facecolor="none", edgecolor=INK, linewidth=2.2, clip_on=False, zorder=5
-        )
+        size = grid.ringed + 2 * pad, 1 + 2 * pad
+        ring = Rectangle((column - pad, row - pad), *size, facecolor="none", edgecolor=INK, linewidth=2.2, clip_on=False, zorder=5)
         axes.add_patch(ring)
         lead = ((column + 0.5, -6 / cell), (column + 0.5, row - pad))
         axes.add_collection(LineCollection([lead], colors=[HARM], linewidths=1.2, clip_on=False))
-        words = f"{show_index(incident.origin.index)}  {numeral(grid.values[row][column])}"
+        words = f"{grid.place}  {numeral(grid.values[row][column])}"
         wide = canvas.fonts["code bold"].width(words, 14)
         middle = x + left + (column + 0.5) * cell
         canvas.text(min(max(middle - wide / 2, x), x + width - wide), top - 10, clean(words, 60), 14, HARM, "code bold")
@@ -261,11 +260,12 @@ def _map_axes(canvas: Canvas, grid: Grid, x: float, top: float, cell: float) -> 
     rows, columns = len(grid.values), grid.width
     base = top + rows * cell + 17
     ring = grid.ring or (-1, -1)
+    ringed = -math.inf if grid.per_row else ring[1]
     every = max(1, math.ceil(64 / cell / 4) * 4 if cell < 20 else 1)
     for c in range(columns):
-        near = c != ring[1] and abs(c - ring[1]) * cell < 26
-        if c == ring[1] or ((grid.first_column + c) % every == 0 and not near):
-            colour, font = (HARM, "code bold") if c == ring[1] else (QUIET, "code")
+        near = c != ringed and abs(c - ringed) * cell < 26
+        if c == ringed or ((grid.first_column + c) % every == 0 and not near):
+            colour, font = (HARM, "code bold") if c == ringed else (QUIET, "code")
             canvas.text(x + (c + 0.5) * cell, base, str(grid.first_column + c), 12, colour, font, align="center")
     for r in range(rows) if grid.row_name else ():
         near = r != ring[0] and abs(r - ring[0]) * cell < 16
@@ -353,8 +353,9 @@ def _table(canvas: Canvas, incident: Incident) -> None:
     if not rows:
         return
     canvas.y += 38
+    heads = heads_of(incident)
     columns = (MARGIN, MARGIN + 720, MARGIN + 820, MARGIN + 960, MARGIN + 1130)
-    for x, name in zip(columns, (HEADS[0], *HEADS[2:]), strict=True):
+    for x, name in zip(columns, (heads[0], *heads[2:]), strict=True):
         canvas.text(x, canvas.y, name, 13, QUIET)
     canvas.y += 9
     _rule(canvas)

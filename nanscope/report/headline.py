@@ -33,23 +33,24 @@ _STEPPED = {
 
 
 def facts_of(incident: Incident) -> tuple[Fact, ...]:
-    """Return step, rank, phase, loss, gradients, weights and what the optimizer did."""
+    """Return step, rank, phase, sample, loss, gradients, weights and what the optimizer did."""
     finite, state = ("finite", "") if is_finite_number(incident.loss) else ("", "harm" if real(incident.loss) is not None else "")
     facts = [
         Fact("step", clean(incident.step, 24), clean(", ".join(incident.place.split(", ")[1:]), 40)),
         Fact("rank", clean(incident.rank, 24), clean(incident.worker, 40)),
         Fact("phase", clean(incident.phase, 24)),
+        *([Fact("sample", incident.sample.place, incident.sample.group)] if incident.sample is not None else []),
         Fact("loss", numeral(incident.loss), finite, state),
     ]
     bad = {}
-    for name in ("gradients", "weights"):
+    for name, words in (("gradients", "weight gradients"), ("weights", "weights")):
         counts = two(incident.reached.get(name))
         if counts is None:
-            facts.append(Fact(name, "–", "not looked at"))
+            facts.append(Fact(words, "–", "not looked at"))
             continue
         bad[name], total = counts
-        harmed = Fact(name, f"{bad[name]} of {total}", "tensors non-finite", "harm")
-        facts.append(harmed if bad[name] else Fact(name, "finite", f"all {total} tensors", "proven"))
+        harmed = Fact(words, f"{bad[name]} of {total}", "tensors non-finite", "harm")
+        facts.append(harmed if bad[name] else Fact(words, "finite", f"all {total} tensors", "proven"))
     stepped = incident.reached.get("stepped")
     words = _STEPPED.get(str(stepped), clean(stepped or "–", 24))
     facts.append(Fact("optimizer", words, "", "harm" if stepped == "taken" and any(bad.values()) else ""))

@@ -19,7 +19,7 @@ from nanscope.replay.tries import Replay
 from nanscope.replay.under import Others
 from nanscope.report.clean import clean, numeral
 from nanscope.report.figures import FigureRow, FigureSheet, FigureTable
-from nanscope.roles import Role, role_of
+from nanscope.roles import Role, fitting, role_of
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.step import Snapshot
 
@@ -77,7 +77,11 @@ def _held(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor, Tensor | None]
     leaves = {leaf.id: leaf for leaf in snapshot.program.leaves}
     called_by = {value: leaves[value].name if value in leaves else None for value in snapshot.tensors}
     names = {value: name or f"value {value}" for value, name in called_by.items()}
-    roles = {value: str((leaves[value].role if value in leaves else None) or role_of(names[value]) or "") for value in snapshot.tensors}
+    told = {value: leaves[value].role if value in leaves else "" for value in snapshot.tensors}
+    roles = {
+        value: str(told[value] or fitting(role_of(names[value]), tensor.is_floating_point() or tensor.is_complex()) or "")
+        for value, tensor in snapshot.tensors.items()
+    }
     masks = [tensor for value, tensor in snapshot.tensors.items() if roles[value] == Role.MASK]
 
     def mask_of(tensor: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ run/step-000412.rank0.safetensors   step 412 · rank 0 · 6,704 bytes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from rich.text import Text
 
 from nanscope.report.clean import clean
 from nanscope.report.console import HARM, QUIET, STRONG, pairs, show, table
-from nanscope.roles import Role, role_of
+from nanscope.roles import Role, fitting, role_of
 from nanscope.snapshot.header import Header
+from nanscope.snapshot.texts import legible
 from nanscope.text import count
 
 if TYPE_CHECKING:
@@ -26,15 +28,26 @@ if TYPE_CHECKING:
 
 SETTINGS = ("reached", "environment", "settings", "objective", "observed")
 FILES = 20  # sources named
+WORDS, WORD = 5, 20  # texts of tokens that are shown, and characters of one
 
 
 def print_header(header: Header, path: str, program: bool, snapshot: Snapshot | None = None, *, file: IO[str]) -> None:
     """Print everything that is in a snapshot file. program: also its calls. snapshot: the file, read, to tell what its tensors hold."""
     about = header.about
     head = f"   step {clean(about.get('step'))} · rank {clean(about.get('rank'))} · {header.size:,} bytes"
-    parts: list[RenderableType] = [Text.assemble((clean(path), STRONG), head), _tensors(header, snapshot), _about(about)]
+    parts: list[RenderableType] = [Text.assemble((clean(path), STRONG), head), *_text_of(about), _tensors(header, snapshot), _about(about)]
     parts += [Text(line) for line in _calls(about)] if program else []
     show(Group(*parts), file=file)
+
+
+def _text_of(about: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield what says that the file tells the text of the batch, with a few of its words."""
+    texts = about.get("texts")
+    if not isinstance(texts, dict) or not texts:
+        return
+    some = ", ".join(f"“{legible(text, WORD)}”" for text in itertools.islice(texts.values(), WORDS) if isinstance(text, str))
+    more = ", …" if len(texts) > WORDS else ""
+    yield Text(f"  holds token ids and their text ({count(len(texts), 'token')}): who gets it can read the batch. {some}{more}", HARM)
 
 
 def _tensors(header: Header, snapshot: Snapshot | None) -> RenderableType:
@@ -60,7 +73,8 @@ def _held(header: Header, snapshot: Snapshot) -> Iterator[tuple[str, tuple[str, 
     from nanscope.program.summary import summarise
 
     names = {int(value): str(name) for value, name in header.about["tensors"].items()}
-    roles = {leaf.id: leaf.role or role_of(leaf.name) or "" for leaf in snapshot.program.leaves}
+    real = {value for value, tensor in snapshot.tensors.items() if tensor.is_floating_point() or tensor.is_complex()}
+    roles = {leaf.id: leaf.role or fitting(role_of(leaf.name), leaf.id in real) or "" for leaf in snapshot.program.leaves}
     masks = {tuple(tensor.shape): tensor for value, tensor in snapshot.tensors.items() if roles.get(value) == Role.MASK}
     for value, tensor in snapshot.tensors.items():
         mask = masks.get(tuple(tensor.shape))

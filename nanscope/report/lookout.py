@@ -7,16 +7,20 @@ a page of one or two megabytes. What comes out of a run is data in here, and nev
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanscope.report.clean import Limits, clean, is_finite_number, numeral
 from nanscope.report.history import Panel, Scale
-from nanscope.report.map import axes, is_bad, whole_count
+from nanscope.report.map import full_colour, is_bad, whole_count
 from nanscope.roles import Role
+from nanscope.snapshot.texts import legible, told
 from nanscope.text import count
+from nanscope.verdict.distribution import Histogram
 from nanscope.verdict.incident import Incident
+from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import RECORDED, Cells, TokenMap, Track, Window
 
 DIGITS = 4
@@ -61,8 +65,9 @@ class Tile:
 class Lookout:
     """What the template draws of a token map.
 
-    title: how large the whole is. summary: how much is bad, of all there is. tiles: from far, without the plain ones. bars: of the
-    histogram, as paths. ends: its numbers. masks: is something masked?
+    title: how large the whole is. unit: what is counted in it. counted_from: which of its numbers begin at 0. summary: how much is bad, of
+    all there is. tiles: from far, without the plain ones. tile: how large one is. bad: what is bad, in words. bars: of the histogram, as
+    paths. ends: its numbers. masks: is something masked?
     """
 
     number: int
@@ -71,8 +76,12 @@ class Lookout:
     row_name: str
     column_name: str
     title: str
+    unit: str
+    counted_from: str
     summary: str
     tiles: tuple[Tile, ...]
+    tile: str
+    bad: str
     worst: tuple[WorstRow, ...]
     lines: tuple[ReadLine, ...]
     where: str
@@ -90,12 +99,9 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
     found = incident.tokens
     if found is None or not found.tracks or not found.windows:
         return None
-    row_name, column_name = axes(incident.origin)
-    row_name = row_name or "row"
+    row_name, column_name = found.layout.row, found.layout.column
     main, fixed = found.tracks[found.main], next((way for way in found.ways if way != RECORDED), "")
     window = found.windows[0]
-    masked = window.masked is not None and window.masked[found.row - window.row][found.column - window.column]
-    known = ": masked, the loss does not count it" if masked else ": the loss counts it" if window.masked is not None else ""
     bars = _bars(main)
     return Lookout(
         number=number,
@@ -103,23 +109,49 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
         columns=found.columns,
         row_name=row_name,
         column_name=column_name,
-        title=f"{count(found.rows, row_name)} × {count(found.columns, column_name)}",
+        title=_extent(found, found.rows, found.columns),
+        unit=f"{column_name}s",
+        counted_from=" and ".join(f"{name}s" for name in (row_name, column_name) if name).capitalize(),
         summary=whole_count(found),
-        tiles=_tiles(found, row_name, column_name),
-        worst=tuple(_worst(row, counted, hidden, found, row_name) for row, counted, hidden in found.worst),
+        tiles=_tiles(found),
+        tile=_size(found),
+        bad="the origin" if not main.bad else "non-finite" if main.limit is None else f"non-finite, or above {main.limit:.2f}",
+        worst=tuple(_worst(row, counted, hidden, found) for row, counted, hidden in found.worst),
         lines=tuple(_line(track, found, fixed, limits) for track in found.tracks),
-        where=f"{row_name} {found.row:,}, {column_name} {found.column:,}{known}",
+        where=_where(found, window),
         way=clean(fixed, limits.text),
         counted=bars[0],
         hidden=bars[1],
         limit=bars[2],
-        ends=(numeral(main.histogram.low), numeral(main.histogram.high)) if main.histogram else ("", ""),
+        ends=_ends(main, main.histogram),
         bins=len(main.histogram.counted) if main.histogram else 0,
         masks=any(share > 0 for line in found.tiles_masked or () for share in line),
     )
 
 
-def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]:
+def _where(found: TokenMap, window: Window) -> str:
+    """Where the origin stands, and whether the loss counts it; of one number a row, of which token of that the other roles are shown."""
+    spot = found.layout.spot(found.row, found.column)
+    if found.layout is Layout.ROWS:
+        spot += f", and its token {found.column}"
+    if window.masked is None:
+        return spot
+    masked = window.masked[found.row - window.row][found.column - window.column]
+    return f"{spot}: {'masked, the loss does not count it' if masked else 'the loss counts it'}"
+
+
+def _extent(found: TokenMap, rows: int, columns: int) -> str:
+    """How large a part is: 512 rows × 64 tokens, 64 elements."""
+    across = count(columns, found.layout.column)
+    return f"{count(rows, found.layout.row)} × {across}" if found.layout.row else across
+
+
+def _size(found: TokenMap) -> str:
+    height, width = found.tile_height, found.tile_width
+    return f"one {found.layout.column}" if height == width == 1 else _extent(found, height, width)
+
+
+def _tiles(found: TokenMap) -> tuple[Tile, ...]:
     tiles: list[Tile] = []
     for down, line in enumerate(found.tiles):
         for across, bad in enumerate(line):
@@ -130,7 +162,8 @@ def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]
             y, x = down * found.tile_height, across * found.tile_width
             height, width = min(found.tile_height, found.rows - y), min(found.tile_width, found.columns - x)
             what = f"{bad} bad" if found.tracks[found.main].bad else THE_ORIGIN
-            title = f"{row_name}s {y}–{y + height - 1}, {column_name}s {x}–{x + width - 1}: {what}" if bad else ""
+            spans = ((found.layout.row, y, height), (found.layout.column, x, width))
+            title = ", ".join(f"{name}s {first}–{first + size - 1}" for name, first, size in spans if name) + f": {what}" if bad else ""
             if tiles and not bad and tiles[-1].look == look and tiles[-1].y == y and tiles[-1].x + tiles[-1].width == x:
                 before = tiles.pop()  # padding is mostly of one piece
                 x, width = before.x, before.width + width
@@ -138,11 +171,13 @@ def _tiles(found: TokenMap, row_name: str, column_name: str) -> tuple[Tile, ...]
     return tuple(tiles)
 
 
-def _worst(row: int, counted: int, hidden: int, found: TokenMap, row_name: str) -> WorstRow:
+def _worst(row: int, counted: int, hidden: int, found: TokenMap) -> WorstRow:
     parts = [f"{counted:,} bad" if counted else "", f"{hidden:,} bad and masked" if hidden else ""]
+    if found.layout is Layout.ROWS:
+        parts = ["bad and masked" if hidden else "bad"]
     column = found.column if row == found.row else _first_bad(found, row)
     words = ", ".join(filter(None, parts)) if found.tracks[found.main].bad else THE_ORIGIN
-    return WorstRow(row, column, f"{row_name} {row:,}: {words}")
+    return WorstRow(row, column, f"{found.layout.row} {row:,}: {words}")
 
 
 def _first_bad(found: TokenMap, row: int) -> int:
@@ -161,14 +196,19 @@ def _line(track: Track, found: TokenMap, fixed: str, limits: Limits) -> ReadLine
     bad = is_bad(value, track.limit)
     return ReadLine(
         clean(track.name, limits.text),
-        clean(track.role.replace("_", " "), 60) if track.role != track.name else "",
-        f"{value:.0f}" if is_named(track) and math.isfinite(value) else numeral(value),
-        (numeral(_at(track, found, fixed)) if fixed in track.cells else "same") if fixed else "",
-        "" if math.isnan(track.median) else numeral(track.median),
-        "" if math.isnan(track.median) else f"{numeral(track.low)} … {numeral(track.high)}",
+        "token id" if is_named(track) else clean(track.role.replace("_", " "), 60) if track.role != track.name else "",
+        told(int(value), found.texts, limits.text // 5) if is_named(track) and math.isfinite(value) else _numeral(value),
+        (_numeral(_at(track, found, fixed)) if fixed in track.cells else "same") if fixed else "",
+        "" if math.isnan(track.median) else _numeral(track.median),
+        "" if math.isnan(track.median) else f"{_numeral(track.low)} … {_numeral(track.high)}",
         bad,
         not bad and is_far(value, track),
     )
+
+
+def _numeral(value: float) -> str:
+    """A number as the script writes it, too, which knows no −0."""
+    return numeral(value + 0.0)
 
 
 THE_ORIGIN = "the origin"  # where the number itself is finite, and its gradient is not
@@ -208,6 +248,15 @@ def _bars(track: Track) -> tuple[str, str, str]:
     return bars(h.counted, 1), bars(h.masked, 5), limit
 
 
+def _ends(track: Track, h: Histogram | None) -> tuple[str, str]:
+    """The numbers under a histogram; what lies beyond is counted, and the limit named where it is not drawn."""
+    if h is None:
+        return "", ""
+    limit = f" (limit {numeral(track.limit)})" if track.limit is not None and not h.low <= track.limit <= h.high else ""
+    low, high = (f", and {n:,} {side}" if n else "" for n, side in ((h.below, "below"), (h.above, "above")))
+    return f"{numeral(h.low)}{low}", f"{numeral(h.high)}{high}{limit}"
+
+
 # -- what the script reads -----------------------------------------------------------------------------------------------------------------
 
 
@@ -216,20 +265,49 @@ def map_data(incident: Incident, limits: Limits, windows: int) -> dict[str, Any]
     found = incident.tokens
     if found is None or not found.tracks or not found.windows:
         return None
-    row_name, column_name = axes(incident.origin)
     return {
         "rows": found.rows,
         "columns": found.columns,
         "row": found.row,
         "column": found.column,
         "overflowed": not is_finite_number(incident.origin.value),
-        "row_name": row_name or "row",
-        "column_name": column_name,
+        "row_name": found.layout.row,
+        "column_name": found.layout.column,
+        "per_row": found.layout is Layout.ROWS,
         "main": found.main,
+        "command": _values_command(incident.snapshot, found, limits),
         "ways": {clean(way, 60): clean(words, limits.text) for way, words in found.ways.items()},
         "windows": [_window(window) for window in found.windows[:windows]],
         "tracks": [_track(track, limits, windows) for track in found.tracks],
+        "texts": _texts(found, limits, windows),
     }
+
+
+def _values_command(path: str | None, found: TokenMap, limits: Limits) -> str:
+    """The command that prints what the page does not keep: every tensor of the step at ROW and COLUMN, which the script fills in."""
+    if not path:
+        return ""
+    rows, columns, file = found.rows, found.columns, clean(path, 2 * limits.text)
+    code = (
+        f"import nanscope; t = nanscope.replay({file!r}).trace; "
+        f"[print(t.names.name(v) or v, x.reshape({rows}, -1)[ROW, COLUMN % (x.numel() // {rows})].item()) "
+        f"for v, x in t.values.items() if x.numel() in ({rows}, {rows * columns})]"
+    )
+    return "python -c " + (f'"{code}"' if shlex.quote(file) == file else shlex.quote(code))
+
+
+def _texts(found: TokenMap, limits: Limits, windows: int) -> dict[str, str]:
+    """What the token ids in the windows that are kept stand for."""
+    kept = {
+        int(value)
+        for track in found.tracks
+        if is_named(track)
+        for window in track.cells[RECORDED][:windows]
+        for line in window
+        for value in line
+        if math.isfinite(value)
+    }
+    return {str(token): legible(text, limits.text // 5) for token, text in found.texts.items() if token in kept}
 
 
 def _window(window: Window) -> dict[str, Any]:
@@ -238,7 +316,6 @@ def _window(window: Window) -> dict[str, Any]:
 
 
 def _track(track: Track, limits: Limits, windows: int) -> dict[str, Any]:
-    h = track.histogram
     return {
         "name": clean(track.name, limits.text),
         "role": clean(track.role, 60),
@@ -249,11 +326,16 @@ def _track(track: Track, limits: Limits, windows: int) -> dict[str, Any]:
         "median": short(track.median),
         "low": short(track.low),
         "high": short(track.high),
-        "histogram": None if h is None else {"low": h.low, "high": h.high, "counted": list(h.counted), "masked": list(h.masked)},
+        "full": short(full_colour(track)),
+        "histograms": {clean(way, 60): _histogram(track, h) for way, h in {RECORDED: track.histogram, **track.histograms}.items() if h},
         "left": {clean(way, 60): list(counts) for way, counts in track.left.items()},
         "ids": is_named(track),
         "cells": {clean(way, 60): _cells(cells, windows, short_step if is_named(track) else short) for way, cells in track.cells.items()},
     }
+
+
+def _histogram(track: Track, h: Histogram) -> dict[str, Any]:
+    return {"low": h.low, "high": h.high, "counted": list(h.counted), "masked": list(h.masked), "ends": list(_ends(track, h))}
 
 
 def _cells(cells: Cells, windows: int, written: Callable[[float], float | int | str]) -> list[Any]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanscope.report.clean import clean, is_finite_number, real
-from nanscope.snapshot.observation import Origin
-from nanscope.text import count
+from nanscope.text import count, show_index
 from nanscope.verdict.incident import Incident
-from nanscope.verdict.tokens import TokenMap
+from nanscope.verdict.layout import Layout
+from nanscope.verdict.tokens import TokenMap, Track
 
 LEVELS = 5  # steps of the colour scale on each side of 0
 
@@ -23,7 +23,8 @@ class Grid:
 
     values: [rows][columns], None where there is nothing. bad: non-finite, or an exponent that overflows. limit: of such an exponent,
     in nats. scale: magnitude at which the colour is full; saturated: some finite values lie beyond it. ring: the origin, as (row, column)
-    of the cut. cut: which part of the whole this is, in words. count: what is bad, in words.
+    of the cut. cut: which part of the whole this is, in words. count: what is bad, in words. per_row: each row is one number, repeated.
+    place: where the origin stands, as a label of the ring.
     """
 
     what: str
@@ -40,6 +41,13 @@ class Grid:
     limit: float | None
     cut: str
     count: str
+    per_row: bool
+    place: str
+
+    @property
+    def ringed(self) -> int:
+        """How many columns the ring goes around."""
+        return self.width if self.per_row else 1
 
     @property
     def width(self) -> int:
@@ -71,9 +79,10 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
     overflowed = not is_finite_number(incident.origin.value)
     limit, ring = real(incident.origin.limit), (picture.row - top, picture.column - left)
     bad = tuple(tuple(is_bad(v, limit) or ((r, c) == ring and overflowed) for c, v in enumerate(line)) for r, line in enumerate(values))
-    scale, saturated = _scale(values, bad)
+    scale, saturated = _scale(values, bad, incident.tokens)
     inside = 0 <= ring[0] < len(lines) and 0 <= ring[1] < len(columns)
-    row_name, column_name = axes(incident.origin)
+    layout, place = picture.layout, show_index(incident.origin.index)
+    row_name, column_name = layout.row, layout.column
     first_row, first_column = picture.first_row + top, picture.first_column + left
     cut = _cut(row_name, column_name, (first_row, len(lines), picture.rows), (first_column, len(columns), picture.columns))
     return Grid(
@@ -91,6 +100,8 @@ def grid_of(incident: Incident, most_rows: int, most_columns: int) -> Grid | Non
         limit=limit,
         cut=cut,
         count=_count(values, masked, bad, limit) if incident.tokens is None else whole_count(incident.tokens),
+        per_row=layout is Layout.ROWS,
+        place=layout.spot(picture.first_row + picture.row, 0) if layout is Layout.ROWS else place,
     )
 
 
@@ -103,22 +114,22 @@ def is_bad(value: float | None, limit: float | None) -> bool:
     return value is not None and (not math.isfinite(value) or (limit is not None and value > limit))
 
 
-def axes(place: Origin) -> tuple[str, str]:
-    if len(place.shape) < 2:
-        return "", "element"
-    if len(place.shape) > 2:
-        return "row", "column"  # all dimensions but the last are flattened into rows
-    return ("row", "column") if place.role in ("weights", "optimizer", "grad", "hidden", "router", "attention") else ("row", "token")
-
-
-def _scale(values: Sequence[Sequence[float | None]], bad: Sequence[Sequence[bool]]) -> tuple[float, bool]:
-    """The magnitude of full colour: the largest, unless a few outliers would wash out everything else."""
+def _scale(values: Sequence[Sequence[float | None]], bad: Sequence[Sequence[bool]], tokens: TokenMap | None) -> tuple[float, bool]:
+    """The magnitude of full colour: the largest, unless a few outliers would wash out everything else. tokens: of the whole, if known."""
     cells = zip(itertools.chain.from_iterable(values), itertools.chain.from_iterable(bad), strict=True)
     sizes = sorted(abs(value) for value, mark in cells if value is not None and not mark)
     if not sizes:
         return 0.0, False
+    if tokens is not None and (usual := full_colour(tokens.tracks[tokens.main])):
+        return usual, sizes[-1] > usual
     most, usual = sizes[-1], sizes[int(0.95 * (len(sizes) - 1))]
     return (usual, True) if 0 < 5 * usual < most else (most, False)
+
+
+def full_colour(track: Track) -> float:
+    """Return the magnitude at which the colour of a role is full, in each of its windows: that of the largest that is no outlier."""
+    usual, whole = (max((abs(end) for end in ends if math.isfinite(end)), default=0.0) for ends in (track.ends, (track.least, track.most)))
+    return usual or whole  # where all that counts is 0
 
 
 def _cut(row_name: str, column_name: str, rows: tuple[int, int, int], columns: tuple[int, int, int]) -> str:
@@ -134,7 +145,8 @@ def whole_count(tokens: TokenMap) -> str:
     track = tokens.tracks[tokens.main]
     kind = "beyond the limit" if track.limit is not None else "non-finite"
     masked = "" if not track.bad_masked else ", all masked" if track.bad_masked == track.bad else f", {track.bad_masked:,} masked"
-    return f"{track.bad:,} of {tokens.rows * tokens.columns:,} {kind}{masked}" if track.bad else "all finite"
+    whole = tokens.rows * (1 if track.per_row else tokens.columns)
+    return f"{track.bad:,} of {whole:,} {kind}{masked}" if track.bad else "all finite"
 
 
 def _count(

@@ -13,16 +13,17 @@ any in it, or has every sign escaped that could mean something.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 
 from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import LIMITS, clean, numeral
-from nanscope.report.diff import unified, written_fix
+from nanscope.report.diff import rest_of, unified, written_fix
 from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, lead_and_rest, rank_rows, resume
-from nanscope.report.origin import calculation, element, mask_words, source_of, where_in
+from nanscope.report.origin import calculation, element, mask_words, source_of, token_words, where_in
 from nanscope.report.segments import segments
-from nanscope.report.tried import HEADS, Tried, best_of, fix_words, groups_of, reproduction, tested
+from nanscope.report.tried import Tried, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of
 from nanscope.snapshot.coverage import gap_words
 from nanscope.verdict.incident import Incident, Verdict
 from nanscope.verdict.sentence import blamed
@@ -53,6 +54,7 @@ def escaped(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"[\\`*_\[\]|~$]", lambda sign: f"\\{sign.group()}", text)
     text = re.sub(r"(?<=\w)\\_(?=\w)", "_", text) if "\\_\\_" not in text else text  # old_logps is no emphasis
+    text = re.sub(r"(@|#|\bGH-)(?=\w)", r"\1<!-- -->", text)  # GitHub looks for them in the page that is made, where entities are gone
     text = text.replace("#", "&#35;").replace("@", "&#64;").replace("://", "&#58;//")
     text = re.sub(r"^(\s*\d+)([.)])(?=\s)", r"\1\\\2", text).replace("www.", "www&#46;")
     return re.sub(r"^(\s*)([-+=])", r"\1\\\2", text)
@@ -83,10 +85,12 @@ def _incident(incident: Incident) -> Iterator[str]:
     fix = written_fix(incident)
     if fix is not None:
         proof = "" if fix is not best_of(incident) else " proven on the recorded step:"
-        yield from (f"**Fix** {code(clean(fix.id, 60))},{proof} {escaped(fix_words(fix))}.", "")
-        yield from block(unified(fix, LIMIT.text).splitlines(), "diff")
+        yield from (f"**Fix** {code(clean(fix.id, 60))},{proof} {escaped(fix_words(fix, unit_of(incident)))}.", "")
+        yield from block(unified(fix).splitlines(), "diff")
+        yield from (line for words in rest_of(fix, LIMIT.text) for line in (f"And {escaped(words)}, of which there is no diff.", ""))
     elif (best := best_of(incident)) is not None:
-        yield from (f"**Fix** {code(clean(best.id, 60))}: {escaped(clean(best.label, LIMIT.text))}. {escaped(fix_words(best))}.", "")
+        label, result = escaped(clean(best.label, LIMIT.text)), escaped(fix_words(best, unit_of(incident)))
+        yield from (f"**Fix** {code(clean(best.id, 60))}: {label}. {result}.", "")
     yield from _source(incident)
     yield from _table(("", ""), [[escaped(name), escaped(words)] for name, words in _facts(incident)])
     chain = [
@@ -99,14 +103,14 @@ def _incident(incident: Incident) -> Iterator[str]:
     if rows:
         said = reproduction(incident)
         yield from (f"<details><summary>What was tried{': ' + escaped(said) if said else ''}</summary>", "")
-        yield from _table(HEADS, [_cells(row) for _, row in rows])
+        yield from _table(heads_of(incident), [_cells(row) for _, row in rows])
         yield from ("</details>", "")
     if words := resume(incident):
         yield from (f"{words[:1].upper()}{escaped(words[1:])}.", "")
     if incident.snapshot:
         name = re.split(r"[\\/]", clean(incident.snapshot, LIMIT.text))[-1]
         why = f"; {code(f'nanscope explain {incident.cause}')}" if incident.cause is not Cause.UNKNOWN else ""
-        yield from (f"Look at it: {code(f'nanscope replay {name}')}{why}", "")
+        yield from (f"Look at it: {code(f'nanscope replay {shlex.quote(name)}')}{why}", "")
 
 
 def _source(incident: Incident) -> Iterator[str]:
@@ -122,6 +126,7 @@ def _facts(incident: Incident) -> list[tuple[str, str]]:
     more = (
         ("computed", calculation(place, LIMIT.text)),
         ("element", element(place)),
+        ("token id", token_words(incident.token)),
         ("mask", mask_words(place, LIMIT.text)),
         ("behind it", blamed(incident.blame) if incident.blame is not None else ""),
         ("cause", str(incident.cause)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from nanscope.locate.observe import TOKENS
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
 from nanscope.text import show_index
 from nanscope.verdict import arithmetic
+from nanscope.verdict.token import Token
 
 
 def where(place: Origin, limit: int = 240) -> str:
@@ -29,10 +31,20 @@ def element(place: Origin) -> str:
     return f"{show_index(place.index)} of {show_index(place.shape)}{count}" if place.shape or place.index else ""
 
 
+SHORT = 40  # characters of a token's text in a line of facts
+
+
+def token_words(token: Token | None) -> str:
+    """Return the id of a token with its text, "" if unknown."""
+    return "" if token is None else token.words(SHORT)
+
+
 def mask_words(place: Origin, limit: int = 240) -> str:
-    """Return whether the loss counts the element, "" if unknown."""
+    """Return whether the loss counts the element, "" if unknown. A mean of tokens that are all masked is counted."""
     if place.masked is None:
         return ""
+    if place.masked and place.masked_by and place.masked_by.startswith(TOKENS):
+        return f"not masked: the loss counts it, and all its tokens are {clean(place.masked_by.removeprefix(TOKENS), limit)}"
     return f"masked: {clean(place.masked_by or 'outside the loss', limit)}" if place.masked else "not masked: the loss counts it"
 
 

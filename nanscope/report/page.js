@@ -7,14 +7,13 @@
   const make = (tag, text = "", name = "") => Object.assign(document.createElement(tag), { textContent: text, className: name });
   const drawn = (svg, tag) => document.createElementNS(svg.namespaceURI, tag);
   const real = (value) => (value === "n" ? NaN : value === "i" ? Infinity : value === "-i" ? -Infinity : value);
-  const minus = (text) => text.replace(/^-/, "−").replace(/e-/, "e−").replace(/e\+/, "e");
-  const numeral = (value) => {
+  const numeral = (value) => { // as Python writes it with four digits
     if (value === null || value === undefined) return "–";
     if (Number.isNaN(value)) return "NaN";
     if (!Number.isFinite(value)) return value > 0 ? "+inf" : "−inf";
-    if (value === 0) return "0";
-    const size = Math.abs(value);
-    return minus(size >= 1e6 || size < 1e-4 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4))));
+    const [digits, power] = value.toExponential(3).split("e"), plain = value === 0 || (power >= -4 && power < 4);
+    const text = plain ? String(Number(value.toPrecision(4))) : `${Number(digits)}e${power[0]}${power.slice(1).padStart(2, "0")}`;
+    return text.replaceAll("-", "−");
   };
   const count = (number) => number.toLocaleString("en");
 
@@ -43,6 +42,7 @@
       this.svg = node.querySelector("svg.cells");
       this.readout = node.querySelector(".readout tbody");
       this.caption = node.querySelector(".where");
+      this.away = node.querySelector(".away");
       node.querySelector(".controls").hidden = false;
       this.tracks = node.querySelector("select.track");
       this.ways = node.querySelector("select.run");
@@ -54,20 +54,14 @@
       this.ways.onchange = () => { this.way = this.ways.value; this.draw(); };
       this.svg.setAttribute("tabindex", "0");
       this.svg.setAttribute("role", "application");
-      this.svg.setAttribute("aria-label", "map of tokens: the arrow keys go from one to the next, and what is known of it is read below");
+      this.svg.setAttribute("aria-label", `map of ${map.column_name}s: the arrow keys go from one to the next, and what is known of it is read below`);
       this.svg.addEventListener("pointermove", (event) => this.over(event));
       this.svg.addEventListener("pointerdown", (event) => { this.over(event); this.pinned = this.at; });
       this.svg.addEventListener("pointerleave", () => { if (this.pinned) { this.at = this.pinned; this.read(); } });
       this.svg.addEventListener("keydown", (event) => this.key(event));
-      all("[data-row]", node).forEach((spot) => { spot.disabled = false; spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.svg.scrollIntoView({ block: "center" }); }); });
+      all("[data-row]", node).forEach((spot) => { spot.disabled = false; spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.show(); }); });
       const tiles = node.querySelector("svg.tiles");
-      if (tiles) {
-        tiles.addEventListener("click", (event) => {
-          const box = tiles.getBoundingClientRect();
-          const row = Math.floor((event.clientY - box.top) / box.height * map.rows), column = Math.floor((event.clientX - box.left) / box.width * map.columns);
-          this.go(...(this.near(row, column, 6 * map.rows / box.height, 6 * map.columns / box.width) || [row, column]));
-        });
-      }
+      if (tiles) this.overview(tiles);
       this.mark = drawn(this.svg, "rect");
       this.mark.setAttribute("class", "cursor");
       this.go(map.row, map.column);
@@ -80,20 +74,51 @@
       return line === undefined ? null : real(line[track.per_row ? 0 : column]);
     }
 
+    spot(row, column, join = ", ") { const { map } = this; return `${map.row_name ? `${map.row_name} ${count(row)}${join}` : ""}${map.column_name} ${count(column)}`; }
+
+    show() { this.svg.scrollIntoView({ block: "nearest" }); }
+
+    // the whole batch from far: the parts that are kept are framed, and a click, a tap or an arrow key goes to one of them
+    overview(tiles) {
+      const { map } = this;
+      map.windows.forEach((w) => {
+        const frame = drawn(tiles, "rect");
+        Object.entries({ class: "kept", x: w.column, y: w.row, width: w.width, height: w.height }).forEach(([name, value]) => frame.setAttribute(name, value));
+        tiles.insertBefore(frame, tiles.querySelector(".here"));
+      });
+      const whole = map.windows.some((w) => w.width === map.columns && w.height === map.rows);
+      this.node.querySelector(".framed").hidden = whole;
+      tiles.setAttribute("tabindex", "0");
+      tiles.setAttribute("role", "application");
+      tiles.setAttribute("aria-label", `${tiles.getAttribute("aria-label")}: the arrow keys go from one part whose values are in this page to the next`);
+      tiles.addEventListener("click", (event) => {
+        const box = tiles.getBoundingClientRect(), cell = (at, size, many) => Math.max(0, Math.min(many - 1, Math.floor(at / size * many)));
+        const row = cell(event.clientY - box.top, box.height, map.rows), column = cell(event.clientX - box.left, box.width, map.columns);
+        this.go(...(this.near(row, column, 6 * map.rows / box.height, 6 * map.columns / box.width) || [row, column]));
+        this.show();
+      });
+      tiles.addEventListener("keydown", (event) => {
+        const move = { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1 }[event.key];
+        if (!move) return;
+        event.preventDefault();
+        const many = map.windows.length, w = map.windows[this.window = (this.window + move + many) % many];
+        const spot = this.near(w.row + (w.height - 1) / 2, w.column + (w.width - 1) / 2, w.height / 2, w.width / 2);
+        this.go(...(spot || [w.row, w.column]));
+      });
+    }
+
+    // of a place whose values are not in the page, the nearest one that is
     go(row, column) {
-      const { windows } = this.map;
-      const holds = (w) => row >= w.row && row < w.row + w.height && column >= w.column && column < w.column + w.width;
-      const here = windows[this.window];
-      const found = holds(here) ? this.window : windows.findIndex(holds);
-      if (found < 0) {
-        this.at = this.pinned = null;
-        this.caption.textContent = `${this.map.row_name} ${count(row)}, ${this.map.column_name} ${count(column)}: its values are in the snapshot, and not in this page; the map above shows ${this.map.row_name}s ${count(here.row)}–${count(here.row + here.height - 1)}, ${this.map.column_name}s ${count(here.column)}–${count(here.column + here.width - 1)}`;
-        this.readout.replaceChildren();
-        this.mark.setAttribute("width", 0);
-        return;
-      }
+      const { map } = this, inside = (at, first, size) => Math.max(first, Math.min(first + size - 1, at));
+      const spots = map.windows.map((w, n) => [n, inside(row, w.row, w.height), inside(column, w.column, w.width)]);
+      const far = ([n, r, c]) => Math.hypot((r - row) / map.rows, (c - column) / map.columns) + (n === this.window ? 0 : 1e-9);
+      const [found, r, c] = spots.reduce((best, spot) => (far(spot) < far(best) ? spot : best));
+      const away = r !== row || c !== column;
       this.window = found;
-      this.at = this.pinned = [row - windows[found].row, column - windows[found].column];
+      this.at = this.pinned = [r - map.windows[found].row, c - map.windows[found].column];
+      this.away.hidden = !away;
+      this.away.textContent = away ? `The values at ${this.spot(row, column)} are not in this page. Shown is the nearest that is, ${this.spot(r, c)}.` : "";
+      if (away && map.command) this.away.append(" Where the snapshot is, this prints them:", make("code", map.command.replace("ROW", row).replace("COLUMN", column)));
       this.draw();
     }
 
@@ -134,14 +159,12 @@
       const width = w.width, height = w.height;
       const bad = (value) => !Number.isFinite(value) || (track.limit !== null && value > track.limit);
       const at = (row, column) => this.value(track, row, column);
-      const sizes = [];
-      for (let row = 0; row < height; row++) for (let column = 0; column < width; column++) { const value = at(row, column); if (!bad(value)) sizes.push(Math.abs(value)); }
-      sizes.sort((a, b) => a - b);
-      const usual = sizes.length ? sizes[Math.floor(0.95 * (sizes.length - 1))] : 0, most = sizes.length ? sizes[sizes.length - 1] : 0;
-      const saturated = 0 < 5 * usual && 5 * usual < most, scale = saturated ? usual : most;
+      const scale = real(track.full);
+      let saturated = false;
+      for (let row = 0; row < height; row++) for (let column = 0; column < width; column++) { const value = at(row, column); saturated ||= !bad(value) && Math.abs(value) > scale; }
       const look = (row, column) => {
         const value = at(row, column);
-        if (bad(value) || (map.overflowed && row + w.row === map.row && column + w.column === map.column && this.track === map.main && this.way === "as_recorded")) return "bad";
+        if (bad(value) || (map.overflowed && row + w.row === map.row && (map.per_row || column + w.column === map.column) && this.track === map.main && this.way === "as_recorded")) return "bad";
         const level = scale > 0 ? Math.sign(value) * Math.round(5 * Math.min(1, Math.abs(value) / scale)) : 0;
         return level ? `${level < 0 ? "n" : "p"}${Math.abs(level)}` : "z0";
       };
@@ -153,25 +176,28 @@
       set(".crosses", outline(layers.bad || []));
       set(".gaps", `M0 0h${width}v${height}h${-width}z`);
       this.svg.setAttribute("viewBox", `${-MARGIN} ${-MARGIN} ${width + 2 * MARGIN} ${height + 2 * MARGIN}`);
-      const ring = this.svg.querySelector(".ring"), inside = map.row >= w.row && map.row < w.row + height && map.column >= w.column && map.column < w.column + width;
+      const ring = this.svg.querySelector(".ring"), first = map.per_row ? 0 : map.column - w.column;
+      const inside = map.row >= w.row && map.row < w.row + height && first >= 0 && first < width;
       const told = inside && this.track === map.main && this.way === "as_recorded";
       all(".ring", this.svg).forEach((part) => { part.style.display = inside ? "" : "none"; });
       all(".lead", this.svg).forEach((part) => { part.style.display = told ? "" : "none"; });
-      if (ring) { ring.setAttribute("x", map.column - w.column - 0.16); ring.setAttribute("y", map.row - w.row - 0.16); }
-      set(".lead", `M${map.column - w.column + 0.5} ${-MARGIN}V${map.row - w.row - 0.16}`);
+      if (ring) Object.entries({ x: first - 0.16, y: map.row - w.row - 0.16, width: (map.per_row ? width : 1) + 0.32 }).forEach(([name, value]) => ring.setAttribute(name, value));
+      set(".lead", `M${first + 0.5} ${-MARGIN}V${map.row - w.row - 0.16}`);
       const flag = this.node.querySelector(".flag");
       if (flag) flag.style.visibility = told ? "" : "hidden";
-      if (flag && inside) flag.firstElementChild.style.left = `${share(map.column - w.column, width)}%`;
+      if (flag && inside) flag.firstElementChild.style.left = `${share(first, width)}%`;
       const ticks = (node, first, size, side, strong, least) => {
         if (!node) return;
         const every = size > 16 ? 8 : size > 8 ? 4 : 1, numbers = [];
         for (let n = 0; n < size; n++) if (first + n === strong || ((first + n) % every === 0 && Math.abs(first + n - strong) >= Math.min(every, least))) numbers.push(n);
         node.replaceChildren(...numbers.map((n) => { const tick = make("span", String(first + n), first + n === strong ? "strong" : ""); tick.style[side] = `${share(n, size)}%`; return tick; }));
       };
-      ticks(this.node.querySelector(".map .xaxis"), w.column, width, "left", map.column, 3);
+      ticks(this.node.querySelector(".map .xaxis"), w.column, width, "left", map.per_row ? -Infinity : map.column, 3);
       ticks(this.node.querySelector(".map .yaxis"), w.row, height, "top", map.row, 2);
       const ends = all(".scale b", this.node);
       if (ends.length) { ends[0].textContent = `${saturated ? "≤ " : ""}−${numeral(scale)}`; ends[1].textContent = `${saturated ? "≥ " : ""}${numeral(scale)}`; }
+      const beyond = this.node.querySelector(".beyond");
+      if (beyond) beyond.hidden = !saturated;
       this.node.querySelector(".caption code").textContent = track.name;
       const [many, hidden] = track.left[this.way] || [track.bad, track.bad_masked];
       this.node.querySelector(".caption .total").textContent = many
@@ -188,18 +214,18 @@
       if (!this.at) return;
       const { map } = this, w = map.windows[this.window], [row, column] = this.at;
       Object.entries({ x: column, y: row, width: 1, height: 1 }).forEach(([name, value]) => this.mark.setAttribute(name, value));
-      this.mark.style.display = w.row + row === map.row && w.column + column === map.column ? "none" : ""; // the ring is there
+      this.mark.style.display = !map.per_row && w.row + row === map.row && w.column + column === map.column ? "none" : ""; // the ring is there
       const hidden = w.masked && w.masked[row][column] === "1";
-      this.caption.textContent = `${map.row_name} ${count(w.row + row)}, ${map.column_name} ${count(w.column + column)}${hidden ? ": masked, the loss does not count it" : w.masked ? ": the loss counts it" : ""}`;
+      this.caption.textContent = `${this.spot(w.row + row, w.column + column, map.tracks[this.track].per_row ? ", and its " : ", ")}${hidden ? ": masked, the loss does not count it" : w.masked ? ": the loss counts it" : ""}`;
       const fixed = Object.keys(map.ways).find((way) => way !== "as_recorded");
       this.readout.replaceChildren(...map.tracks.map((track) => {
         const line = make("tr"), name = make("th"), value = this.value(track, row, column, "as_recorded");
         name.scope = "row";
-        name.append(make("code", track.name), make("span", track.role === track.name ? "" : ` ${track.role.replaceAll("_", " ")}`));
+        name.append(make("code", track.name), make("span", track.ids ? " token id" : track.role === track.name ? "" : ` ${track.role.replaceAll("_", " ")}`));
         const bad = !Number.isFinite(value) || (track.limit !== null && value > track.limit);
         const low = real(track.low), high = real(track.high), room = 5 * (high - low);
         const far = !bad && room > 0 && !(low - room <= value && value <= high + room);
-        line.append(name, make("td", track.ids ? String(value) : numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
+        line.append(name, make("td", track.ids ? (map.texts[value] === undefined ? String(value) : `${value} “${map.texts[value]}”`) : numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
         if (fixed) line.append(make("td", track.cells[fixed] ? numeral(this.value(track, row, column, fixed)) : "same", track.cells[fixed] ? "num" : "num quiet"));
         const known = !Number.isNaN(real(track.median));
         line.append(make("td", known ? numeral(real(track.median)) : "", "num"), make("td", known ? `${numeral(real(track.low))} … ${numeral(real(track.high))}` : "", "num"));
@@ -210,17 +236,17 @@
     histogram(track) {
       const node = this.node.querySelector(".histogram");
       if (!node) return;
-      const h = track.histogram, top = h && Math.max(...h.counted, ...h.masked);
+      const h = track.histograms[this.way] || track.histograms.as_recorded, top = h && Math.max(...h.counted, ...h.masked);
       node.hidden = !h;
       if (!h) return;
+      const fixed = Object.keys(this.map.ways).find((way) => way !== "as_recorded"), edited = this.way === fixed ? "with the fix" : "with this edit";
+      node.querySelector(".of").textContent = this.way === "as_recorded" ? "as recorded" : track.cells[this.way] ? edited : `${edited}, the same as recorded`;
       const high = (n) => (n ? 4 + 40 * Math.log1p(n) / Math.log1p(top) : 0), bars = (counts, shift) => counts.map((n, bin) => (n ? `M${10 * bin + shift} 46v${-high(n)}h4v${high(n)}z` : "")).join("");
       node.querySelector(".counted").setAttribute("d", bars(h.counted, 1));
       node.querySelector(".hidden").setAttribute("d", bars(h.masked, 5));
       const limit = node.querySelector(".limit"), x = track.limit === null ? -1 : 10 * h.counted.length * (track.limit - h.low) / (h.high - h.low);
       limit.setAttribute("d", x >= 0 && x <= 10 * h.counted.length ? `M${x} 0V46` : "");
-      const ends = all(".ends span", node);
-      ends[0].textContent = numeral(h.low);
-      ends[1].textContent = numeral(h.high);
+      all(".ends span", node).forEach((end, n) => { end.textContent = h.ends[n]; });
     }
   }
 
@@ -305,25 +331,39 @@
   // -- the chain, link by link ------------------------------------------------------------------------------------------------------------
 
   all("section.way").forEach((section) => {
-    const links = all(".chain a", section), buttons = section.querySelector(".steps");
+    const links = all(".chain li", section), buttons = section.querySelector(".steps");
     if (!links.length) return;
     let at = -1;
     const light = (n) => {
       at = Math.max(0, Math.min(links.length - 1, n));
       all(".here, .lit", section).forEach((node) => node.classList.remove("here", "lit"));
-      links[at].closest("li").classList.add("here");
-      const line = document.getElementById(links[at].hash.slice(1));
+      links.forEach((link, n) => { link.tabIndex = n === at ? 0 : -1; link.toggleAttribute("aria-current", n === at); });
+      links[at].classList.add("here");
+      const anchor = links[at].querySelector("a"), line = anchor && document.getElementById(anchor.hash.slice(1));
       if (line) { line.classList.add("lit"); line.scrollIntoView({ block: "nearest" }); }
       section.querySelector(".step-at").textContent = `${at + 1} of ${links.length}`;
     };
-    links.forEach((link, n) => link.addEventListener("click", (event) => { event.preventDefault(); light(n); }));
+    links.forEach((link, n) => {
+      link.tabIndex = n ? -1 : 0;
+      const anchor = link.querySelector("a");
+      if (anchor) anchor.tabIndex = -1; // the row is what is stepped to
+      link.addEventListener("click", (event) => {
+        event.preventDefault();
+        const marked = getSelection();
+        if (marked.isCollapsed || !marked.containsNode(link, true)) light(n); // who marks text of a row does not step
+      });
+    });
     buttons.hidden = false;
     const [back, on] = all("button", buttons);
     back.onclick = () => light(at - 1);
     on.onclick = () => light(at + 1);
     section.addEventListener("keydown", (event) => {
-      const move = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-      if (move && event.target.closest(".chain")) { event.preventDefault(); light(at + move); links[at].focus(); }
+      const row = event.target.closest(".chain li"), from = links.indexOf(row);
+      const to = { ArrowUp: from - 1, ArrowDown: from + 1, Enter: from, " ": from, Home: 0, End: links.length - 1 }[event.key];
+      if (!row || to === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      light(to);
+      links[at].focus();
     });
   });
 

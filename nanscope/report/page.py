@@ -11,7 +11,7 @@ from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
-from nanscope.report.diff import DiffLine, hunks_of, patch_of, written_fix
+from nanscope.report.diff import DiffLine, hunks_of, patch_of, rest_of, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import (
     RANK_HEADS,
@@ -27,14 +27,14 @@ from nanscope.report.headline import (
 )
 from nanscope.report.history import panels_of, panels_of_run
 from nanscope.report.lookout import Lookout, chart_data, lookout_of, map_data
-from nanscope.report.origin import calculation, element, mask_words, subject, where_in
+from nanscope.report.origin import calculation, element, mask_words, subject, token_words, where_in
 from nanscope.report.segments import Segment, segments
-from nanscope.report.tried import HEADS, Group, best_of, fix_words, groups_of, reproduction, tested
+from nanscope.report.tried import Group, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of
 from nanscope.report.way import Way, way_of
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
 from nanscope.verdict.explain import explanation
-from nanscope.verdict.incident import Incident, Note, Verdict
+from nanscope.verdict.incident import Fix, Incident, Note, Verdict
 from nanscope.verdict.sentence import blamed
 
 
@@ -71,10 +71,12 @@ class Section:
     lookout: Lookout | None
     patch: tuple[DiffLine, ...]
     patch_file: str
+    patch_rest: tuple[str, ...]
     patch_id: str
     why: Why | None
     charts: tuple[Chart, ...]
     groups: tuple[Group, ...]
+    heads: tuple[str, ...]
     replayed: str
     replayed_state: str
     advised: tuple[tuple[str, str, str], ...]
@@ -98,7 +100,6 @@ class Page:
     tone: str
     sentence: str
     watched: tuple[Fact, ...]
-    heads: tuple[str, ...]
     sections: tuple[Section, ...]
     contents: tuple[tuple[str, str, str], ...]
     more: str
@@ -137,7 +138,6 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
         tone=verdict.status.tone,
         sentence="" if verdict.incidents else calm(verdict, limits.long),
         watched=() if verdict.incidents or not verdict.steps else watched_of(verdict),
-        heads=HEADS,
         sections=tuple(_section(incident, index, limits, charts) for index, incident in enumerate(shown, 1)),
         contents=tuple((link, name, clean(words, limits.text)) for link, name, words in contents) if len(contents) > 1 else (),
         more=f"… {len(verdict.causes) - len(listed)} more" if len(verdict.causes) > len(listed) else "",
@@ -164,7 +164,7 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         rest=segments(rest, place, limits),
         fix=clean(best.label, limits.text) if best else "",
         fix_where=clean(PurePath(best.where).name, limits.text) if best and best.where else "",
-        fix_result=fix_words(best) if best else "",
+        fix_result=fix_words(best, unit_of(incident)) if best else "",
         code=subject(place, limits.text),
         calculation=calculation(place, limits.text),
         details=_details(incident, limits),
@@ -173,12 +173,14 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         place=where_in(place, limits.text),
         map=map_of(incident, limits),
         lookout=lookout_of(incident, limits, index - 1),
-        patch=tuple(patch_of(written, limits.text)),
+        patch=tuple(patch_of(written)),
         patch_file=", ".join(hunk.where for hunk in hunks_of(written, limits.text)),
+        patch_rest=rest_of(written, limits.text),
         patch_id=clean(written.id, 60) if written is not None and written is not best else "",
         why=_why(incident.cause),
         charts=tuple(chart_of(panel, next(charts)) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
+        heads=heads_of(incident),
         replayed=_capital(reproduction(incident)),
         replayed_state="proven" if incident.reproduction.exact else "" if incident.reproduces else "harm",
         advised=tuple(
@@ -197,13 +199,19 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
 
 def _ahead(incident: Incident, limits: Limits) -> Iterator[tuple[str, str]]:
     """What there is to do, in words and as a command."""
-    if written_fix(incident) is not None:
+    if (written := written_fix(incident)) is not None:
         whose = "" if incident.remedies else "; no setting of a trainer that is known here does the same"
-        yield f"change the line as above{whose}", ""
+        yield f"{_change(written)}{whose}", ""
     if words := resume(incident):
         yield words, ""
     if incident.snapshot:
         yield "run the step again, also under edits of your own", _command(incident.snapshot, limits)
+
+
+def _change(fix: Fix) -> str:
+    """What is to be changed."""
+    many = len(fix.diffs) > 1 or len(fix.diffs[0].removed) > 1
+    return f"change the {'lines' if many else 'line'} as above" + (", and what is told there in words" if fix.rest else "")
 
 
 def _why(cause: Cause) -> Why | None:
@@ -247,6 +255,7 @@ def _details(incident: Incident, limits: Limits) -> tuple[tuple[str, str], ...]:
     pairs = (
         ("op", str(place.op)),
         ("element", element(place)),
+        ("token id", token_words(incident.token)),
         ("value", f"{numeral(place.value)}{f' ({place.dtype})' if place.dtype else ''}"),
         ("mask", mask_words(place, limits.text)),
         ("headroom", headroom),

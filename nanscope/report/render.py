@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from nanscope.foresight.precision_model import Precision
     from nanscope.reproduce.reproducer import Reproducer
     from nanscope.verdict.incident import Verdict
+    from nanscope.verdict.remembered import Memory
 
 
-def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision | None = None) -> None:
-    """Write the report of a verdict; a reader never sees half a file. precision: of its step, where it was measured; not in a picture.
+PLAIN = (".md", ".png")  # nothing of the precision of a step is in these
+
+
+def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision | None = None, memory: Memory | None = None) -> None:
+    """Write the report of a verdict; a reader never sees half a file. precision: of its step, where it was measured. memory: of what was
+    made of its file before; without one, this user's.
 
     What is written for an issue has its picture beside it, and the smallest script that fails alike, under the same name.
 
@@ -30,7 +35,7 @@ def render(verdict: Verdict, path: str | os.PathLike[str], precision: Precision 
     if drawn is _md and verdict.incidents:
         picture, script = path.with_suffix(".png"), path.with_suffix(".repro.py")
         write_whole(picture, _png(verdict, None))
-        made = _reproducer(verdict)
+        made = _reproducer(verdict, memory)
         if made is not None:
             write_whole(script, made.script.encode())
         write_whole(path, _md(verdict, precision, quote(picture.name), None if made is None else (quote(script.name), made.kept)))
@@ -91,13 +96,17 @@ def _md(verdict: Verdict, precision: Precision | None, picture: str = "", script
     return render_markdown(verdict, picture, script).encode(errors="backslashreplace")
 
 
-def _reproducer(verdict: Verdict) -> Reproducer | None:
+def _reproducer(verdict: Verdict, memory: Memory | None) -> Reproducer | None:
     """The step of the first cause as a script, None if its file is elsewhere, or there is no such script."""
-    from nanscope.reproduce.reproducer import reproducer
+    from nanscope.reproduce.reproducer import Reproducer, reproducer
+    from nanscope.verdict.remembered import Memory
 
     saved = next((Path(incident.snapshot) for incident in verdict.causes if incident.snapshot), None)
+    if saved is None or not saved.is_file():
+        return None
+    memory = Memory() if memory is None else memory
     try:
-        return reproducer(saved) if saved is not None and saved.is_file() else None
+        return memory.of(memory.key(Reproducer, saved), lambda: reproducer(saved))
     except NanscopeError:
         return None
 

@@ -34,7 +34,7 @@ def print_runs(runs: Sequence[Listed], folder: str, *, file: IO[str]) -> None:
         began = clean(run.started[:19].replace("T", " "), 19)
         status = Text(clean(run.status, 24), STYLES.get(run.status, QUIET))
         counts = (f"{run.steps}", f"{run.bad_steps}", f"{run.ranks}", _size(run.size))
-        shown.add_row(began, clean(run.script, 40), status, *counts, Text(clean(shlex.quote(run.path))))
+        shown.add_row(began, clean(run.script, 40), status, *counts, Text(shlex.quote(clean(run.path))))
     show(Group(shown), file=file)
 
 

@@ -1,6 +1,6 @@
 """The report in a terminal: what one reads at 3 a.m., top to bottom, without scrolling sideways.
 
-● step 412 · rank 0 · backward   loss 0.264 (finite) · 21 of 21 gradients non-finite · optimizer stepped
+● step 412 · rank 0 · backward   loss 0.264 (finite) · 21 of 21 weight gradients non-finite · optimizer stepped
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, Command, pairs, plain, show, table
-from nanscope.report.diff import changed, hunks_of, written_fix
+from nanscope.report.diff import changed, hunks_of, rest_of, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
-from nanscope.report.origin import element, mask_words, where_in
-from nanscope.report.tried import HEADS, groups_of, tested
+from nanscope.report.origin import element, mask_words, token_words, where_in
+from nanscope.report.tried import INPUT_GRADIENTS, groups_of, heads_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.arithmetic import SHOWN
@@ -120,6 +120,8 @@ def _diff(fix: Fix) -> Iterator[RenderableType]:
         yield Text.assemble(("  fix     ", QUIET), (hunk.where, ""), (f"   {clean(fix.id)}", QUIET))
         for line in changed(hunk):
             yield Padding(Text(f"{line.sign} {line.text}", HARM if line.sign == "-" else PROVEN), (0, 2, 0, 10))
+    for words in rest_of(fix):
+        yield Text.assemble(("  and     ", QUIET), words, ("   no diff of this place", QUIET))
 
 
 def _facts(incident: Incident) -> RenderableType:
@@ -135,6 +137,8 @@ def _facts(incident: Incident) -> RenderableType:
     elif o.headroom is not None:
         words.append(f"headroom {numeral(o.headroom)} bits")
     facts.add_row("", " · ".join(words))
+    if incident.token is not None:
+        facts.add_row("", f"token id {token_words(incident.token)}")
     if o.masked is not None:
         facts.add_row("", mask_words(o))
     if incident.blame is not None:
@@ -173,9 +177,10 @@ def _chain(incident: Incident) -> Text:
 
 def tried_shown(incident: Incident) -> RenderableType:
     """Return the table of what was tried."""
-    shown = table(*HEADS[:-1], "", under="what")
-    for name in ("replay", "loss", "gradients"):
-        shown.columns[HEADS.index(name)].no_wrap = True
+    heads = heads_of(incident)
+    shown = table(*heads[:-1], "", under="what")
+    for name in ("replay", "loss", INPUT_GRADIENTS):
+        shown.columns[heads.index(name)].no_wrap = True
     for row in (row for group in groups_of(incident, WHOLE) for row in group.rows):
         gradients = Text(row.gradients, HARM if row.bad else PROVEN if row.gradients == "finite" else "")
         outcome = Text(row.outcome, STATES[row.state])

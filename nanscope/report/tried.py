@@ -1,9 +1,9 @@
 """The one table of what was tried on a recorded step; every renderer draws its rows and decides nothing about them.
 
-replay          what                            loss     gradients   healthy tokens
-as_recorded     as recorded                     NaN      1 of 1 bad  –               reproduces bit for bit
-mask_before_op  fill logps - old with 0 where   −0.9048  finite      unchanged       ✓ best
-where_after_op  torch.where on ratio, after …   −0.9048  1 of 1 bad  –               ✗ tempting, and wrong
+replay          what                            loss     input gradients  healthy tokens
+as_recorded     as recorded                     NaN      1 of 1 bad       –               reproduces bit for bit
+mask_before_op  fill logps - old with 0 where   −0.9048  finite           unchanged       ✓ best
+where_after_op  torch.where on ratio, after …   −0.9048  1 of 1 bad       –               ✗ tempting, and wrong
 """
 
 from __future__ import annotations
@@ -18,8 +18,20 @@ from nanscope.report.clean import LIMITS, WHOLE, Limits, clean, numeral, real
 from nanscope.snapshot.observation import FOLK, TEST, Row
 from nanscope.text import is_exact
 from nanscope.verdict.incident import Fix, Incident
+from nanscope.verdict.layout import Layout
 
-HEADS = ("replay", "what", "loss", "gradients", "healthy tokens", "outcome")
+INPUT_GRADIENTS = "input gradients"  # of what comes into the loss
+HEADS = ("replay", "what", "loss", INPUT_GRADIENTS, "healthy {unit}", "outcome")
+
+
+def unit_of(incident: Incident) -> str:
+    """Return what the offending tensor has its numbers for: tokens, or elements where it is known to have no tokens."""
+    return "tokens" if incident.tokens is None or incident.tokens.layout in (Layout.TOKENS, Layout.ROWS) else "elements"
+
+
+def heads_of(incident: Incident) -> tuple[str, ...]:
+    """Return the heads of the table of what was tried."""
+    return tuple(head.format(unit=unit_of(incident)) for head in HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,8 @@ def _table(incident: Incident, limits: Limits) -> list[tuple[str, Row, Tried]]:
     best = best_of(incident)
     chosen = next((row for row in incident.rows if best and row.kind != "control" and (row.id, row.label) == (best.id, best.label)), None)
     shown = [row for row in incident.rows if not (row.kind == TEST and row.works)]  # that of the cause is told with it
-    lines = [(_title(row), row, _tried(row, row is chosen, limits)) for row in shown[: limits.rows]]
+    unit = unit_of(incident)
+    lines = [(_title(row), row, _tried(row, row is chosen, limits, unit)) for row in shown[: limits.rows]]
     return sorted(lines, key=lambda line: _ORDER.index(line[0]))
 
 
@@ -115,13 +128,13 @@ def _ran(row: Row) -> bool:
     return row.loss is not None or row.total > 0  # a program that ends in a gradient has no loss
 
 
-def _tried(row: Row, best: bool, limits: Limits) -> Tried:
-    words, state = _outcome(row, best, clean(row.note, limits.text))
+def _tried(row: Row, best: bool, limits: Limits, unit: str) -> Tried:
+    words, state = _outcome(row, best, clean(row.note, limits.text), unit)
     told = Tried(clean(row.id, 60), clean(row.label, limits.text), "–", "–", "–", words, state)
     if not _ran(row):
         return told
-    unit = " tokens" if row.kind == "objective" else ""
-    gradients = f"{row.bad} of {row.total}{unit} bad" if row.bad else "finite" if row.total else "–"
+    of_tokens = " tokens" if row.kind == "objective" else ""
+    gradients = f"{row.bad} of {row.total}{of_tokens} bad" if row.bad else "finite" if row.total else "–"
     healthy = "–" if row.bad or _lost(row.loss) else distortion_words(real(row.distortion))
     return replace(told, loss=numeral(row.loss), gradients=gradients, healthy=healthy, bad=row.bad > 0, best=best)
 
@@ -131,7 +144,7 @@ def _lost(loss: object) -> bool:
     return value is not None and not math.isfinite(value)
 
 
-def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
+def _outcome(row: Row, best: bool, note: str, unit: str) -> tuple[str, str]:
     if not _ran(row):
         return f"not run: {note}" if note else "not run", "quiet"
     if row.kind == "recorded":
@@ -142,16 +155,16 @@ def _outcome(row: Row, best: bool, note: str) -> tuple[str, str]:
         words = "✓ would have helped" if row.works else "✗ does not help"
         return f"{words}: {note}" if note else words, "proven" if row.works else "harm"
     if not row.works:
-        return f"✗ then {clean(row.then, 60)}" if row.then else "✗", "harm"
-    return (("✓ best" if best else "✓"), "proven") if row.proven else (f"≈ {price(row.distortion)}", "quiet")
+        return f"✗ then {clean(row.then, 60)}" if row.then else f"✗ {note or 'does not heal'}", "harm"
+    return (("✓ best" if best else "✓ heals, too"), "proven") if row.proven else (f"≈ {_price(row.distortion, unit)}", "quiet")
 
 
-def price(distortion: float | None) -> str:
-    """Return what an edit that works and is not proven costs, or that nobody knows."""
+def _price(distortion: float | None, unit: str) -> str:
+    """What an edit that works and is not proven costs, or that nobody knows."""
     words = distortion_words(real(distortion))
     if words == "–":
-        return "heals; healthy tokens not measured"
-    return f"changes healthy tokens by {words.removeprefix('off by ')}" if words.startswith("off") else f"healthy tokens {words}"
+        return f"heals; healthy {unit} not measured"
+    return f"changes healthy {unit} by {words.removeprefix('off by ')}" if words.startswith("off") else f"healthy {unit} {words}"
 
 
 def distortion_words(distortion: float | None) -> str:
@@ -165,10 +178,10 @@ def distortion_words(distortion: float | None) -> str:
     return f"off by {100 * distortion:.0f} %" if 0.095 <= distortion < 100 else f"off by {100 * distortion:.2g} %"
 
 
-def fix_words(fix: Fix) -> str:
-    """Return what came out under a fix that works."""
+def fix_words(fix: Fix, unit: str) -> str:
+    """Return what came out under a fix that works. unit: as `unit_of` has it."""
     healthy = distortion_words(real(fix.distortion))
-    return f"loss {numeral(fix.loss)} · gradients finite" + (f" · {HEADS[4]} {healthy}" if healthy != "–" else "")
+    return f"loss {numeral(fix.loss)} · {INPUT_GRADIENTS} finite" + (f" · healthy {unit} {healthy}" if healthy != "–" else "")
 
 
 def reproduction(incident: Incident) -> str:

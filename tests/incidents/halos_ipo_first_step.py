@@ -31,11 +31,11 @@ class Policy(nn.Module):
     def __init__(self, vocab=24, dim=16):
         super().__init__()
         self.wte = nn.Embedding(vocab, dim)
-        self.block = nn.GRU(dim, dim, batch_first=True)
+        self.block = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
         self.lm_head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, input_ids):
-        return self.lm_head(self.block(self.wte(input_ids))[0])
+        return self.lm_head(self.block(self.wte(input_ids)))
 
 
 class IPOTrainer:

@@ -33,7 +33,7 @@ EXPECTED = Expected(
 class Network(nn.Module):
     def __init__(self, obs_dim=6, rep_dim=4, num_actions=3):
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(obs_dim, 16), nn.ReLU(), nn.Linear(16, rep_dim))
+        self.encoder = nn.Sequential(nn.Linear(obs_dim, 16), nn.ReLU(), nn.Linear(16, rep_dim), nn.ReLU())
         self.q = nn.Linear(rep_dim, num_actions)
 
     def forward(self, obs):
@@ -57,7 +57,7 @@ def representation_distances(first, second, beta=0.1):
 
 
 def build():
-    torch.manual_seed(104)
+    torch.manual_seed(318)  # the first state has one feature that is not 0: its cos is exactly 1, however sums are rounded
     model, target = Network(), Network()
     target.load_state_dict(model.state_dict())
     batch = SimpleNamespace(obs=torch.randn(5, 6), actions=torch.tensor([0, 1, 2, 0, 1]), rewards=torch.rand(5), next_obs=torch.randn(5, 6))
