@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from test_tape import PLAIN, UNSEEN, WRITES, fresh
+from test_tape import PLAIN, UNSEEN, WRITES, fresh, replayed
 from torch import Tensor, nn
 
 import nanscope
@@ -83,6 +85,20 @@ def given_other_memory(mode: TapeMode) -> Tensor:
     return (product * x).sum()
 
 
+def made_and_given_other_memory(mode: TapeMode) -> Tensor:
+    other, x = torch.zeros(4), fresh(4, grad=False)
+    doubled = x * 2
+    doubled.data = other
+    return (doubled * fresh(4, seed=2)).sum()
+
+
+def given_a_part_of_its_memory(mode: TapeMode) -> Tensor:
+    x, y = fresh(4, grad=False), fresh(2, seed=2)
+    grown = x.exp()
+    x.data = x.data[:2]
+    return (x * y).sum() * grown.sum()
+
+
 def written_to_unseen(mode: TapeMode) -> Tensor:
     x, y = fresh(3, grad=False), fresh(3, seed=2)
     product = x.exp() * y
@@ -130,8 +146,8 @@ def complex_numbers(mode: TapeMode) -> Tensor:
 
 
 OWN = [
-    wants_a_gradient_later, wants_none_any_more, given_other_memory, written_to_unseen, written_to_by_data, held_as_data_only, pieces,
-    stacked, inference, complex_numbers,
+    wants_a_gradient_later, wants_none_any_more, given_other_memory, made_and_given_other_memory,
+    written_to_unseen, written_to_by_data, held_as_data_only, pieces, stacked, inference, complex_numbers,
 ]  # fmt: skip
 
 
@@ -148,6 +164,11 @@ def test_the_program_is_what_it_is_without_waiting(loss: Loss, monkeypatch: pyte
     waited = recorded(loss)
     monkeypatch.setattr(notes.Notes, "add", lambda *args: False)
     assert waited == recorded(loss)
+
+
+def test_what_was_read_of_a_tensor_is_not_what_it_has_become() -> None:
+    """It has another shape by then, in the same memory."""
+    replayed(given_a_part_of_its_memory, gradients=False)
 
 
 def test_what_nobody_holds_is_never_understood() -> None:
@@ -180,7 +201,7 @@ def test_what_is_large_does_not_wait() -> None:
     """It is held for no longer than it is needed, and neither is what it is a view of."""
     tape = Tape()
     with TapeMode(tape):
-        large, small = torch.ones(notes.LIGHT + 1), torch.ones(3)
+        large, small = torch.ones(notes.LIGHT // 4 + 1), torch.ones(3)
         kept = [large * 2, small * 2]
         assert len(tape.notes.pending) == 1
         kept.append(torch.ones(notes.WHOLE // 4, 2)[:, 0][:3] * 2)
@@ -190,7 +211,7 @@ def test_what_is_large_does_not_wait() -> None:
 
 def test_of_what_does_not_wait_nothing_is_remembered() -> None:
     """Its arguments may be gone, and others have their identities."""
-    tape, large = Tape(), torch.ones(notes.LIGHT + 1)
+    tape, large = Tape(), torch.ones(notes.LIGHT // 4 + 1)
     with TapeMode(tape):
         made = torch.ones(1) * large
         assert not tape.notes.pending and not tape.notes._light
@@ -205,6 +226,103 @@ def test_not_many_graphs_wait() -> None:
             last = (weight * 2).sum()
             assert len(tape.notes.pending) <= notes.WEIGHT // notes.GRAPH + 1
     assert tape.find(last) is not None
+
+
+BUDGET = 64 << 20
+
+
+def alive_at_most(make: Callable[[], Tensor], steps: int) -> int:
+    """Bytes that are held of what something like a model makes for calls outside of it, which keep nothing of it."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+    tape = Tape(BUDGET)
+    mode = TapeMode(tape)
+    with mode:
+        for _ in range(steps):
+            mode.sleep("model")
+            logits = make()
+            mode.wake("model")
+            made.append(weakref.ref(logits.untyped_storage()))
+            chosen = logits.argmax(-1)
+            most = max(most, sum(there.nbytes() for one in made if (there := one()) is not None))
+    assert chosen.numel()
+    return most
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.rand(1, 400_000), lambda: torch.rand(2, 500_000)[:, :400_000]], ids=["whole", "a part of it"]
+)
+def test_what_waits_holds_little_of_a_model(make: Callable[[], Tensor]) -> None:
+    """Logits of a sampled token: what they hold counts, and not only what was made of them."""
+    with torch.no_grad():
+        assert alive_at_most(make, 60) <= 1.25 * BUDGET
+
+
+def test_a_tensor_that_was_given_other_memory_leaves_nothing_behind() -> None:
+    """What it was is read by a call that waited, and goes with it."""
+    tape, other = Tape(), torch.ones(3)
+    with TapeMode(tape):
+        for step in range(300):
+            x = torch.zeros(3)
+            kept = x + 1
+            x.data = other
+            float(kept.sum())
+            if step % 10 == 9:
+                tape.forget(over=None)
+    del x, kept
+    tape.forget(over=None)
+    tape.collect()
+    assert len(tape.known.by_id) < 20
+
+
+def test_threads_that_ask_change_no_program() -> None:
+    """One records, and another one asks all the time what is known: each program is what it is without that."""
+    tape, over, wrong = Tape(), threading.Event(), 0
+    probe = torch.zeros(1)
+
+    def ask() -> None:
+        while not over.is_set():
+            tape.find(probe)
+
+    def record() -> tuple[object, ...]:
+        x = fresh(3)
+        with torch.no_grad():
+            weight = torch.zeros(3) + 2
+        weight.add_(1)
+        loss = (x.exp() * weight).sum() + torch.ones(3).sum()
+        value = tape.find(loss)
+        assert value is not None
+        calls, leaves, output = described(tape.program(value)[0])
+        tape.forget(over=[value.id])
+        return calls, leaves, output
+
+    asking, before = threading.Thread(target=ask), sys.getswitchinterval()
+    with TapeMode(tape):
+        usual = record()
+        sys.setswitchinterval(1e-5)
+        asking.start()
+        try:
+            for _ in range(600):
+                wrong += record() != usual
+        finally:
+            over.set()
+            asking.join()
+            sys.setswitchinterval(before)
+    assert not wrong and not tape.broken
+
+
+def test_what_cannot_be_understood_is_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one step that is not recorded, and the next one is."""
+    tape = Tape()
+    with TapeMode(tape):
+        kept = fresh(3) * 2
+        with monkeypatch.context() as patched:
+            patched.setattr(Tape, "_after_call", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                tape.forget(over=None)
+        assert not tape.broken and not tape.notes.pending
+        loss = (kept * 3).sum()
+    assert tape.find(loss) is not None
 
 
 def test_another_thread_may_ask() -> None:

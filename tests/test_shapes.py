@@ -108,6 +108,8 @@ def test_shapes_and_toll_are_those_that_torch_gives(
         ("select", {"self": ROWS, "dim": 7, "index": 0}),
         ("arange", {"end": 1.5}),
         ("cat", {"tensors": []}),
+        ("cat", {"tensors": [torch.empty(0), ROWS]}),
+        ("all", {"self": ROWS > 0.5, "dim": []}),
         ("unheard_of", {}),
     ],
 )

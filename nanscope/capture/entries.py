@@ -247,7 +247,10 @@ def is_intact(value: Value) -> bool:
     """Does a held tensor still hold what was read from it?"""
     if value.tensor is None:
         return False
-    return value.copied or (value.tensor.data_ptr() == value.key[0] and value.version in (None, version_of(value.tensor)))
+    if value.copied:
+        return True
+    here = value.tensor.data_ptr() == value.key[0] and value.tensor.shape == value.shape
+    return here and value.version in (None, version_of(value.tensor))
 
 
 def ids(arg: Arg) -> Iterator[int]:

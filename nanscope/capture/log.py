@@ -61,7 +61,7 @@ class Log:
         note = self.noted
         for n, item in enumerate(results):
             if isinstance(item, Tensor):
-                writes = version_of(item) if note is None else note.versions[n]
+                writes = version_of(item) if note is None else note.made[n][0]
                 value = self._values.register(item, index, diff, view, self.read, writes)
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED

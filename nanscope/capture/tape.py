@@ -98,7 +98,8 @@ class Tape:
         self.notes = Notes(self.callers, self.account.budget)
         self.operators: dict[Any, Operator] = {}
         self.broken = ""
-        self._understanding = threading.RLock()  # a backward pass in another thread asks, too
+        self._lock = threading.RLock()  # a backward pass in another thread asks, too
+        self._understands = False  # what waited has been taken, and is not all written down
         self.tags: dict[str, int] = {}
         self.norms: deque[Tensor] = deque(maxlen=NORMS)
         self.measured: dict[tuple[int, int], Tensor] = {}
@@ -144,39 +145,52 @@ class Tape:
         elif self.notes.are_many:
             self._understand()
 
+    def _settle(self) -> None:
+        """Have all calls so far understood: whatever asks, or changes something, does this first."""
+        if self.notes.pending or self._understands:
+            self._understand()
+
     def _understand(self) -> None:
-        """Write down what waits; whatever asks, or changes something, does this first."""
+        """Write down what waits. Of what another thread is writing down just now, its end is waited for."""
         log = self._log
-        with self._understanding:
-            notes = self.notes.take()
+        with self._lock:
+            if self._understands:
+                return  # this thread asks in the midst of it
+            self._understands, read = True, log.read[:]
             try:
+                notes = self.notes.take()
                 while notes:
                     log.noted = note = notes.pop()
                     log.read.clear()
-                    seen = iter(note.seen)
-                    try:
-                        noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
-                    except Unseen:
-                        self._forget_results(note.results, note.operator.name)
-                    else:
-                        self._after_call(note.operator, noted, note.results)
+                    self._write_down(note)
                     if self._known.length > self._due:
                         self.collect()
             except Exception as error:
                 self.broken = type(error).__name__
                 raise
             finally:
-                log.noted = None
+                self._understands, log.noted, log.read[:] = False, None, read
+
+    def _write_down(self, note: RawCall) -> None:
+        seen = iter(note.seen)
+        try:
+            noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
+        except Unseen:
+            self._forget_results(note.results, note.operator.name)
+            return
+        if all([item.data_ptr() == made[1] for item, made in zip(note.results, note.made, strict=True)]):
+            self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
 
     def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
         """What an argument was when the call was made."""
         if isinstance(arg, Tensor):
-            version, address, wanted = next(seen)
-            if arg.data_ptr() == address:
+            version, address, shape, wanted = next(seen)
+            if arg.data_ptr() == address and arg.shape == shape:
                 history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
                 value = self._known.find(arg, history, version) or self._leaf(arg, (history, version))
-            else:  # it is other memory by now
-                value = self._known.add(tuple(arg.shape), arg.dtype, wanted)
+            else:  # it is other memory by now, or another part of it
+                value = self._known.add(tuple(shape), arg.dtype, wanted)
+                self._known.nameless.add(value.id)
             self._log.read.append(value.id)
             return Ref(value.id)
         if isinstance(arg, (list, tuple)):
@@ -186,62 +200,64 @@ class Tape:
     @property
     def known(self) -> Values:
         """The values, with those of all calls so far."""
-        if self.notes.pending:
-            self._understand()
+        self._settle()
         return self._known
 
     @property
     def log(self) -> Log:
         """The calls, all that were made so far."""
-        if self.notes.pending:
-            self._understand()
+        self._settle()
         return self._log
 
     @property
     def doubts(self) -> Doubts:
         """Those of the trainer's code about its losses."""
-        if self.notes.pending:
-            self._understand()
+        self._settle()
         return self._doubts
 
     @property
     def differentiated(self) -> Differentiated:
         """The passes in which the trainer's code took gradients itself."""
-        if self.notes.pending:
-            self._understand()
+        self._settle()
         return self._differentiated
 
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
-        if operator.name == ANSWER:
-            return operator, None, None
-        if self.notes.pending:
-            self._understand()
         if operator.name in SILENT:
             return None
-        try:
-            if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
-                return operator, ((), ()), value
-            arg = self._arg
-            self._log.read.clear()
-            noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
-            target: Value | None = None
-            if operator.mutable and args and isinstance(args[0], Tensor):
-                target = self.value_of(args[0])
-                self._writes.before(target, args[0], operator.turns)
-        except Unseen:
-            self._keywords = bool(kwargs)
-            self._read_rest(args, kwargs)
+        if operator.name == ANSWER:
             return operator, None, None
-        return operator, noted, target
+        with self._lock:
+            self._settle()
+            try:
+                if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
+                    return operator, ((), ()), value
+                arg = self._arg
+                self._log.read.clear()
+                noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
+                target: Value | None = None
+                if operator.mutable and args and isinstance(args[0], Tensor):
+                    target = self.value_of(args[0])
+                    self._writes.before(target, args[0], operator.turns)
+            except Unseen:
+                self._keywords = bool(kwargs)
+                self._read_rest(args, kwargs)
+                return operator, None, None
+            return operator, noted, target
 
     def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
         """Write down the call that `before` was told of."""
-        operator, noted, target = noting
+        if noting[0].name == ANSWER and not is_doubtful(result):
+            return
+        with self._lock:
+            self._after(*noting, args, result)
+            if self._known.length > self._due:
+                self.collect()
+
+    def _after(self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if operator.name == ANSWER:
-            if is_doubtful(result):
-                self._understand()
-                self._answered(args[0], result)
+            self._settle()
+            self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
             self._known.unfind(tensors_of((args, result)))
             self.agreed.collective(operator, args, bool(self.norms))
@@ -260,8 +276,6 @@ class Tape:
             self._known.hold_instead(target, result)
         else:
             self._after_call(operator, noted, result)
-        if self._known.length > self._due:
-            self.collect()
 
     def _answered(self, tensor: Tensor, answer: object) -> None:
         with contextlib.suppress(Unseen):
@@ -626,8 +640,7 @@ class Tape:
 
         Raises LookupError if the output itself was not kept and cannot be recomputed.
         """
-        if self.notes.pending:
-            self._understand()
+        self._settle()
         return self._slicing.program(output, self.tags)
 
     def behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:
@@ -663,18 +676,27 @@ class Tape:
         over: the values that were differentiated, and cannot be again; None if they are not known, and nothing waits. roots: those that
         can be. Returns where the leaves lie that what waits reads.
         """
+        try:
+            if not (everything or self.broken):
+                self._settle()
+        finally:
+            left = self._forget(everything or bool(self.broken), over, roots)
+        return left
+
+    def _forget(self, everything: bool, over: Collection[int] | None, roots: Collection[int]) -> set[Address]:
+        if everything:
+            self.notes.take()  # nobody will ask for that any more
         self.callers.forget()
-        read = self.log.forget(self.tags.values(), over)
-        self.differentiated.forget()
-        kept = over is not None and not (everything or self.broken)
-        if everything or self.broken:
-            self.log.clear()
+        read = self._log.forget(self.tags.values(), over)
+        self._differentiated.forget()
+        if everything:
+            self._log.clear()
         self._went_through(over=True, waiting=bool(read))
         self.broken = ""
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
-        self.doubts.settle(kept, roots)
+        self._doubts.settle(over is not None and not everything, roots)
         self._opaque = {}
         self.agreed.forget()
         if len(self.entries) > self._lasting:

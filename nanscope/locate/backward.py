@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanscope.locate.drops import one_of
-from nanscope.locate.forward import DEEP, Birth, Root, bad_sources, walk_back
+from nanscope.locate.forward import Birth, Root, bad_sources, walk_back
 from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call, refs
 from nanscope.program.flow import spread
@@ -18,6 +18,8 @@ from nanscope.program.ops import PAYLOAD, Flow, flow_of
 from nanscope.program.perform import perform
 
 LOOKED_AT = 256  # elements of one result that are looked at for bad operands
+
+DEEP = 10_000  # elements of one walk
 
 
 def walk_gradient(trace: Trace, leaf: int) -> tuple[list[Spot], Spot]:

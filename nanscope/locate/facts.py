@@ -162,7 +162,6 @@ def _by_one_zero(call: Call | None, trace: Trace) -> bool:
 
 
 _LOGARITHMIC = LOGARITHMS | LOG_SOFTMAXES | {"logsumexp"}
-_MAY_BE_LOGARITHM = LOG_PROBS | {Role.LOG_RATIO, Role.LOGITS, Role.ENTROPY, Role.KL, Role.LOSS, Role.ATTENTION, Role.ROUTER, None}
 
 
 def _of_no_logarithm(call: Call | None, location: Location, trace: Trace) -> bool:

@@ -37,7 +37,6 @@ from nanscope.program.ops import (
 )
 from nanscope.roles import Role
 
-DEEP = 10_000  # elements of one walk
 ENOUGH = 256  # elements beside the first way, among which other births are looked for
 
 ALIKE = 64  # elements of one result that are looked at to find the first that did harm

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
+from nanscope.locate.backward import DEEP
 from nanscope.locate.describe import crossing_at, element_at, phase_of
-from nanscope.locate.forward import DEEP
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call

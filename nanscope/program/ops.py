@@ -232,7 +232,6 @@ DECOMPOSITIONS = LOG_DETERMINANTS | SPECTRA | SOLVERS
 GATHERS = _family("gather index")
 PICKS = _family("index masked_select")  # by a mask: a smaller tensor
 MASKINGS = _family("masked_fill mul where")  # by a mask: the shape stays
-BOUNDED_OR_WEIGHED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # what comes of a log-ratio before e is raised to it
 CHOICES = _family("masked_fill where")
 SELECTIONS = PICKS | CHOICES
 # Which argument says of each element whether it is taken, or which one is.

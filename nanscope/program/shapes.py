@@ -59,6 +59,12 @@ def _reduced(given: Given) -> list[Shape]:
     return [tuple(part for dim, size in enumerate(shape) for part in (kept if dim in along else (size,)))]
 
 
+def _asked(given: Given) -> list[Shape]:
+    if given.get("dim") == []:
+        raise TypeError  # to these it is no dimension
+    return _reduced(given)
+
+
 def _like_self(given: Given) -> list[Shape]:
     return [tuple(given["self"].shape)]
 
@@ -145,6 +151,8 @@ def _embedded(given: Given) -> list[Shape]:
 def _joined(given: Given) -> list[Shape]:
     tensors, dim = given["tensors"], given.get("dim", 0)
     shape = list(tensors[0].shape)
+    if any(tensor.dim() != len(shape) for tensor in tensors):
+        raise TypeError  # an empty one is left out, whatever its shape
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return [tuple(shape)]
 
@@ -185,7 +193,8 @@ _RULES: dict[str, Callable[[Given], list[Shape]]] = {
             trunc where masked_fill xlogy special_entr""",
             _all_of,
         ),
-        ("sum mean amax amin logsumexp argmax argmin var std prod any all count_nonzero linalg_vector_norm", _reduced),
+        ("sum mean amax amin logsumexp argmax argmin var std prod count_nonzero linalg_vector_norm", _reduced),
+        ("any all", _asked),
         ("mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", _put_together),
         ("nll_loss_forward", _picked),
         ("log_sigmoid_forward", _like_self_twice),

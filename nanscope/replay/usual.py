@@ -65,7 +65,7 @@ def usual_loss(history: Iterable[Entry]) -> float | None:
 
     It is at least 1: a small number that becomes 1 is no spike.
     """
-    sizes = [abs(entry.loss) for entry in history if entry.loss is not None and math.isfinite(entry.loss)]
+    sizes = [abs(entry.loss) for entry in history if entry.loss is not None and math.isfinite(entry.loss) and not entry.bad]
     largest = 1.0
     for size in sizes:
         largest = max(largest, size) if size <= JUMP * largest else largest

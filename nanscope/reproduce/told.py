@@ -26,11 +26,6 @@ def first_line(why: Reason) -> str:
     return f"{title[:1].upper()}{title[1:]}."
 
 
-def advice_words(fix: str, advice: str) -> str:
-    """Return what an edit does, for the line that it stands in."""
-    return advice or fix.replace("_", " ")
-
-
 def beside(failed: Failed) -> str:
     """Return what is said beside the line that makes, or brings, the first harmful value."""
     origin = failed.origin

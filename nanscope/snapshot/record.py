@@ -186,7 +186,7 @@ def _read(path: Path) -> RunRecord:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise ValueError("it is too large")
-        told = loaded(data.decode())
+        told = loaded(data.decode("utf-8-sig"))
         if is_deep(told):
             raise ValueError("it is nested too deeply")
         return RunRecord.from_json(told)
