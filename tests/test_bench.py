@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,14 @@ from test_packaging import nanscope
 from torch import nn
 
 from nanscope.bench import NAMES, asked, growth, tools, turns
-from nanscope.bench.measure import Figures, Quartiles, Seconds, bits_equal, compared, rotated, seconds_of
+from nanscope.bench.measure import Figures, Quartiles, Seconds, bits_equal, compared, environment, nothing_kept, rotated, seconds_of
 from nanscope.bench.others import Sac
 from nanscope.bench.steps import Work, grpo
 from nanscope.bench.subjects import SUBJECTS, Chapter, Setting
 from nanscope.bench.table import HEAD, RULE, append, history_row, time_of
 from nanscope.bench.tools import AGAIN, BARE, NANSCOPE, OURS, After, Watched
 from nanscope.errors import NanscopeError
+from nanscope.verdict.remembered import FOLDER
 
 SETTING = {"date", "cpu", "cores", "threads", "load", "gpu", "system", "python", "torch", "nanscope", "commit"}
 
@@ -253,3 +255,16 @@ def test_a_real_trainer_of_trl_is_watched() -> None:
     pytest.importorskip("trl")
     rows, said = SUBJECTS["trl"].measure(1, True)
     assert [row.name for row in rows] == list(OURS) and "nanscope saw every step" in said[0]
+
+
+def test_no_diagnosis_is_kept_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by this process nor by those that it starts: a diagnosis that was kept is no measure of one."""
+    monkeypatch.setenv(FOLDER, "/nowhere")
+    assert environment()[FOLDER] == "off"
+    with nothing_kept():
+        assert os.environ[FOLDER] == "off"
+    assert os.environ[FOLDER] == "/nowhere"
+    monkeypatch.delenv(FOLDER)
+    with nothing_kept():
+        assert os.environ[FOLDER] == "off"
+    assert FOLDER not in os.environ

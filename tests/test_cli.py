@@ -336,6 +336,14 @@ def test_inspect_lists_what_is_in_a_snapshot_without_torch(run_dir: Path) -> Non
     assert done.returncode == 0 and "[1, 3] float32, −200 … −0.5" in done.stdout and "NaN!" in done.stdout, done.stderr
 
 
+def test_an_unknown_form_is_refused_without_torch(run_dir: Path) -> None:
+    """At once, and not after the seconds that it takes to load it."""
+    code = f"import sys; sys.argv = ['nanscope', 'report', {str(run_dir)!r}, '-o', 'x.foo']\ntry:\n    from nanscope.__main__ import main; main()\n"
+    code += "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().endswith("False") and ".foo" in done.stderr, done.stderr
+
+
 def damaged(kind: str, source: Path, target: Path) -> None:
     data = source.read_bytes()
     length = int.from_bytes(data[:8], "little")

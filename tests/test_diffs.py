@@ -333,6 +333,11 @@ PATHS = {  # what two files of one patch are called
     "of the machine": ("/home/me/project/a.py", "/usr/lib/python3/trl/b.py", ["a.py", "b.py"]),
     "of two people": ("/home/me/a.py", "/home/you/b.py", ["a.py", "b.py"]),
     "out of the folder": ("/home/me/project/a.py", "/home/me/project/../../b.py", ["a.py", "b.py"]),
+    "of a container": ("/workspace/a.py", "/workspace/losses/b.py", ["a.py", "losses/b.py"]),
+    "of one name": ("/workspace/p/a/loss.py", "/opt/b/loss.py", ["a/loss.py", "b/loss.py"]),
+    "of one name in a folder": ("/app/a/loss.py", "/app/b/loss.py", ["a/loss.py", "b/loss.py"]),
+    "of one name, at home": ("/home/me/loss.py", "/usr/lib/loss.py", ["loss.py", "lib/loss.py"]),
+    "of one name, without a home": ("a/loss.py", "b/loss.py", ["a/loss.py", "b/loss.py"]),
     "without a folder": ("a.py", "b.py", ["a.py", "b.py"]),
 }
 
@@ -349,4 +354,5 @@ def test_two_files_of_one_name_are_two() -> None:
     """Whatever they are called, lines of one are not taken for lines of the other."""
     diffs = tuple(Diff(file, 2, ("a",), ("b",), ("above",), ("below",)) for file in ("/home/me/loss.py", "/usr/lib/loss.py"))
     lines = unified(Fix("x", "", None, True, True, distortion=0.0, diffs=diffs)).splitlines()
-    assert [line for line in lines if line.startswith(("-", "+", "@"))] == 2 * ["--- loss.py", "+++ loss.py", "@@ -1,3 +1,3 @@", "-a", "+b"]
+    heads = [[f"--- {name}", f"+++ {name}", "@@ -1,3 +1,3 @@", "-a", "+b"] for name in ("loss.py", "lib/loss.py")]
+    assert [line for line in lines if line.startswith(("-", "+", "@"))] == [*heads[0], *heads[1]]

@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def sheet(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """The page of a broken step on a batch that is larger than what the page keeps, its snapshot beside it; any error of its script fails."""
-    path = save(broken(), tmp_path)
+    path = save(broken(), tmp_path / "GROWTH [ROW, COLUMN %]")  # which the command that is shown names
     (tmp_path / "report.html").write_text(render_html(diagnosed([broken()], paths=[str(path)])), encoding="utf-8")
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page, errors = context.new_page(), []

@@ -367,6 +367,7 @@ def test_a_run_from_json_is_the_same_run() -> None:
         None, 3, "text", [], {}, {"leaves": [], "calls": [], "sites": []}, {"leaves": 3, "calls": [], "sites": [], "output": 0},
         {"leaves": [[0]], "calls": [], "sites": [], "output": 0}, {"leaves": [], "calls": [[]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [], [], [0], 0, True, ""]], "sites": [], "output": 0},
+        {"leaves": [], "calls": [["aten.exp.default", [], {}, [], -1, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"object": "os"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"dtype": "load"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"dtype": "os.system"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from recorded import record
 from torch import Tensor
 
 from nanscope.replay.tries import Replay, replay
+from nanscope.roles import Role
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.layout import Layout
 from nanscope.verdict.offending import HEIGHT, WIDTH
+from nanscope.verdict.token import Token, token_at_origin
 from nanscope.verdict.tokens import RECORDED, TILES, WINDOWS, TokenMap, Track, tokens_of
 
 
@@ -179,6 +182,16 @@ def with_empty(rows: int, columns: int, *empty: int) -> tuple[Tensor, ...]:
     logps, ref, advantages, mask = batch(rows, columns, {})
     mask[list(empty)] = 0.0
     return logps, ref, advantages, mask
+
+
+def test_the_first_token_of_a_row_is_not_the_token_of_its_one_number() -> None:
+    """An origin is a token's where the tensor has a number for each token."""
+    for found, there in ((map_of(batch(3, 5, {(1, 3): True}), None), True), (map_of(with_empty(64, 48, 57), None, row_means), False)):
+        window = found.windows[0]
+        cells = tuple(tuple(1e3 * (window.row + r) + window.column + c for c in range(window.width)) for r in range(window.height))
+        ids = replace(found.tracks[0], role=Role.RESPONSE_IDS, per_row=False, cells={RECORDED: (cells,)})
+        token = token_at_origin(replace(found, tracks=(ids,)))
+        assert token == (Token(1003) if there else None)
 
 
 def test_one_number_a_row_is_told_by_its_row_and_beside_its_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nanscope.replay.edits import parse_edit
 from nanscope.replay.tries import replay
-from nanscope.replay.usual import ROOM, shortest_within
+from nanscope.replay.usual import ROOM, shortest_within, usual_loss
 from nanscope.report.tried import tried_json
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import Kind, Observation, Row
@@ -149,3 +150,10 @@ def test_a_finite_spike_of_exp_is_not_said_to_overflow() -> None:
     """Nothing overflowed: everything is finite."""
     said = diagnose(spiked(weighted, far_ratio(30.0))).sentence
     assert "overflow" not in said.lower(), said
+
+
+@pytest.mark.parametrize("bad", [{"ruined": "spike"}, {"nonfinite": True}, {"ruined": "spike", "nonfinite": True}])
+def test_a_step_that_went_bad_is_no_usual_one(bad: dict[str, Any]) -> None:
+    """The running one, which is the last, and others before it."""
+    history = [Entry(1, 0, 0.0, loss=0.7), Entry(1, 0, 0.0, loss=-3.0), Entry(1, 0, 0.0, loss=900.0, **bad), Entry(1, 0, 0.0, loss=2.0)]
+    assert usual_loss(history) == 3.0 and usual_loss(history[2:3]) is None

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import NanscopeError
+from nanscope.verdict.remembered import FOLDER
 
 MIB = 1 << 20
 
@@ -166,6 +167,18 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Diagnose everything anew in here: what was kept is no measure, and what is measured pushes out what a person may want."""
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = "off"
+    try:
+        yield
+    finally:
+        os.environ.pop(FOLDER)
+        os.environ.update({} if before is None else {FOLDER: before})
+
+
 def device_here() -> str:
     """Return what is trained on: "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,9 +209,14 @@ def forget_peak() -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return what such a process is given: it finds what this one has imported, takes part in no run, and has as many threads."""
+    """Return what such a process is given: it finds what this one has imported, takes part in no run, keeps no diagnosis, and has as many
+    threads."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("NANSCOPE_")}
-    return given | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
+    return (
+        given
+        | {FOLDER: "off", "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        | more
+    )
 
 
 def python(*arguments: str, **more: str) -> subprocess.Popen[str]:

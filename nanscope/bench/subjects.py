@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanscope.bench import asked, calls, growth, others, ranks, turns
-from nanscope.bench.measure import Figures
+from nanscope.bench.measure import Figures, nothing_kept
 from nanscope.bench.tools import OURS
 from nanscope.errors import NanscopeError, words_of
 from nanscope.text import listed, meant
@@ -165,7 +165,8 @@ def measured(names: Sequence[str], quick: bool, rounds: int | None = None) -> It
             yield Chapter(name, subject.words, left_out=why)
             continue
         try:
-            rows, said = subject.measure(rounds or subject.rounds[0 if quick else 1], quick)
+            with nothing_kept():
+                rows, said = subject.measure(rounds or subject.rounds[0 if quick else 1], quick)
         except NanscopeError as error:
             yield Chapter(name, subject.words, failed=str(error))
         except Exception as error:  # noqa: BLE001 - a trainer of somebody else may raise anything, and the other subjects are there still

@@ -6,7 +6,6 @@ timed and then a few that are; the order rotates.
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +106,11 @@ def peak_of(name: str, tool: str) -> int:
         for _ in range(REMEMBERED):
             _step(work, after)
     held = memory("VmHWM")
-    return held if held is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if held is not None:
+        return held
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peaks(name: str, shown: Mapping[str, Tool]) -> dict[str, float]:

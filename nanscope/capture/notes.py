@@ -94,7 +94,7 @@ class Notes:
         return True
 
     def _read(self, args: Sequence[Any], seen: list[Seen]) -> int:
-        """Note what tensors among arguments are at this moment, and return what they weigh that is held for them alone; −1 if one of them, or
+        """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
         another argument, cannot wait."""
         weight = 0
         for arg in args:

@@ -46,7 +46,7 @@ from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.notes import Notes, Seen
+from nanscope.capture.notes import Notes, RawCall, Seen
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
@@ -178,7 +178,7 @@ class Tape:
         except Unseen:
             self._forget_results(note.results, note.operator.name)
             return
-        if all([item.data_ptr() == made[1] for item, made in zip(note.results, note.made, strict=True)]):
+        if all(item.data_ptr() == made[1] for item, made in zip(note.results, note.made, strict=True)):
             self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
 
     def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:

@@ -142,12 +142,14 @@ def _sweep(file: Path, what: str, under: list[str], png: Path | None) -> Reply:
     with progress(f"sweeping {file.name}", file=sys.stderr):
         told, print_it, draw_it = _swept(file, what, under)
 
-    def show() -> None:
+    def show() -> bool:
         print_it()
-        if png is not None:
-            with writing(png):
-                draw_it(png)
+        if png is None:
+            return True
+        drawn = attempt(str(png), lambda: draw_it(png))
+        if drawn:
             print(clean(str(png)))
+        return drawn
 
     return Reply(FOUND if what == "clamp" else HEALTHY, told, show)
 
@@ -290,13 +292,14 @@ def _precision(context: typer.Context, output: Path | None, given: str) -> Reply
         now(f"measuring {step.path.name}, call by call against float64")
         found = measured(snapshot)
 
-    def show() -> None:
+    def show() -> bool:
         if output is None:
             print_precision(found, file=sys.stdout)
-            return
-        with writing(output):
-            shown.render_precision(found, output)
-        print(clean(str(output)))
+            return True
+        drawn = attempt(str(output), lambda: shown.render_precision(found, output))
+        if drawn:
+            print(clean(str(output)))
+        return drawn
 
     return Reply(FOUND if found.harmful else HEALTHY, found.to_json(), show)
 

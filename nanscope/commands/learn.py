@@ -59,10 +59,10 @@ def variants(
 
     Example: nanscope variants verl.vanilla
     """
-    from nanscope.replay.variants import variants as listed
+    from nanscope.replay.variants import variants as variants_of
     from nanscope.report.variants import print_variants
 
-    found = listed(prefix)
+    found = variants_of(prefix)
     whole = wrote_json(json_file, found.to_json())
     print_variants(found, bool(prefix), file=sys.stdout)
     leave(False, whole)
@@ -118,10 +118,10 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and smaller sizes: half a minute instead of three.")] = False,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="N", min=1, help="Rounds of each: more, and quartiles are closer.")
+        int | None, typer.Option("--rounds", metavar="N", min=1, help="Rounds of each; more make the quartiles narrower.")
     ] = None,
     threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, help="Of torch; beside other work several wait for each other.")
+        int, typer.Option("--threads", metavar="N", min=1, help="Threads of torch; on a busy machine more than one is noisier.")
     ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
     history: Annotated[Path | None, typer.Option("--history", metavar="FILE", help="Append a row to the table in this .md file.")] = None,

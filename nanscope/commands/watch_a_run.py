@@ -145,7 +145,6 @@ def report(
     """
     from nanscope.report.render import PLAIN, RENDERERS, choose, render
     from nanscope.snapshot.remote import is_remote
-    from nanscope.verdict.remembered import Memory
 
     for file in output:
         choose(RENDERERS, file)
@@ -155,6 +154,7 @@ def report(
     from nanscope.report.console import progress
     from nanscope.report.terminal import print_next
     from nanscope.snapshot.fetched import fetched
+    from nanscope.verdict.remembered import Memory
 
     here = context.with_resource(fetched(path))
     memory = Memory(fresh)

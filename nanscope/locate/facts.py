@@ -43,7 +43,7 @@ from nanscope.program.ops import (
     flow_of,
 )
 from nanscope.program.program import Program
-from nanscope.roles import LOG_PROBS, Role
+from nanscope.roles import Role
 from nanscope.snapshot.observation import Facts
 from nanscope.text import ravel
 

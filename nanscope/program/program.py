@@ -227,7 +227,7 @@ class Program:
                     str(op),
                     cast("tuple[Arg, ...]", decode(args)),
                     tuple(sorted((str(name), decode(arg)) for name, arg in kwargs.items())),
-                    tuple(None if out is None else int(out) for out in outs),
+                    _outs(outs),
                     int(site),
                     bool(grad),
                     str(module),
@@ -245,6 +245,12 @@ class Program:
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")), foreign=True)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise ProgramError(f"the recorded program is not readable: {error}", slug="program-unreadable") from error
+
+
+def _outs(outs: Any) -> tuple[int | None, ...]:
+    if not outs:
+        raise ValueError("a call makes nothing")
+    return tuple(None if out is None else int(out) for out in outs)
 
 
 def _numbers(other: Any = ()) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
-OWN = 3  # parts of a path that are the machine's and whose home it is: `/home/user`
+HOMES = ("home", "Users")  # in which there is a folder a person
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,24 @@ def hunks_of(fix: Fix | None, limit: int = WHOLE.text) -> tuple[Hunk, ...]:
 
 
 def _names(files: Collection[str]) -> dict[str, str]:
-    """What files are called in one patch: as from the folder that has them all in it, but for a folder of the machine's."""
+    """What files are called in one patch: as from the folder that has them all in it, but for a folder of the machine's, and two of one
+    name by as much of their folders as tells them apart."""
     parts = {file: PurePath(os.path.normpath(file)).parts for file in files}
     levels = zip(*(names[:-1] for names in parts.values()), strict=False)
     common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
-    inside = common >= OWN and not any(".." in names for names in parts.values())
-    return {file: clean("/".join(names[common if inside else -1 :]), 240) for file, names in parts.items()}
+    inside = all(common >= max(2, _own(names)) and ".." not in names for names in parts.values())
+    return {file: clean("/".join(names[common:] if inside else _told_apart(names, parts.values())), 240) for file, names in parts.items()}
+
+
+def _own(names: tuple[str, ...]) -> int:
+    """How many parts of a path say nothing but where it begins: `/`, `/home/user`."""
+    return 3 if names[1:2] and names[1] in HOMES else names[:1].count("/")
+
+
+def _told_apart(names: tuple[str, ...], others: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """The last parts of a path, as few as no other one ends in, and no home."""
+    most = max(1, len(names) - _own(names))
+    return next((names[-many:] for many in range(1, most) if sum(one[-many:] == names[-many:] for one in others) == 1), names[-most:])
 
 
 def _hunk(diff: Diff, file: str, limit: int) -> Hunk:

@@ -275,7 +275,7 @@ def map_data(incident: Incident, limits: Limits, windows: int) -> dict[str, Any]
         "column_name": found.layout.column,
         "per_row": found.layout is Layout.ROWS,
         "main": found.main,
-        "command": _values_command(incident.snapshot, found, limits),
+        "command": _values_command(incident.snapshot, found),
         "ways": {clean(way, 60): clean(words, limits.text) for way, words in found.ways.items()},
         "windows": [_window(window) for window in found.windows[:windows]],
         "tracks": [_track(track, limits, windows) for track in found.tracks],
@@ -283,11 +283,12 @@ def map_data(incident: Incident, limits: Limits, windows: int) -> dict[str, Any]
     }
 
 
-def _values_command(path: str | None, found: TokenMap, limits: Limits) -> str:
-    """The command that prints what the page does not keep: every tensor of the step at ROW and COLUMN, which the script fills in."""
-    if not path:
+def _values_command(path: str | None, found: TokenMap) -> str:
+    """The command that prints what the page does not keep: every tensor of the step at ROW and COLUMN, which the script fills in. "" for a
+    path that cannot be shown as it is."""
+    rows, columns, file = found.rows, found.columns, clean(path or "", 4096)
+    if not path or file != path:
         return ""
-    rows, columns, file = found.rows, found.columns, clean(path, 2 * limits.text)
     code = (
         f"import nanscope; t = nanscope.replay({file!r}).trace; "
         f"[print(t.names.name(v) or v, x.reshape({rows}, -1)[ROW, COLUMN % (x.numel() // {rows})].item()) "

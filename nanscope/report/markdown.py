@@ -54,7 +54,7 @@ def escaped(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"[\\`*_\[\]|~$]", lambda sign: f"\\{sign.group()}", text)
     text = re.sub(r"(?<=\w)\\_(?=\w)", "_", text) if "\\_\\_" not in text else text  # old_logps is no emphasis
-    text = re.sub(r"(@|#|\bGH-)(?=\w)", r"\1<!-- -->", text)  # GitHub looks for them in the page that is made, where entities are gone
+    text = re.sub(r"(@|#|\b(?i:gh-))(?=\w)", r"\1<!-- -->", text)  # GitHub looks for them in the page that is made, where entities are gone
     text = text.replace("#", "&#35;").replace("@", "&#64;").replace("://", "&#58;//")
     text = re.sub(r"^(\s*\d+)([.)])(?=\s)", r"\1\\\2", text).replace("www.", "www&#46;")
     return re.sub(r"^(\s*)([-+=])", r"\1\\\2", text)

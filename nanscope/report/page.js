@@ -118,8 +118,14 @@
       this.at = this.pinned = [r - map.windows[found].row, c - map.windows[found].column];
       this.away.hidden = !away;
       this.away.textContent = away ? `The values at ${this.spot(row, column)} are not in this page. Shown is the nearest that is, ${this.spot(r, c)}.` : "";
-      if (away && map.command) this.away.append(" Where the snapshot is, this prints them:", make("code", map.command.replace("ROW", row).replace("COLUMN", column)));
+      if (away && map.command) this.away.append(" Where the snapshot is, this prints them:", make("code", this.command(row, column)));
       this.draw();
+    }
+
+    // the path in it, which stands first, may say anything
+    command(row, column) {
+      const { command } = this.map, mark = "[ROW, COLUMN ", at = command.lastIndexOf(mark);
+      return command.slice(0, at) + `[${row}, ${column} ` + command.slice(at + mark.length);
     }
 
     over(event) {
@@ -337,7 +343,7 @@
     const light = (n) => {
       at = Math.max(0, Math.min(links.length - 1, n));
       all(".here, .lit", section).forEach((node) => node.classList.remove("here", "lit"));
-      links.forEach((link, n) => { link.tabIndex = n === at ? 0 : -1; link.toggleAttribute("aria-current", n === at); });
+      links.forEach((link, n) => { link.tabIndex = n === at ? 0 : -1; n === at ? link.setAttribute("aria-current", "step") : link.removeAttribute("aria-current"); });
       links[at].classList.add("here");
       const anchor = links[at].querySelector("a"), line = anchor && document.getElementById(anchor.hash.slice(1));
       if (line) { line.classList.add("lit"); line.scrollIntoView({ block: "nearest" }); }

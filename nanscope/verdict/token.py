@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from nanscope.roles import Role
 from nanscope.snapshot.texts import LONGEST, told
+from nanscope.verdict.layout import Layout
 from nanscope.verdict.tokens import RECORDED, TokenMap
 
 
@@ -39,9 +40,11 @@ def with_texts(tokens: TokenMap | None, texts: Mapping[int, str]) -> TokenMap | 
 
 
 def token_at_origin(tokens: TokenMap | None) -> Token | None:
-    """Return the token at the origin, None where its id was not saved."""
-    ids = None if tokens is None else next((track for track in tokens.tracks if track.role == Role.RESPONSE_IDS), None)
-    if tokens is None or ids is None or not tokens.windows:
+    """Return the token at the origin, None where its id was not saved, or the origin is one number a row."""
+    if tokens is None or tokens.layout is Layout.ROWS or not tokens.windows:  # a row is no token of its own
+        return None
+    ids = next((track for track in tokens.tracks if track.role == Role.RESPONSE_IDS), None)
+    if ids is None:
         return None
     window = tokens.windows[0]
     found = ids.cells[RECORDED][0][tokens.row - window.row][0 if ids.per_row else tokens.column - window.column]

@@ -332,9 +332,9 @@ def time_of(tool: str) -> list[Seconds]:
 Costs = dict[str, tuple[Quartiles, Quartiles]]  # ratios to bare: by the clock, by processor time
 
 
-def costs(tools: list[str], rounds: int) -> Costs:
+def costs(wanted: list[str], rounds: int) -> Costs:
     """Time all tools by turns."""
-    names = ["bare", *tools, "bare again"]
+    names = ["bare", *wanted, "bare again"]
     times: dict[str, list[list[Seconds]]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in rotated(names, turn):
