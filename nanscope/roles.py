@@ -42,6 +42,7 @@ class Role(StrEnum):
 
 LOG_PROBS = frozenset({Role.LOG_PROBS, Role.OLD_LOG_PROBS, Role.REF_LOG_PROBS, Role.ROLLOUT_LOG_PROBS})
 SCORES = frozenset({Role.ADVANTAGES, Role.REWARDS})
+OF_MODEL = frozenset({Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD, Role.HIDDEN, Role.ROUTER, Role.ATTENTION})  # has rows of its own
 _COUNTED = SCORES | {Role.MASK, Role.RESPONSE_IDS, Role.OPTIMIZER}  # what may be integers, or true and false
 
 

@@ -230,7 +230,9 @@ def _incident(snapshot: Snapshot, seen: Observation, replayed: Replay, problem: 
     best = next((fix.id for fix in fixes if fix.executed and fix.proven), None)
     tokens = None if seen.outside else with_texts(tokens_of(replayed, best), snapshot.texts)
     sample = sample_of(tokens, replayed.trace, known(snapshot.settings, snapshot.objective))
-    where = ", ".join(filter(None, (spot := token_of(snapshot, seen.origin), sample.group if spot and sample is not None else "")))
+    spot = token_of(snapshot, seen.origin)
+    if spot and tokens is not None:  # which knows more of what is a token than the step alone
+        spot = tokens.layout.spot(tokens.row, tokens.column) if sample is None else ", ".join(filter(None, (sample.place, sample.group)))
     phase = str(seen.phase)
     reached = {
         "loss": snapshot.reached.loss is not None and not math.isfinite(snapshot.reached.loss),
@@ -245,7 +247,7 @@ def _incident(snapshot: Snapshot, seen: Observation, replayed: Replay, problem: 
         rank=snapshot.rank,
         phase=phase,
         cause=cause,
-        headline=_headline(snapshot, phase, where),
+        headline=_headline(snapshot, phase, spot),
         sentence=sentence(snapshot, seen, cause),
         origin=seen.origin,
         chain=seen.chain,

@@ -16,7 +16,7 @@ from torch import Size
 from nanscope.locate.trace import Trace
 from nanscope.program.flow import dims_of
 from nanscope.program.ops import ALL_SOFTMAXES
-from nanscope.roles import LOG_PROBS, Role
+from nanscope.roles import LOG_PROBS, OF_MODEL, Role
 
 
 class Layout(StrEnum):
@@ -45,13 +45,12 @@ class Layout(StrEnum):
 
 
 _OF_TOKENS = LOG_PROBS | {Role.LOG_RATIO, Role.RATIO, Role.IS_WEIGHT, Role.KL, Role.ENTROPY, Role.MASK, Role.RESPONSE_IDS}
-_OF_MODEL = {Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD, Role.HIDDEN, Role.ROUTER, Role.ATTENTION}  # what has rows of its own
 
 
 def layout_of(trace: Trace, value: int) -> tuple[Layout, Size]:
     """Return how a value lies in the batch, and the shape of its map: that of the batch for what has one number a row, else its own."""
     shape, made = trace.values[value].shape, trace.program.maker(value)
-    if trace.names.role(value) in _OF_MODEL or (made is not None and made.module):
+    if trace.names.role(value) in OF_MODEL or (made is not None and made.module):
         return Layout.COLUMNS if len(shape) > 1 else Layout.ELEMENTS, shape
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
         batch = next((one for one in _batches(trace, value) if one[0] == shape[0] > 1 and one[0] != one[1]), None)

@@ -10,7 +10,7 @@ from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED, TOKENS
 from nanscope.locate.origin import Location
 from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP, UNWRITTEN_FACTORIES
-from nanscope.roles import LOG_PROBS, Role, last_word, role_of
+from nanscope.roles import LOG_PROBS, OF_MODEL, Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
     COMPILED,
@@ -276,7 +276,6 @@ def _at(p: Origin) -> str:
 
 
 _OF_TOKENS = LOG_PROBS | {Role.MASK}
-_OF_MODEL = {Role.WEIGHTS, Role.OPTIMIZER, Role.GRAD, Role.HIDDEN, Role.ROUTER, Role.ATTENTION}  # what has rows of its own
 
 
 def token_of(snapshot: Snapshot, p: Origin) -> str:
@@ -286,7 +285,7 @@ def token_of(snapshot: Snapshot, p: Origin) -> str:
         return ""
     leaves = [leaf for leaf in snapshot.program.leaves if (leaf.role or role_of(leaf.name)) in _OF_TOKENS and leaf.id in snapshot.tensors]
     batches = {shape for leaf in leaves if len(shape := tuple(snapshot.tensors[leaf.id].shape)) == 2 and shape[1] > 1}
-    if p.shape[1:] in ((), (1,)) and not p.module and p.role not in _OF_MODEL:
+    if p.shape[1:] in ((), (1,)) and not p.module and p.role not in OF_MODEL:
         per_row = any(p.shape[0] == rows > 1 for rows, _ in batches) and all(p.shape[0] != columns for _, columns in batches)
         return f"row {p.index[0]}" if per_row else ""
     return f"row {p.index[0]}, token {p.index[1]}" if len(p.shape) == 2 and (p.masked is not None or p.shape in batches) else ""
