@@ -24,6 +24,7 @@ from nanscope.__main__ import app
 from nanscope.errors import NanscopeError
 from nanscope.program.calls import Call, Ref
 from nanscope.program.ops import FLOW
+from nanscope.reproduce import alike
 from nanscope.reproduce.reproducer import Reproducer
 from nanscope.snapshot.file import load, save
 from nanscope.snapshot.observation import UNSEEN, Kind, Phase
@@ -153,6 +154,13 @@ def test_a_large_batch_is_cut_first() -> None:
     made = nanscope.reproducer(masked_step(512, 2048))
     assert made.numbers <= 8 and made.of_numbers > 3_000_000
     assert run_bare([made.script]) == [""]
+
+
+def test_a_batch_that_takes_all_the_work_is_cut_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by what an element is said to take: to run the whole once takes more than all the work that there is."""
+    monkeypatch.setattr(alike, "ELEMENT", 100.0)
+    made = nanscope.reproducer(masked_step(64, 2048))
+    assert made.numbers <= 8 and made.of_numbers > 300_000
 
 
 @pytest.mark.parametrize("name", ["forward masked", "backward, finite loss", "input", "history"])

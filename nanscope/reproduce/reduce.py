@@ -53,7 +53,7 @@ def shrunk(oracle: Oracle, case: Case, names: Names) -> Shrunk | None:
     if failed is None:
         return None
     oracle.wanted = failed.failure
-    stand = Stand(case, failed)
+    stand, oracle.work = Stand(case, failed), 0  # what the whole takes, it takes: the work is that of what is smaller
     plainly, plainer = _swept(essential, names), _swept(simplifications, names)
     oracle.limit = SHARES[0] * WORK
     if case.tokens >= LARGE:
