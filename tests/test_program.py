@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import record
 from torch import Tensor
 
 import nanscope.program.cost as module
@@ -142,6 +143,19 @@ def test_a_trace_holds_what_went_in_and_out_of_every_call() -> None:
     returned = run.returned[0]
     assert run.grads[2].tolist() == [1, 0]
     assert returned[0] is not None and returned[0][0] == 1 and math.isnan(float(returned[0][1]))
+
+
+@pytest.mark.parametrize("shift", [0.0, 200.0], ids=["finite", "overflows"])
+def test_a_lean_run_keeps_what_a_walk_needs(shift: float) -> None:
+    """Of an output that is not finite the values, and the gradients of the leaves; of one that is, everything."""
+    x = torch.linspace(-1, 1, 6).add(shift).requires_grad_()
+    made = record(lambda x: (torch.exp(x) * 2).sum(), x)
+    lean, whole = (made.program.execute(made.tensors, trace=True, lean=lean) for lean in (True, False))
+    assert set(lean.values) == set(whole.values)
+    leaves = {leaf.id for leaf in made.program.leaves if leaf.diff}
+    assert set(lean.grads) == (leaves if shift else set(whole.grads)) and leaves < set(whole.grads)
+    assert all(lean.grads[value].equal(whole.grads[value]) or shift for value in lean.grads)
+    assert len(lean.returned) == (0 if shift else len(whole.returned)) and whole.order
 
 
 def test_calls_with_several_results() -> None:

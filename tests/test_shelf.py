@@ -112,3 +112,32 @@ def test_a_shelf_takes_a_part_of_the_disk_at_most(monkeypatch: pytest.MonkeyPatc
     held = [shelf.put(torch.ones(4096)) for _ in range(8)]
     assert sum(isinstance(put, Put) for put in held) == 4
     assert all(bool((took(put) == 1).all()) for put in held)
+
+
+def test_what_is_put_away_twice_is_written_once() -> None:
+    """Autograd saves what a call has made, and hands one gradient to several hooks; what was written to since is another tensor."""
+    shelf, tensor = Shelf(least=1), torch.rand(64, 64)
+    first = shelf.put(tensor)
+    assert shelf.put(tensor) is first and shelf.put(tensor.detach()) is first
+    assert shelf.put(tensor.t()) is not first and torch.equal(took(shelf.put(tensor.t())), tensor.t())
+    before = tensor.clone()
+    tensor.add_(1)
+    second = shelf.put(tensor)
+    assert second is not first and torch.equal(took(first), before) and torch.equal(took(second), tensor)
+
+
+def test_what_lies_where_another_tensor_was_is_not_taken_for_it() -> None:
+    """Memory is used again, often at once."""
+    shelf = Shelf(least=1)
+    held = [(shelf.put(torch.full((512, 64), float(n))), float(n)) for n in range(50)]
+    assert all(bool((took(put) == value).all()) for put, value in held)
+
+
+def test_in_inference_mode_nothing_counts_writes() -> None:
+    """What cannot be told apart is written anew."""
+    shelf = Shelf(least=1)
+    with torch.inference_mode():
+        tensor = torch.zeros(64, 64)
+        first = shelf.put(tensor)
+        tensor += 1
+        assert bool((took(shelf.put(tensor)) == 1).all()) and bool((took(first) == 0).all())

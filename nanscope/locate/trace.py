@@ -31,12 +31,13 @@ class Trace:
     run: Run
 
     @classmethod
-    def of(cls, program: Program, tensors: Mapping[int, Tensor], *, backward: bool = True) -> Trace:
-        """Run a program on its leaves, forward and, if wanted, backward.
+    def of(cls, program: Program, tensors: Mapping[int, Tensor], *, backward: bool = True, lean: bool = False) -> Trace:
+        """Run a program on its leaves, forward and, if wanted, backward. lean: what backward does inside is kept only where the output is
+        finite, and the harm is to be looked for there.
 
         Raises ProgramError as `Program.execute` does.
         """
-        return cls(program, program.execute(tensors, backward=backward, trace=True))
+        return cls(program, program.execute(tensors, backward=backward, trace=True, lean=lean))
 
     @cached_property
     def names(self) -> Names:

@@ -114,11 +114,12 @@ def without_content(function: Any, args: list[Any], kwargs: Mapping[str, Any]) -
     tensors = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
     name = base_name(str(function))
     flow = Flow.POINTWISE if name in CHOICES else flow_of(name)
-    plain = shapes_of(name, bound(function, args, kwargs)) if flow in _AS_TOLD and name not in SPREADS else None  # one element has none
+    plain = shapes_of(name, bound(function, args, kwargs)) if flow in _AS_TOLD else None
     together = plain is not None and (flow is Flow.REDUCE or all(broadcasts(tensor.shape, plain[0]) for tensor in tensors))
     if plain is None or len(plain) > 1 or not together or not all(map(_is_in_order, tensors)):
         return function(*args, **kwargs)
-    made = function(*_as_one(args), **{key: _as_one(arg) for key, arg in kwargs.items()})
+    few = 2 if name in SPREADS else 1  # of one element torch warns
+    made = function(*_of_few(args, few), **{key: _of_few(arg, few) for key, arg in kwargs.items()})
     return torch.empty(plain[0], dtype=made.dtype, device="meta")
 
 
@@ -131,11 +132,11 @@ def _is_in_order(tensor: Tensor) -> bool:
     return all(outer > inner for outer, inner in pairwise(strides))
 
 
-def _as_one(arg: Any) -> Any:
-    """The same arguments with one element for all: of which dtype the result is hangs on nothing else."""
+def _of_few(arg: Any, few: int) -> Any:
+    """The same arguments with so many elements along each dimension: of which dtype the result is hangs on nothing else."""
     if isinstance(arg, Tensor):
-        return torch.ones((1,) * arg.dim(), dtype=arg.dtype)
-    return [_as_one(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+        return torch.ones((few,) * arg.dim(), dtype=arg.dtype)
+    return [_of_few(item, few) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def hangs_on_content(name: str) -> bool:

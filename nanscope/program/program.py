@@ -156,6 +156,7 @@ class Program:
         backward: bool = True,
         trace: bool = False,
         ends: bool = False,
+        lean: bool = False,
         kept: Collection[int] | None = None,
         hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
         performer: Performer = perform,
@@ -166,6 +167,7 @@ class Program:
         dtype:    compute in this floating dtype instead of the recorded ones.
         trace:    also keep, for every call, the gradients that went into and out of its autograd node.
         ends:     keep only the leaves, the output and the leaves' gradients: a large batch is then held once, not once for every call.
+        lean:     if the output is not finite, keep the gradients of the leaves only: what went wrong is found without the others.
         kept:     of what calls make, the values and gradients that somebody will ask for, by id; None for all.
         hooks:    value id → what makes its gradient another one, before it is kept or goes on.
         performer: executes a call, as `perform` does: some of them in another way.
@@ -181,6 +183,7 @@ class Program:
             trace=trace,
             ends=ends,
             foreign=self.foreign,
+            lean=lean,
             kept=kept,
             hooks=hooks,
             performer=performer,

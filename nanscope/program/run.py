@@ -14,7 +14,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf
 from nanscope.program.cost import Allowance
-from nanscope.program.numbers import dtype_name
+from nanscope.program.numbers import dtype_name, first_nonfinite
 from nanscope.program.perform import Performer, perform
 from nanscope.program.shelf import Put, Shelf, Shelved, took
 
@@ -46,15 +46,23 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 class _Back(Mapping[int, tuple[Tensor | None, ...]]):
-    """What the autograd node of each call returned; order: as backward visited them."""
+    """What the autograd node of each call returned; order: as backward visited them. wanted: will somebody ask?"""
 
     def __init__(self, shelf: Shelf) -> None:
+        self.wanted = True
         self._shelf = shelf
         self._held: dict[int, tuple[Tensor | Put | None, ...]] = {}
         self.order: list[int] = []
 
+    def keep_gradient(self, grads: Shelved, value: int, grad: Tensor | None) -> None:
+        """Hook of a value inside the program."""
+        if self.wanted:
+            _keep(grads, value, grad)
+
     def keep(self, index: int, returned: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> None:
         """Hook of a call's node."""
+        if not self.wanted:
+            return
         self._held[index] = tuple(None if grad is None else self._shelf.put(_dense(grad)) for grad in returned)
         self.order.append(index)
 
@@ -85,6 +93,7 @@ def run_calls(
     trace: bool,
     ends: bool,
     foreign: bool,
+    lean: bool = False,
     kept: Collection[int] | None = None,
     hooks: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     performer: Performer = perform,
@@ -120,7 +129,7 @@ def run_calls(
                     if out in hooks:
                         tensor.register_hook(hooks[out])  # type: ignore[no-untyped-call]
                     if not ends and (kept is None or out in kept):
-                        tensor.register_hook(partial(_keep, grads, out))  # type: ignore[no-untyped-call]
+                        tensor.register_hook(partial(back.keep_gradient, grads, out))  # type: ignore[no-untyped-call]
                     node = tensor.grad_fn
             if trace and node is not None:
                 node.register_hook(partial(back.keep, index))
@@ -136,6 +145,7 @@ def run_calls(
             raise ProgramError(f"the program ends in {dtype_name(root.dtype)}, which is no loss and no update", slug="program-output")
         kept = {value: tensor.detach() for value, tensor in values.items()}
         values.clear()
+        back.wanted = not lean or first_nonfinite(root) is None
         if backward and root.requires_grad:
             try:
                 begin_at_one(root)

@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache
-from typing import IO
+from typing import IO, TypeAlias
 
 import torch
 from torch import Tensor
+
+from nanscope.torch_inside import drop_storage_handle, storage_gone, storage_handle, writes_counted
 
 LEAST = 4 << 20  # bytes of a tensor that is worth a file
 
@@ -45,6 +47,34 @@ class Put:
         return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.stride)
 
 
+_Place: TypeAlias = tuple[
+    int, torch.Size, tuple[int, ...], torch.dtype, int
+]  # of a tensor: where and how it lies, and how often written to
+
+
+def _place_of(tensor: Tensor) -> _Place | None:
+    """None if nobody counts the writes to it."""
+    if tensor.is_inference():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, writes_counted(tensor)
+
+
+class _Memory:
+    """The memory of a tensor, which is not held by this: is it gone? If not, nothing else lies there."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._handle = storage_handle(tensor.untyped_storage())
+
+    def gone(self) -> bool:
+        return bool(storage_gone(self._handle))
+
+    def __del__(self) -> None:
+        if drop_storage_handle is not None:  # None while the interpreter shuts down
+            drop_storage_handle(self._handle)
+
+
 class Shelf:
     """Where one run puts its large values. least: bytes of a tensor from which on it is put away."""
 
@@ -53,6 +83,7 @@ class Shelf:
         self._file: IO[bytes] | None = None
         self._end = 0
         self._room = LIMIT
+        self._known: dict[_Place, tuple[Put, _Memory]] = {}  # what has been put away, and is still held as well
 
     def put(self, tensor: Tensor) -> Tensor | Put:
         """Return what stands for the tensor, detached: the tensor itself if it is small, not in main memory, or has holes.
@@ -63,6 +94,10 @@ class Shelf:
         length = tensor.numel() * tensor.element_size()
         if length < self._least or not tensor.is_cpu or not _is_dense(tensor) or self._end + length > self._room:
             return tensor
+        place = _place_of(tensor)
+        known = None if place is None else self._known.get(place)
+        if known is not None and not known[1].gone():
+            return known[0]
         try:
             file, offset = self._opened(), self._end
             memory = memoryview((ctypes.c_char * length).from_address(tensor.data_ptr()))  # as numpy would see it, which may be missing
@@ -74,7 +109,10 @@ class Shelf:
             return tensor
         give_back()  # what other tensors of this size were in
         self._end = -(-(offset + length) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        put = Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if place is not None:
+            self._known[place] = put, _Memory(tensor)
+        return put
 
     def _opened(self) -> IO[bytes]:
         if self._file is None:

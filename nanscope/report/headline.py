@@ -62,7 +62,7 @@ def resume(incident: Incident) -> str:
     bad = two(incident.reached.get("weights"))
     if bad is None or not bad[0] or incident.reached.get("stepped") != "taken":
         return ""
-    return f"go on from a checkpoint of before step {clean(incident.step, 24)}: what was saved since holds non-finite weights"
+    return f"go on from a checkpoint of before step {clean(incident.step, 24)}: what was saved after it holds non-finite weights"
 
 
 def lead_and_rest(incident: Incident, limits: Limits) -> tuple[str, str]:

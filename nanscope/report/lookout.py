@@ -17,7 +17,7 @@ from nanscope.report.history import Panel, Scale
 from nanscope.report.map import full_colour, is_bad, whole_count
 from nanscope.roles import Role
 from nanscope.snapshot.texts import legible, told
-from nanscope.text import count
+from nanscope.text import count, listed
 from nanscope.verdict.distribution import Histogram
 from nanscope.verdict.incident import Incident
 from nanscope.verdict.layout import Layout
@@ -100,6 +100,7 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
     if found is None or not found.tracks or not found.windows:
         return None
     row_name, column_name = found.layout.row, found.layout.column
+    groups = ("prompt", "completion") if incident.sample is not None and incident.sample.prompt is not None else ()
     main, fixed = found.tracks[found.main], next((way for way in found.ways if way != RECORDED), "")
     window = found.windows[0]
     bars = _bars(main)
@@ -111,7 +112,7 @@ def lookout_of(incident: Incident, limits: Limits, number: int) -> Lookout | Non
         column_name=column_name,
         title=_extent(found, found.rows, found.columns),
         unit=f"{column_name}s",
-        counted_from=" and ".join(f"{name}s" for name in (row_name, column_name) if name).capitalize(),
+        counted_from=listed([f"{name}s" for name in (row_name, column_name, *groups) if name]).capitalize(),
         summary=whole_count(found),
         tiles=_tiles(found),
         tile=_size(found),

@@ -62,6 +62,12 @@
       all("[data-row]", node).forEach((spot) => { spot.disabled = false; spot.addEventListener("click", (event) => { event.preventDefault(); this.go(Number(spot.dataset.row), Number(spot.dataset.column)); this.show(); }); });
       const tiles = node.querySelector("svg.tiles");
       if (tiles) this.overview(tiles);
+      this.odd = drawn(this.svg, "path");
+      this.odd.setAttribute("class", "odd");
+      this.svg.append(this.odd);
+      this.odds = make("li", "far from all others");
+      this.odds.prepend(make("i", "", "odd"));
+      node.querySelector(".legend").append(this.odds);
       this.mark = drawn(this.svg, "rect");
       this.mark.setAttribute("class", "cursor");
       this.go(map.row, map.column);
@@ -116,9 +122,10 @@
       const away = r !== row || c !== column;
       this.window = found;
       this.at = this.pinned = [r - map.windows[found].row, c - map.windows[found].column];
+      all(".worst [data-row]", this.node).forEach((spot) => spot.setAttribute("aria-pressed", Number(spot.dataset.row) === r && Number(spot.dataset.column) === c));
       this.away.hidden = !away;
       this.away.textContent = away ? `The values at ${this.spot(row, column)} are not in this page. Shown is the nearest that is, ${this.spot(r, c)}.` : "";
-      if (away && map.command) this.away.append(" Where the snapshot is, this prints them:", make("code", this.command(row, column)));
+      if (away && map.command) this.away.append(" To print them, run this where the snapshot is:", make("code", this.command(row, column)));
       this.draw();
     }
 
@@ -202,8 +209,11 @@
       ticks(this.node.querySelector(".map .yaxis"), w.row, height, "top", map.row, 2);
       const ends = all(".scale b", this.node);
       if (ends.length) { ends[0].textContent = `${saturated ? "≤ " : ""}−${numeral(scale)}`; ends[1].textContent = `${saturated ? "≥ " : ""}${numeral(scale)}`; }
-      const beyond = this.node.querySelector(".beyond");
+      const beyond = this.node.querySelector(".beyond"), over = this.node.querySelector(".over");
       if (beyond) beyond.hidden = !saturated;
+      if (over) over.hidden = track.limit === null;
+      this.odd.setAttribute("d", outline(runs(height, width, (row, column) => { const value = at(row, column); return !bad(value) && this.far(track, value) ? "x" : ""; }).x || []));
+      this.odds.hidden = !this.odd.getAttribute("d");
       this.node.querySelector(".caption code").textContent = track.name;
       const [many, hidden] = track.left[this.way] || [track.bad, track.bad_masked];
       this.node.querySelector(".caption .total").textContent = many
@@ -229,14 +239,19 @@
         name.scope = "row";
         name.append(make("code", track.name), make("span", track.ids ? " token id" : track.role === track.name ? "" : ` ${track.role.replaceAll("_", " ")}`));
         const bad = !Number.isFinite(value) || (track.limit !== null && value > track.limit);
-        const low = real(track.low), high = real(track.high), room = 5 * (high - low);
-        const far = !bad && room > 0 && !(low - room <= value && value <= high + room);
+        const far = !bad && this.far(track, value);
         line.append(name, make("td", track.ids ? (map.texts[value] === undefined ? String(value) : `${value} “${map.texts[value]}”`) : numeral(value), bad ? "num bad" : far ? "num far-out" : "num"));
         if (fixed) line.append(make("td", track.cells[fixed] ? numeral(this.value(track, row, column, fixed)) : "same", track.cells[fixed] ? "num" : "num quiet"));
         const known = !Number.isNaN(real(track.median));
         line.append(make("td", known ? numeral(real(track.median)) : "", "num"), make("td", known ? `${numeral(real(track.low))} … ${numeral(real(track.high))}` : "", "num"));
         return line;
       }));
+    }
+
+    // far beyond what nine in ten of the counted tokens have
+    far(track, value) {
+      const low = real(track.low), high = real(track.high), room = 5 * (high - low);
+      return room > 0 && !(low - room <= value && value <= high + room);
     }
 
     histogram(track) {
@@ -323,10 +338,11 @@
       const limit = chart.limit === null ? NaN : y(chart.limit);
       set(".limit", limit >= 0 && limit <= 120 ? `M0 ${limit}H480` : "");
       set(".incident", chart.incident !== null && chart.incident >= first && chart.incident <= last ? `M${this.x(chart.incident)} 0V120` : "");
-      all(".said, .said-words, .limit-words, .yaxis .strong", this.node).forEach((part) => { part.style.display = whole ? "" : "none"; });
+      all(".said, .said-words, .limit-words, .last, .yaxis .strong", this.node).forEach((part) => { part.style.display = whole ? "" : "none"; });
       const ends = all(".xaxis span", this.node), sides = all(".yaxis span:not(.strong)", this.node);
       ends[0].textContent = `step ${first}`;
       ends[ends.length - 1].textContent = String(last);
+      ends.forEach((end) => { end.style.color = end.style.fontWeight = whole ? "" : "inherit"; });
       if (sides.length > 1) { sides[0].textContent = numeral(low); sides[1].textContent = numeral(high); }
       this.show(null);
     }

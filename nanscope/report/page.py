@@ -200,7 +200,7 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
 def _ahead(incident: Incident, limits: Limits) -> Iterator[tuple[str, str]]:
     """What there is to do, in words and as a command."""
     if (written := written_fix(incident)) is not None:
-        whose = "" if incident.remedies else "; no setting of a trainer that is known here does the same"
+        whose = "" if incident.remedies else "; no option of a trainer that nanscope knows does the same"
         yield f"{_change(written)}{whose}", ""
     if words := resume(incident):
         yield words, ""

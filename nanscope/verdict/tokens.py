@@ -70,7 +70,7 @@ class Track:
     median, low, high: of the finite ones that the loss counts, low and high at 5 % and at 95 %; NaN where there are none, and of
     ids. least, most: the range of all finite ones. ends: the range of those that the loss counts, without outliers: of colours and bins.
     cells: by the way of running the step; one that changes nothing here is left out. left, histograms: of each that is not, what is bad
-    then, and how often which number occurs.
+    then, and how often each number occurs.
     """
 
     name: str
