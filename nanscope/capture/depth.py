@@ -117,7 +117,7 @@ class Depth:
     """Stands in for a tape while a model is called. broken: why it listens no more, "" while all is well."""
 
     def __init__(self) -> None:
-        self.operators: dict[Any, Operator] = {}
+        self.operators: dict[int, Operator] = {}  # by the identity of an overload, which an operator holds
         self.broken = ""
         self._heard = Heard()
         self._wrote: dict[int, frozenset[int]] = {}  # address of memory → numbers of the marks of what is in it
@@ -140,7 +140,7 @@ class Depth:
             return None
         if len(self.operators) >= RING:
             self.operators.clear()  # somebody makes operators as he goes
-        operator = self.operators[func] = Operator.of(func)
+        operator = self.operators[id(func)] = Operator.of(func)
         return operator
 
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | None:

@@ -91,6 +91,7 @@ class Opaque:
 class Operator:
     """What the tape needs to know of an aten overload, looked up once."""
 
+    function: Any  # the overload itself
     name: str
     overload: str
     mutable: bool
@@ -115,6 +116,7 @@ class Operator:
         name = schema.name.removeprefix("aten::")
         pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
         return Operator(
+            func,
             name,
             str(func),
             schema.is_mutable,

@@ -113,25 +113,18 @@ class TapeMode(Mode):
             _put_back(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, tape = kwargs or {}, self.tape
-        operator = tape.operators.get(func) or self._door(True, tape.look_up, func)
-        try:
-            waits = operator is not None and operator.waits and self._is_alone()
-        except Exception as error:  # noqa: BLE001 - of ours
-            self._failed(error)
-            waits = False
-        if waits and operator is not None:
-            result = func(*args, **kwargs)  # what this raises is the trainer's own
-            try:
-                tape.note(operator, args, kwargs, result)
-            except Exception as error:  # noqa: BLE001 - of ours
-                self._failed(error)
-            return result
+        kwargs, ear = kwargs or {}, self.depth or self.tape
         crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
-        ear = self.depth or self.tape
-        operator = ear.operators.get(func) or self._door(crowded, ear.look_up, func)
+        operator = ear.operators.get(id(func)) or self._door(crowded, ear.look_up, func)
         if operator is None:
             return func(*args, **kwargs)
+        if operator.waits and not (crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1):
+            result = func(*args, **kwargs)  # what this raises is the trainer's own
+            try:
+                self.tape.note(operator, args, kwargs, result)
+            except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
+                self._failed(error)
+            return result
         noting, task = None, -1
         if not (self.sleeping or ear.broken or (crowded and is_faked())):  # tensors without content
             task = running_backward()  # one that we did not see begin
@@ -150,12 +143,6 @@ class TapeMode(Mode):
         elif task != -1 and self.depth is None:
             self._door(crowded, self.tape.differentiated.inside, task, result)
         return result
-
-    def _is_alone(self) -> bool:
-        """Does the tape listen, and nobody else, outside of any backward pass?"""
-        if self.sleeping or self.depth is not None or self.tape.broken:
-            return False
-        return not count_modes() and not count_function_modes() and running_backward() == -1
 
     def _door(self, crowded: bool, function: Callable[..., Answer], *args: Any) -> Answer | None:
         """Call the tape. Once it has failed nothing more is recorded until its next `forget`."""

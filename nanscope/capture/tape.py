@@ -96,7 +96,7 @@ class Tape:
         self.callers = Callers(self.account)
         self._log = Log(self._known, self.callers)
         self.notes = Notes(self.callers, self.account.budget)
-        self.operators: dict[Any, Operator] = {}
+        self.operators: dict[int, Operator] = {}  # by the identity of an overload, which an operator holds
         self.broken = ""
         self._lock = threading.RLock()  # a backward pass in another thread asks, too
         self._understands = False  # what waited has been taken, and is not all written down
@@ -133,7 +133,7 @@ class Tape:
             return None
         if len(self.operators) >= RING:
             self.operators.clear()  # somebody makes operators as he goes
-        operator = self.operators[func] = Operator.of(func)
+        operator = self.operators[id(func)] = Operator.of(func)
         return operator
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -223,10 +223,10 @@ class Tape:
 
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
-        if operator.name in SILENT:
-            return None
         if operator.name == ANSWER:
             return operator, None, None
+        if operator.name in SILENT:
+            return None
         with self._lock:
             self._settle()
             try:

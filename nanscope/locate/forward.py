@@ -145,10 +145,14 @@ def _further(trace: Trace, way: _Trail, depth: int) -> Root | list[Spot]:
 
 def _rank(trace: Trace, root: Root) -> tuple[int, int, int]:
     """What came first in the program; what came with the batch was there before. An infinity that came in may be meant, and is told later;
-    so is a weight, since what was bad before it was read came first (a bias after its matrix); and last what is meant."""
+    so is a weight, since what was bad before it was read came first (a bias after its matrix); then what the code writes out in numbers,
+    which may well be meant; and last what is."""
     leaf, made = trace.program.leaf(root.value), trace.program.producers.get(root.value)
-    at = next(iter(trace.program.consumers.get(root.value, ())), -1) if made is None else made
+    readers = trace.program.consumers.get(root.value, ())
+    at = next(iter(readers), -1) if made is None else made
     if root.birth is Birth.INTENDED:
+        return 4, at, 0
+    if any(trace.program.calls[reader].name == "lift_fresh" for reader in readers):
         return 3, at, 0
     if leaf is not None and leaf.is_of_model:
         return 2, at, -trace.values[root.value].dim()
