@@ -360,7 +360,9 @@ def _of(
     cells = {way: _cells(one, windows, per_row) for way, one in flats.items()}
     bad = {way: own.counts if way == RECORDED else badness(one, hidden, limit) for way, one in flats.items()}
     kept = {
-        way: one for way, one in cells.items() if way == RECORDED or str(one) != str(cells[RECORDED]) or bad[way][0] != bad[RECORDED][0]
+        way: one
+        for way, one in cells.items()
+        if way == RECORDED or bad[way][0] != bad[RECORDED][0] or not _is_same(flats[way], flats[RECORDED], windows, per_row)
     }
     others = [way for way in kept if way != RECORDED]
     left = {way: bad[way] for way in others}
@@ -375,5 +377,16 @@ def _beside(own: Distribution, flat: Tensor, hidden: Tensor | None) -> Histogram
 
 
 def _cells(flat: Tensor, windows: Sequence[Window], per_row: bool) -> Cells:
-    cuts = (flat[w.row : w.row + w.height] if per_row else flat[w.row : w.row + w.height, w.column : w.column + w.width] for w in windows)
-    return tuple(tuple(tuple(line) for line in cut.double().tolist()) for cut in cuts)
+    return tuple(tuple(tuple(line) for line in cut.double().tolist()) for cut in _cuts(flat, windows, per_row))
+
+
+def _cuts(flat: Tensor, windows: Sequence[Window], per_row: bool) -> Iterator[Tensor]:
+    yield from (
+        flat[w.row : w.row + w.height] if per_row else flat[w.row : w.row + w.height, w.column : w.column + w.width] for w in windows
+    )
+
+
+def _is_same(one: Tensor, other: Tensor, windows: Sequence[Window], per_row: bool) -> bool:
+    """Do two hold the same numbers in all windows? NaN is NaN."""
+    pairs = zip(_cuts(one, windows, per_row), _cuts(other, windows, per_row), strict=True)
+    return all(bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()) for mine, theirs in pairs)
