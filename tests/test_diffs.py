@@ -212,6 +212,28 @@ def test_a_patch_that_is_shown_is_one_of_the_file_as_it_is(name: str, tmp_path: 
         assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents
 
 
+FILLED = "(ref - log_probs).masked_fill(mask == 0, 0.0)"
+TWICE = {  # a line that has the operand of its exp again, and what is to stand there
+    "twice": ("kl = torch.exp(ref - log_probs) - (ref - log_probs) - 1", f"kl = torch.exp({FILLED}) - {FILLED} - 1"),
+    "first": ("kl = -(ref - log_probs) - 1 + torch.exp(ref - log_probs)", f"kl = -{FILLED} - 1 + torch.exp({FILLED})"),
+    "by another": ("kl = torch.exp(ref - log_probs) - (log_probs - ref) - 1", f"kl = torch.exp({FILLED}) - (log_probs - ref) - 1"),
+    "over two lines": ("kl = (torch.exp(ref - log_probs)\n          - (ref - log_probs) - 1)", f"kl = (torch.exp({FILLED})\n          - {FILLED} - 1)"),
+    "elsewhere": ("kl = torch.exp(ref - log_probs) - 1\n    kl = kl - (ref - log_probs)", f"kl = torch.exp({FILLED}) - 1\n    kl = kl - (ref - log_probs)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_an_operand_is_filled_wherever_its_line_has_it(name: str, tmp_path: Path) -> None:
+    """Half of a formula that is filled gives numbers that mean nothing, and NaN again with the next one that is not finite."""
+    line, wanted = TWICE[name]
+    script = tmp_path / "script.py"
+    script.write_text(PLAIN.replace(LINE, f"    {line}\n"))
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    copy = patched(script, incident.fixes[0], tmp_path / "mended")
+    assert copy.read_text() == PLAIN.replace(LINE, f"    {wanted}\n")
+    assert not new.watched(new.load(copy), tmp_path / "runs again").incidents
+
+
 @pytest.mark.parametrize("apart", range(9))
 def test_changes_near_each_other_are_one(apart: int, tmp_path: Path) -> None:
     """Each is read off its own statement, and the lines around it may be the other's."""

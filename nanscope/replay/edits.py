@@ -44,7 +44,7 @@ from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
 from nanscope.replay.matrices import apart
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
-from nanscope.replay.rebind import bound_anew
+from nanscope.replay.rebind import bound_anew, wherever_written
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
 from nanscope.replay.usual import ROOM, floor_of, shortest_within, usual
@@ -62,6 +62,12 @@ def mask_before_op(patch: Patch) -> Variant | None:
 def mask_variable(patch: Patch) -> Variant | None:
     """Fill the variable that the operand is, for all that reads it from there on. Raises NanscopeError where it is none."""
     return _masked(patch, bound_anew) if patch.origin.call is not None else None
+
+
+def mask_expression(patch: Patch) -> Variant | None:
+    """Fill the operand wherever its statement has the same expression. Raises NanscopeError where that is at one place."""
+    variant = _masked(patch, wherever_written) if patch.origin.call is not None else None
+    return None if variant is None else replace(variant, label=f"{variant.label.rpartition(', before ')[0]}, wherever the line has it")
 
 
 Putting = Callable[[Patch, int, Callable[[int], list[Insert]]], Program]
@@ -462,7 +468,7 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
     "skip_disabled_term": skip_disabled_term,
 }
 
-WIDER: dict[str, Callable[[Patch], Variant | None]] = {"mask_before_op": mask_variable}  # tried first: what a person would write
+WIDER = {"mask_before_op": (mask_variable, mask_expression)}  # tried first: what a person would write
 
 FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours takes the place of one that came in
 MOVE_OFF = frozenset(("avoid_singular_op", "clamp_denominator"))  # near where it was, the derivative may be as steep as they make it

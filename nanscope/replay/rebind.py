@@ -1,9 +1,12 @@
-"""An edit under a name of the source: the name is bound anew before the statement, and what reads it after that reads the other value.
+"""An edit of all that reads an operand by the same words: of a name, which is bound anew before the statement, or of an expression.
 
     ref_log_ratio = ref_log_ratio.masked_fill(completion_mask == 0, 0.0)
     per_token_kl = torch.exp(ref_log_ratio) - ref_log_ratio - 1
 
-A mask in the operand of `exp` alone would leave the rest of the formula with what the mask excludes: finite, and of no meaning in a log.
+    per_token_kl = torch.exp((ref - logps).masked_fill(mask == 0, 0.0)) - (ref - logps).masked_fill(mask == 0, 0.0) - 1
+
+A mask in the operand of `exp` alone would leave the rest of the formula with what the mask excludes: finite, and of no meaning in a log;
+and with the next one that is not finite, it is NaN again.
 """
 
 from __future__ import annotations
@@ -43,6 +46,46 @@ def bound_anew(patch: Patch, position: int, inserts: Callable[[int], Sequence[In
         first = next(place for place, call in enumerate(calls) if call.outs in reads)
         program = replace(program, calls=(*calls[:first], *added, *calls[first:]))
     return in_order(program)
+
+
+def wherever_written(patch: Patch, position: int, inserts: Callable[[int], Sequence[Insert]]) -> Program:
+    """Return the program with `inserts` between what the origin's call reads as argument `position` and all in its statement that reads the
+    same expression.
+
+    Raises NanscopeError where the statement has it once, or the operand is no expression of it.
+    """
+    program, value, own = patch.program, patch.operand(position), patch.siblings()
+    made, site = None if value is None else program.maker(value), program.site_of(patch.call)
+    statement = None if site is None else Statement.of(site)
+    if made is None or site is None or statement is None or statement.writes or len(own) > 1:
+        raise _uncertain("the operand")
+    same = {
+        call.outs[0]
+        for call in program.calls
+        if (call.op, call.args, call.kwargs, call.grad) == (made.op, made.args, made.kwargs, made.grad)
+    }
+    readers = [
+        index for index, call in enumerate(program.calls) if not same.isdisjoint(call.inputs()) and _is_in(program, call, site, statement)
+    ]
+    if own[0] not in readers or len(readers) < 2:
+        raise NanscopeError(f"{patch.called(value)} stands once in its statement", slug="edit-not-applicable")
+    calls, fresh = list(program.calls), program.new_id()
+    for index in reversed(readers):
+        call = calls[index]
+        for read in dict.fromkeys(one for one in call.inputs() if one in same):
+            added, last = emitted(fresh, read, inserts(0), call)
+            fresh += len(added)
+            calls[index : index + 1] = [*added, call := reading(call, read, last)]
+            index += len(added)
+    return in_order(replace(program, calls=tuple(calls)))
+
+
+def _is_in(program: Program, call: Call, site: Site, statement: Statement) -> bool:
+    """Was a call made in a statement?"""
+    there = program.site_of(call)
+    if there is None or not alike(there, site):
+        return False
+    return statement.first <= there.line and (there.end_line or there.line) < statement.first + len(statement.lines)
 
 
 def renamed(before: Program, after: Program) -> dict[int, int]:

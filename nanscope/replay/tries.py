@@ -286,16 +286,18 @@ class Bench:
         return self._told_at(row, variant, places, there) if kind == "fix" else _Tried(row, variant, there, places)
 
     def _tried_wider(self, name: str, kind: str) -> _Tried | None:
-        """What comes out under the edit as a person would make it, of a whole variable, if that is proven."""
-        try:
-            variant = WIDER[name](self.patch) if name in WIDER else None
-        except UNMADE:
-            return None
-        row = None if variant is None else self._try(variant, kind, self.healthy)
-        if row is None or variant is None or not row.proven:
-            return None
-        tried = self._told_at(row, variant, [EditedPlace(self.patch, variant)])
-        return tried if tried.row.diffs else None
+        """What comes out under the edit as a person would make it, of all that is read by the same words, if that is proven."""
+        for edit in WIDER.get(name, ()):
+            try:
+                variant = edit(self.patch)
+            except UNMADE:
+                continue
+            row = None if variant is None else self._try(variant, kind, self.healthy)
+            if row is not None and variant is not None and row.proven:
+                tried = self._told_at(row, variant, [EditedPlace(self.patch, variant)])
+                if tried.row.diffs:
+                    return tried
+        return None
 
     def _told_at(self, row: Row, variant: Variant, places: Sequence[EditedPlace], there: Patch | None = None) -> _Tried:
         """What came of a fix, with what it is in the source, if it works; in words at those of its places where that cannot be written."""
