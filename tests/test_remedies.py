@@ -35,7 +35,7 @@ def test_remedies_are_in_the_frameworks_own_words() -> None:
     assert remedies(given, Cause.EXP_OVERFLOW, origin(), unset) == (
         "clamp=20: clamps the log-ratio",
         "upgrade to 1.1",
-        "has: skips a step with an infinite norm",
+        "already there: skips a step with an infinite norm",
     )
     assert remedies(given, Cause.INF_TIMES_ZERO_MASK, origin(), unset)[0] == "clamp=20: clamps the log-ratio"
     assert remedies(given, Cause.LOG_ZERO, origin(), unset) == ()

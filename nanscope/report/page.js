@@ -212,7 +212,7 @@
       const beyond = this.node.querySelector(".beyond"), over = this.node.querySelector(".over");
       if (beyond) beyond.hidden = !saturated;
       if (over) over.hidden = track.limit === null;
-      this.odd.setAttribute("d", outline(runs(height, width, (row, column) => { const value = at(row, column); return !bad(value) && this.far(track, value) ? "x" : ""; }).x || []));
+      this.odd.setAttribute("d", outline(runs(height, width, (row, column) => { const value = at(row, column); return !bad(value) && this.far(track, value, 20) ? "x" : ""; }).x || []));
       this.odds.hidden = !this.odd.getAttribute("d");
       this.node.querySelector(".caption code").textContent = track.name;
       const [many, hidden] = track.left[this.way] || [track.bad, track.bad_masked];
@@ -233,7 +233,9 @@
       this.mark.style.display = !map.per_row && w.row + row === map.row && w.column + column === map.column ? "none" : ""; // the ring is there
       const hidden = w.masked && w.masked[row][column] === "1";
       this.caption.textContent = `${this.spot(w.row + row, w.column + column, map.tracks[this.track].per_row ? ", and its " : ", ")}${hidden ? ": masked, the loss does not count it" : w.masked ? ": the loss counts it" : ""}`;
-      const fixed = Object.keys(map.ways).find((way) => way !== "as_recorded");
+      const best = Object.keys(map.ways).find((way) => way !== "as_recorded"), fixed = this.way === "as_recorded" ? best : this.way;
+      const edited = this.node.querySelector(".edited");
+      if (edited) edited.textContent = fixed === best ? "with the fix" : "with this edit";
       this.readout.replaceChildren(...map.tracks.map((track) => {
         const line = make("tr"), name = make("th"), value = this.value(track, row, column, "as_recorded");
         name.scope = "row";
@@ -248,9 +250,9 @@
       }));
     }
 
-    // far beyond what nine in ten of the counted tokens have
-    far(track, value) {
-      const low = real(track.low), high = real(track.high), room = 5 * (high - low);
+    // far beyond what nine in ten of the counted tokens have, by so many of their ranges
+    far(track, value, many = 5) {
+      const low = real(track.low), high = real(track.high), room = many * (high - low);
       return room > 0 && !(low - room <= value && value <= high + room);
     }
 
@@ -353,6 +355,7 @@
   // -- the chain, link by link ------------------------------------------------------------------------------------------------------------
 
   all("section.way").forEach((section) => {
+    all(".source div", section).forEach((box) => { const line = box.querySelector(".marked"); if (line) box.scrollTop = line.offsetTop - box.offsetTop - box.clientHeight / 2; });
     const links = all(".chain li", section), buttons = section.querySelector(".steps");
     if (!links.length) return;
     let at = -1;

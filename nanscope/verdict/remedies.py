@@ -52,7 +52,7 @@ def remedies(
     answers = {str(cause), str(Cause.EXP_OVERFLOW)} if _is_infinite_log_prob(cause, origin) else {str(cause)}
     told = [_told(remedy, origin, settings, tried) for remedy in framework.remedies if not answers.isdisjoint(remedy.causes)]
     helps = tuple(line for line in told if line)
-    return (*helps, *(f"has: {guard}" for guard in framework.guards)) if helps else ()
+    return (*helps, *(f"already there: {guard}" for guard in framework.guards)) if helps else ()
 
 
 def _is_infinite_log_prob(cause: Cause, origin: Origin) -> bool:
