@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -83,3 +84,10 @@ def test_a_table_puts_one_column_under_its_rows_before_it_becomes_a_list() -> No
     ]
     assert middle == ["replay          loss", "mask_before_op  0.05", "  fill log_ratio with 0 where mask", "  excludes it"]
     assert narrow[:2] == ["replay", "mask_before_op"] and narrow[-1] == "  loss: 0.05"
+
+
+@pytest.mark.parametrize("width", [-1, 0, 1, 2])
+@pytest.mark.parametrize("text", ["reading step-000005.rank0.safetensors", "日本語 and more", "é" * 9])
+def test_where_there_is_no_room_a_line_is_folded_all_the_same(text: str, width: int) -> None:
+    """A column of a narrow terminal may have none left: nothing is lost, and nothing raised."""
+    assert "".join(fold(text, width)).replace(" ", "") == text.replace(" ", "")

@@ -16,6 +16,7 @@ from recorded import record
 from torch import Tensor
 
 import nanscope.program.cost as module
+import nanscope.program.program as program_module
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Leaf, Ref, Site, overload, refs, substitute
 from nanscope.program.program import Program, join
@@ -668,6 +669,17 @@ def test_sizes_that_multiply_are_bounded_too(monkeypatch: pytest.MonkeyPatch, ca
     program.execute({0: torch.ones(100)})  # what this process recorded itself is not bounded
     monkeypatch.setenv("NANSCOPE_LARGE_FILES", "1")
     replace(program, foreign=True).execute({0: torch.ones(100)})
+
+
+def test_a_file_has_no_more_calls_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes little, and all of them the stack of torch's backward: they are counted before anything runs."""
+    data = chain(*[("aten.mul.Tensor", (Ref(0), 1.0))] * 4).to_json()
+    monkeypatch.setattr(program_module, "MOST", 3)
+    with pytest.raises(ProgramError, match="has 4 calls") as caught:
+        Program.from_json(data)
+    assert caught.value.slug == "program-too-large"
+    monkeypatch.setenv("NANSCOPE_LARGE_FILES", "1")
+    assert len(Program.from_json(data).calls) == 4
 
 
 def test_sizes_of_a_real_step_are_fine() -> None:

@@ -39,6 +39,11 @@ PIECE = 64  # elements that a tensor takes even if it has none
 LARGE_FILES = "NANSCOPE_LARGE_FILES"  # set to 1 by somebody who knows where a file comes from
 
 
+def may_be_large() -> bool:
+    """Did a person say that files may ask for more than a stranger's?"""
+    return os.environ.get(LARGE_FILES) == "1"
+
+
 def _machine() -> int:
     """Elements of eight bytes that this machine can hold."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
@@ -56,7 +61,7 @@ class Allowance:
     @staticmethod
     def of(leaves: Iterable[Tensor], calls: int) -> Allowance:
         own = sum(min(_elements(tensor), tensor.untyped_storage().nbytes() // tensor.element_size()) for tensor in leaves)
-        if os.environ.get(LARGE_FILES) == "1":
+        if may_be_large():
             return Allowance(1 << 62, 1 << 62, 1 << 62, own)
         machine = _machine()
         return Allowance(min(SMALL + SHARE * own, machine // 4), CALLS * SMALL + EACH * calls * own, machine, own)

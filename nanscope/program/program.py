@@ -18,11 +18,13 @@ from torch import Tensor
 
 from nanscope.errors import ProgramError
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Site, refs
-from nanscope.program.cost import hangs_on_content
+from nanscope.program.cost import LARGE_FILES, hangs_on_content, may_be_large
 from nanscope.program.ops import COPIES, Flow, carries, flow_of
 from nanscope.program.perform import Performer, perform
 from nanscope.program.run import Run, run_calls
 from nanscope.program.written import decode, encode
+
+MOST = 1 << 15  # calls of a program out of a file: each takes a millisecond, and twice as many may overflow the stack of torch's backward
 
 LINES, WIDEST = 64, 400  # of the source around a call: a file may hold any number, and each is read many times
 
@@ -221,9 +223,16 @@ class Program:
     def from_json(data: Any) -> Program:
         """Return the program that `to_json` wrote.
 
-        Raises ProgramError if the data is not one; operators are looked up only when the program runs.
+        Raises ProgramError if the data is not one, or has more calls than a recorded step has; operators are looked up only when the
+        program runs.
         """
         try:
+            if len(data["calls"]) > MOST and not may_be_large():
+                raise ProgramError(
+                    f"the recorded program has {len(data['calls']):,} calls, and what a file may ask for is {MOST:,}; if you know where it "
+                    f"comes from, set {LARGE_FILES}=1",
+                    slug="program-too-large",
+                )
             leaves = tuple(Leaf(int(i), _text(n), str(o), bool(d), str(m), str(r), *map(int, s)) for i, n, o, d, m, r, *s in data["leaves"])
             calls = tuple(
                 Call(

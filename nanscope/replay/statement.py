@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanscope.program.calls import Site
 from nanscope.program.spelling import ANY, ATOM, Phrase
@@ -145,14 +146,44 @@ class Statement:
         starts = [0]
         for line in self.lines:
             starts.append(starts[-1] + len(line.encode()) + 1)
-        for node, new in sorted(changes.items(), key=lambda item: self.span(item[0]), reverse=True):
+        pieces: list[_Piece] = []
+        for node, new in changes.items():
             first, begin, last, end = self.span(node)
-            low, high = starts[first - self.first] + begin, starts[last - self.first] + end
-            low, high, enclosed = _with_parentheses(text, low, high)
-            bare = enclosed is None and _stands_alone(text, low, high)
-            text = text[:low] + (new.text if bare else new.inside(ATOM)).encode() + text[high:]
-        lines = tuple(text.decode(errors="replace").split("\n"))
-        return lines if next(_parsed(lines), None) is not None else None
+            pieces.append(_Piece(starts[first - self.first] + begin, starts[last - self.first] + end, new))
+        whole = _rewritten(text, 0, len(text), pieces)
+        lines = () if whole is None else tuple(whole.decode(errors="replace").split("\n"))
+        return lines if lines and next(_parsed(lines), None) is not None else None
+
+
+class _Piece(NamedTuple):
+    """A stretch of a text, in bytes, and what is to stand there."""
+
+    low: int
+    high: int
+    new: Phrase
+
+
+def _rewritten(text: bytes, low: int, high: int, pieces: Sequence[_Piece]) -> bytes | None:
+    """Return a stretch of a text with other pieces in it; None where one is a part of another, which does not say it once as it was."""
+    found, at = b"", low
+    inside = [piece for piece in pieces if low <= piece.low and piece.high <= high]
+    for piece in sorted(inside, key=lambda one: (one.low, -one.high)):
+        if piece.low < at:
+            continue  # a part of the one before
+        within = [one for one in inside if one is not piece and piece.low <= one.low and one.high <= piece.high]
+        new = piece.new
+        if within:
+            was, now = text[piece.low : piece.high].decode(errors="replace"), _rewritten(text, piece.low, piece.high, within)
+            if now is None or new.text.count(was) != 1:
+                return None
+            new = Phrase(new.text.replace(was, now.decode(errors="replace")), new.binds)
+        begin, end, enclosed = _with_parentheses(text, piece.low, piece.high)
+        if not (at <= begin and end <= high):
+            begin, end, enclosed = piece.low, piece.high, None
+        bare = enclosed is None and _stands_alone(text, begin, end)
+        found += text[at:begin] + (new.text if bare else new.inside(ATOM)).encode()
+        at = end
+    return found + text[at:high]
 
 
 def _parsed(lines: tuple[str, ...]) -> Iterator[tuple[ast.AST, tuple[int, int]]]:

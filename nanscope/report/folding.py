@@ -78,7 +78,7 @@ def _indent(line: str, width: int) -> str:
 def _pieces(line: str, width: int, indent: int) -> list[tuple[int, int]]:
     """Where the parts of a line begin and end, without the blanks between them."""
     found: list[tuple[int, int]] = []
-    start, room = 0, width
+    start, room = 0, max(1, width)
     while cell_len(line[start:].rstrip()) > room:
         end = start + _end(line[start:], room)
         found.append((start, start + len(line[start:end].rstrip())))
@@ -89,7 +89,7 @@ def _pieces(line: str, width: int, indent: int) -> list[tuple[int, int]]:
 
 def _end(rest: str, room: int) -> int:
     """How many characters of a line that is too long stand in its first part."""
-    fitting = len(chop_cells(rest, room)[0])
+    fitting = max(1, len(chop_cells(rest, room)[0]))  # of two cells, where there is one
     lead = len(rest) - len(rest.lstrip(" "))
     blank = rest.rfind(" ", lead, fitting + 1)
     word = re.search(r"\S*", rest[blank + 1 if blank > lead else lead :])
