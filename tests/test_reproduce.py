@@ -163,6 +163,22 @@ def test_a_batch_that_takes_all_the_work_is_cut_all_the_same(monkeypatch: pytest
     assert made.numbers <= 8 and made.of_numbers > 300_000
 
 
+def test_a_large_batch_that_was_written_to_is_cut_too(tmp_path: Path) -> None:
+    """A write is recorded by the places of its elements in the whole tensor, of which a part of the batch has none."""
+    torch.manual_seed(0)
+    logps = (-torch.rand(128, 1024)).requires_grad_()
+    with nanscope.watch(out=tmp_path) as scope:
+        ref, mask = logps.detach() + 0.1 * torch.randn(128, 1024), torch.ones(128, 1024, dtype=torch.bool)
+        ref[77, -1] = 100.0
+        mask[77, -1] = False
+        log_ratio = ref - logps
+        kl = torch.exp(log_ratio) - log_ratio - 1
+        ((kl * mask.float()).sum(1) / mask.float().sum(1)).mean().backward()
+    made = nanscope.reproducer(scope.paths[0])
+    assert made.numbers <= 8 and made.of_numbers > 250_000
+    assert run_bare([made.script]) == [""]
+
+
 @pytest.mark.parametrize("name", ["forward masked", "backward, finite loss", "input", "history"])
 def test_what_a_watched_run_saved_is_reproduced(name: str, tmp_path: Path) -> None:
     """From the file, by its path: forward, backward behind a finite loss, and NaN that came in."""

@@ -34,7 +34,7 @@ def ordinary(program: Program, tensors: Tensors) -> tuple[Trace | None, tuple[st
     Raises ProgramError if the program cannot be run.
     """
     mended: list[str] = []
-    trace = Trace.of(program, tensors, lean=False)
+    trace = Trace.of(program, tensors)
     tries = iter(range(max(FEW, CALLS // max(1, len(program.calls)))))
     for _ in range(ROUNDS):
         location = locate(trace)
@@ -57,7 +57,7 @@ def _mended(trace: Trace, location: Location, tries: Iterator[int]) -> tuple[Tra
     latest: tuple[int, Trace, str] | None = None
     for (program, changes), _ in zip(_changes(trace, location), tries, strict=False):
         try:
-            run = Trace.of(program, {**{leaf.id: trace.values[leaf.id] for leaf in program.leaves}, **changes}, lean=False)
+            run = Trace.of(program, {**{leaf.id: trace.values[leaf.id] for leaf in program.leaves}, **changes})
         except ProgramError:
             continue
         if site is not None and here not in run.values:

@@ -37,7 +37,7 @@ def leaves_half(origin: Element, phase: Phase, trace: Trace) -> bool:
     if not any(trace.values[value].dtype is HALF for value in (origin.value_id, *call.inputs())):
         return False
     try:
-        trace = trace if trace.run.returned else Trace.of(trace.program, trace.tensors, lean=False)
+        trace = trace if trace.run.returned else Trace.of(trace.program, trace.tensors)
         pairs = list(_pairs(trace, origin))
     except (ProgramError, RuntimeError):  # it cannot be run in float32
         return False

@@ -31,7 +31,7 @@ class Trace:
     run: Run
 
     @classmethod
-    def of(cls, program: Program, tensors: Mapping[int, Tensor], *, backward: bool = True, lean: bool = True) -> Trace:
+    def of(cls, program: Program, tensors: Mapping[int, Tensor], *, backward: bool = True, lean: bool = False) -> Trace:
         """Run a program on its leaves, forward and, if wanted, backward. lean: what backward does inside is kept only where the output is
         finite, and the harm is to be looked for there.
 

@@ -25,7 +25,7 @@ class Run:
 
     values: every value by id. grads: the gradient of the output with respect to every differentiable value, where backward reached it.
     returned: for each call index that backward visited, the gradients that its autograd node returned, in argument order.
-    order: the call indices in the order in which backward visited them.
+    order: the call indices in the order in which backward visited them. lean: of gradients only those of the leaves were kept.
     What is large stands in a file and is mapped when it is read: do not write to it.
     """
 
@@ -33,6 +33,7 @@ class Run:
     grads: Mapping[int, Tensor] = field(default_factory=dict)
     returned: Mapping[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     order: tuple[int, ...] = ()
+    lean: bool = False
 
 
 def _keep(grads: Shelved, value: int, grad: Tensor | None) -> None:
@@ -151,7 +152,7 @@ def run_calls(
                 begin_at_one(root)
             except RuntimeError as error:
                 raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
-    return Run(ChainMap(kept, away), grads, back, tuple(back.order))
+    return Run(ChainMap(kept, away), grads, back, tuple(back.order), not back.wanted)
 
 
 def begin_at(root: Tensor, weight: Tensor) -> None:

@@ -40,7 +40,7 @@ class EditedPlace:
 def following(variant: Variant, known: Container[int]) -> Patch | None:
     """Return where an edited program goes wrong next; None if nowhere, or still at one of the origins that are known."""
     try:
-        trace = Trace.of(variant.program, variant.tensors)
+        trace = Trace.of(variant.program, variant.tensors, lean=True)
         location = locate(trace)
     except UNMADE:
         return None

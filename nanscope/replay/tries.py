@@ -146,7 +146,7 @@ class Bench:
     def of(snapshot: Snapshot) -> Bench:
         """Run a step as recorded and walk to its origin. Raises ProgramError if it cannot be run."""
         program = snapshot.program
-        trace = Trace.of(program, snapshot.tensors)
+        trace = Trace.of(program, snapshot.tensors, lean=True)
         location = locate(trace) or _suspect(trace, snapshot.observation.kind)
         if program.computes is not Computes.LOSS:
             return Bench(snapshot, trace.forward_only(), location, NOT_COMPARED)

@@ -15,7 +15,7 @@ from nanscope.locate.names import Names
 from nanscope.reproduce.alike import WORK, Case, Failed, Oracle, Reason
 from nanscope.reproduce.cut import cut
 from nanscope.reproduce.dimensions import Dimensions
-from nanscope.reproduce.shorten import ENDLESS, Edit, essential, shortcuts
+from nanscope.reproduce.shorten import ENDLESS, Edit, essential, shortcuts, written
 from nanscope.reproduce.simplify import draws, simplifications
 from nanscope.text import unravel
 
@@ -57,6 +57,7 @@ def shrunk(oracle: Oracle, case: Case, names: Names) -> Shrunk | None:
     plainly, plainer = _swept(essential, names), _swept(simplifications, names)
     oracle.limit = SHARES[0] * WORK
     if case.tokens >= LARGE:
+        stand = _swept(written, names)(oracle, stand, _unheard)
         stand = _fewer(oracle, stand, _unheard)
     if len(case.program.calls) > ENDLESS:
         stand = plainly(oracle, stand, _unheard)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, substitute
-from nanscope.program.ops import ADDITIONS, CARRYING, COPIES, MOVES, OVERWRITING, RESCALINGS, UNDONE_SECOND, Flow, flow_of
+from nanscope.program.ops import ADDITIONS, CARRYING, COPIES, MOVES, OVERWRITING, RESCALINGS, SIZED, UNDONE_SECOND, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.reproduce.alike import Case, Failed
 
@@ -49,6 +49,17 @@ def essential(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
     for index, call in enumerate(program.calls):
         if call.name in CARRYING or (call.name in COPIES - {"detach"} and _is_same(failed, call)):
             yield _without(case, index, next(call.inputs()))
+
+
+def written(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:
+    """Yield what lets a tensor come in as a write has left it. The form in which a write is recorded counts elements of the whole tensor,
+    which no part of a batch has."""
+    hoists = dict(edit for _, edit in _hoists(case, failed, names, _behind(case, failed)))
+    for call in reversed(case.program.calls):
+        read = next(call.inputs(), None)
+        maker = None if read is None or call.name not in SIZED else case.program.maker(read)
+        if maker is not None and maker.name == "scatter" and (key := f"hoist {call.outs[0]}") in hoists:
+            yield key, hoists[key]
 
 
 def shortcuts(case: Case, failed: Failed, names: Names) -> Iterator[Edit]:

@@ -96,7 +96,7 @@ def second_look(recording: Recording, reruns: Reruns) -> Look | None:
     looked = reruns.second_look(recording.program, recording.tensors)
     if looked is None:
         return None
-    trace = Trace.of(*looked)
+    trace = Trace.of(*looked, lean=True)
     return Look(trace, locate(trace), second=True)
 
 
@@ -107,7 +107,7 @@ def kernel_look(recording: Recording, reruns: Reruns) -> Look | None:
         opened = kernels.reopen(recording.glimpses, _given(recording, reruns), reruns.budget)
         if opened is None:
             return None
-        trace = Trace.of(*opened)
+        trace = Trace.of(*opened, lean=True)
         return Look(trace, locate(trace), second=True, kernel=True, notes=(_kernel_note(recording, trace),))
     except Exception as error:  # noqa: BLE001 - the formula is the framework's, and what it needs may not all be here
         log.warning("nanscope [kernel-unopened]: %s", words_of(error))
@@ -479,7 +479,7 @@ def walked(program: Program, tensors: dict[int, Tensor], first_in: Tensor | None
 
     first_in: what it ended in at the time. Made once more, with what was kept since, it may go bad at other elements, too.
     """
-    trace = Trace.of(program, tensors)
+    trace = Trace.of(program, tensors, lean=True)
     location = locate(trace)
     made = trace.values[program.output]
     if location is not None and first_in is not None and first_in.shape == made.shape:
@@ -493,13 +493,13 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
     """Locate the origin in the recorded loss, and inside the model, by `again`, where it does not lie in the loss."""
     if recording.program is None:
         return again() or NOTHING
-    trace = Trace.of(recording.program, recording.tensors)
+    trace = Trace.of(recording.program, recording.tensors, lean=True)
     first = Look(trace, locate(trace))
     for _ in range(FUNCTIONS):
         leaf = first.location.origin.leaf if first.location is not None else None
         if leaf is None or leaf.origin not in ("opaque", "data") or not recording.opened(leaf.id):
             break
-        trace = Trace.of(recording.program, recording.tensors)
+        trace = Trace.of(recording.program, recording.tensors, lean=True)
         first = Look(trace, locate(trace), second=True)
     if first.location is not None and is_settled(first.location):
         return _of_number(recording, first.location) or _made_inside(trace, first.location, again) or first

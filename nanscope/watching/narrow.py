@@ -95,7 +95,7 @@ def _loses_a_form(location: Location, whole: Trace, program: Program, tensors: M
 def _same_origin(location: Location, program: Program, tensors: Mapping[int, Tensor]) -> bool:
     """Does a program of which parts were cut away still lead to the same origin?"""
     try:
-        again = locate(Trace.of(program, tensors))
+        again = locate(Trace.of(program, tensors, lean=True))
     except ProgramError:
         return False
     return again is not None and (again.origin.value_id, again.origin.flat, again.origin.op) == (
@@ -142,6 +142,7 @@ def narrow(
         closed |= {leaf.id for leaf in program.leaves if leaf.origin == "parameter"}
     if not closed and not unlisted:
         return program, tensors, grads
+    run = program.execute(tensors) if run.lean else run
     cut: dict[int, Leaf] = {}
     namer = Names(program)
     kept = []
