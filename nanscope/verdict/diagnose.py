@@ -183,7 +183,8 @@ def examine(
     if seen.outside or seen.tried:  # what was tried on the whole program is known, and what is left of it may not tell
         asked = tuple(row for row in replayed.rows if row.kind == "asked") if seen.tried else replayed.rows
         replayed = replace(replayed, rows=(*(_again(row, replayed) for row in seen.tried), *asked), bench=None)
-    return replace(observed.joined(seen), poisoned_at=poisoned_at, source=source), replayed, problem
+    since = snapshot.consequence_of if poisoned_at is None else poisoned_at  # which the run has told the file
+    return replace(observed.joined(seen), poisoned_at=since, source=source), replayed, problem
 
 
 def _again(row: Row, replayed: Replay) -> Row:
