@@ -19,6 +19,7 @@ from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Incident
 
 TAB = 4
+NO_DIFF = "which cannot be written at one place; the next best can"
 HOMES = ("home", "Users")  # in which there is a folder a person
 
 

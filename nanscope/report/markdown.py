@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import LIMITS, clean, numeral
-from nanscope.report.diff import rest_of, unified, written_fix
+from nanscope.report.diff import NO_DIFF, rest_of, unified, written_fix
 from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, lead_and_rest, rank_rows, resume
 from nanscope.report.origin import calculation, element, mask_words, source_of, token_words, where_in
 from nanscope.report.segments import segments
@@ -84,7 +84,9 @@ def _incident(incident: Incident) -> Iterator[str]:
             yield from ("".join(pieces), "")
     fix = written_fix(incident)
     if fix is not None:
-        proof = "" if fix is not best_of(incident) else " proven on the recorded step:"
+        if (best := best_of(incident)) is not None and best is not fix:
+            yield from (f"**Best** {code(clean(best.id, 60))}: {escaped(clean(best.label, LIMIT.text))}; {NO_DIFF}.", "")
+        proof = "" if fix is not best else " proven on the recorded step:"
         yield from (f"**Fix** {code(clean(fix.id, 60))},{proof} {escaped(fix_words(fix, unit_of(incident)))}.", "")
         yield from block(unified(fix).splitlines(), "diff")
         yield from (line for words in rest_of(fix, LIMIT.text) for line in (f"And {escaped(words)}, of which there is no diff.", ""))

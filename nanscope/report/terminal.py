@@ -18,10 +18,10 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, Command, pairs, plain, show, table
-from nanscope.report.diff import changed, hunks_of, rest_of, written_fix
+from nanscope.report.diff import NO_DIFF, changed, hunks_of, rest_of, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, token_words, where_in
-from nanscope.report.tried import INPUT_GRADIENTS, groups_of, heads_of, tested
+from nanscope.report.tried import INPUT_GRADIENTS, best_of, groups_of, heads_of, tested
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.arithmetic import SHOWN
@@ -100,6 +100,8 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
         _facts(incident),
     ]
     if (fix := written_fix(incident)) is not None:
+        if (best := best_of(incident)) is not None and best is not fix:
+            parts += [Text(""), Text.assemble(("  best    ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF}", QUIET))]
         parts += [Text(""), *_diff(fix)]
     if incident.rows:
         parts += [Text(""), tried_shown(incident)]
