@@ -383,6 +383,8 @@ def test_a_run_from_json_is_the_same_run() -> None:
         {"leaves": [[0]], "calls": [], "sites": [], "output": 0}, {"leaves": [], "calls": [[]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [], [], [0], 0, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [], {}, [], -1, True, ""]], "sites": [], "output": 0},
+        {"leaves": [], "calls": [["aten.zeros.default", [2], {}, [0], 1, True, ""]], "sites": [], "output": 0},
+        {"leaves": [], "calls": [["aten.zeros.default", [2], {}, [0], -2, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"object": "os"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"dtype": "load"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},
         {"leaves": [], "calls": [["aten.exp.default", [{"dtype": "os.system"}], {}, [0], 0, True, ""]], "sites": [], "output": 0},
