@@ -254,7 +254,7 @@ class Program:
                 for file, line, function, column, end_line, end_column, name, within, expression, args, source, *other in data["sites"]
             )  # fmt: skip
             _check_order(leaves, calls)
-            if not all(-1 <= one.site < len(sites) for one in (*leaves, *calls)):
+            if not all(-1 <= site < len(sites) for site in (*(leaf.site for leaf in leaves), *(call.site for call in calls))):
                 raise ValueError("a call stands at a place that is not there")
             return Program(leaves, calls, int(data["output"]), sites, Computes(data.get("computes", "loss")), foreign=True)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:

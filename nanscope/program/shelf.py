@@ -47,9 +47,8 @@ class Put:
         return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.stride)
 
 
-_Place: TypeAlias = tuple[
-    int, torch.Size, tuple[int, ...], torch.dtype, int
-]  # of a tensor: where and how it lies, and how often written to
+# Of a tensor: where and how it lies, and how often it was written to.
+_Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int]
 
 
 def _place_of(tensor: Tensor) -> _Place | None:

@@ -66,14 +66,14 @@ def mask_variable(patch: Patch) -> Variant | None:
 
 def mask_expression(patch: Patch) -> Variant | None:
     """Fill the operand wherever its statement has the same expression. Raises NanscopeError where that is at one place."""
-    variant = _masked(patch, wherever_written) if patch.origin.call is not None else None
-    return None if variant is None else replace(variant, label=f"{variant.label.rpartition(', before ')[0]}, wherever the line has it")
+    return _masked(patch, wherever_written, "wherever the line has it") if patch.origin.call is not None else None
 
 
 Putting = Callable[[Patch, int, Callable[[int], list[Insert]]], Program]
 
 
-def _masked(patch: Patch, put: Putting) -> Variant | None:
+def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
+    """Put a mask on the operand of the origin. where: that is, in words, if it is not before the op alone."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
     position = _spoilt(patch)
     target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
@@ -105,7 +105,7 @@ def _masked(patch: Patch, put: Putting) -> Variant | None:
         return [*widened, *out, ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2 if widened or out else by), neutral))]
 
     name = mask.name or "the mask"
-    label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, before {patch.acting}"
+    label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, {where or f'before {patch.acting}'}"
     program = put(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0), asking))
     return Variant("mask_before_op", label, program, patch.tensors)
 
