@@ -53,6 +53,11 @@ class Differentiated:
         self._passes: deque[Pass] = deque(maxlen=MOST)
         self._made: dict[Address, tuple[Pass, Handle]] = {}
 
+    @property
+    def any(self) -> bool:
+        """May a tensor be there that one of them has made?"""
+        return bool(self._made)
+
     def inside(self, task: int, result: Any) -> None:
         """A call was made in a pass. task: its number."""
         if task != self._task:

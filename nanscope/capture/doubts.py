@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance, Holding
-from nanscope.capture.entries import Value, node_of
+from nanscope.capture.entries import Value, node_of, tensors_of
 from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
+from nanscope.capture.notes import RawCall
 from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values
+from nanscope.program.local import is_plain
 from nanscope.program.numbers import is_finite
 from nanscope.program.ops import CHECKS, EQUALITIES, Flow, base_name, flow_of
 from nanscope.program.program import Program
 from nanscope.torch_inside import base_of, number_of, sequence_number
 
-ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 STEPS = 32  # values that are gone through from an answer back to what it is about
 SMALL = 64  # elements of a tensor that is held until somebody asks for its extremes
 FULL = 16  # places at which something is in doubt at a time
@@ -136,6 +137,33 @@ class Doubts:
         self._open: dict[Key, list[Doubt]] = {}
         self._since = Settled()
 
+    @property
+    def is_open(self) -> bool:
+        """Is anything in doubt?"""
+        return bool(self._open)
+
+    def is_about_finite(self, tensor: Tensor, maker: Callable[[Tensor], RawCall | None]) -> bool:
+        """Is a truth surely about nothing but finite tensors, so that nothing is in doubt? As far as calls tell that wait to be understood.
+
+        maker: returns the one that made a tensor.
+        """
+        if self._open:
+            return False
+        way, left = [tensor], STEPS
+        while way and left:
+            one, left = way.pop(), left - 1
+            if not is_plain(one):
+                return False
+            made = maker(one)
+            if one.requires_grad and not (made is not None and made.operator.name == "abs" and one is not tensor):
+                if not (at_hand(one) and one.is_floating_point() and bool(is_finite(one))):
+                    return False
+            elif made is not None:
+                way += tensors_of(made.args)
+            elif (known := self._known.find(one)) is not None and known.leaf is None:  # what it was made of is written down already
+                return False
+        return True
+
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
         """An element of a value has gone to the host. place: where in the trainer's code."""
         held = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
@@ -158,11 +186,11 @@ class Doubts:
         else:
             self._open[where] = doubts
 
-    def settle(self, kept: bool, roots: Collection[int] = ()) -> None:
+    def settle(self, kept: bool, roots: Collection[int] = (), number: int | None = None) -> None:
         """A backward pass is over: what was computed before it is in doubt no more. kept: what waits for one of its own is still known.
-        roots: what it has differentiated, if its graph stays."""
+        roots: what it has differentiated, if its graph stays. number: how much autograd had counted when it was over, by default by now."""
         known = (value for value in self._since.roots if value in self._known.by_id)
-        self._since = Settled(sequence_number(), self._known.length, kept, frozenset((*known, *roots)))
+        self._since = Settled(sequence_number() if number is None else number, self._known.length, kept, frozenset((*known, *roots)))
 
     def take(self) -> list[Doubt]:
         """Return all of them, in order, and begin anew."""

@@ -32,7 +32,8 @@ Made = TypeVar("Made")
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
-AT_ONCE = GRADIENT_NORMS | SILENT | {"as_strided", *(("detach",) if DETACH_IS_SEEN_TWICE else ())}  # what more is asked of than a value
+AT_ONCE = SILENT | {"as_strided", *(("detach",) if DETACH_IS_SEEN_TWICE else ())}  # what more is asked of than a value
+ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
 
 
@@ -104,6 +105,19 @@ class Operator:
     inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
     casts_inside: bool  # and these may be cast
     waits: bool  # to note it is enough until somebody asks
+    may_wait: bool  # so it is if nobody but calls that wait knows what it writes to
+    silent: bool  # no value comes of it, nor any answer about one
+    norm: bool  # what a clip divides gradients by may be one
+
+    @property
+    def lets_in(self) -> bool:
+        """Does it leave something to the calls that it is made of?"""
+        return self.casts_inside or bool(self.inside)
+
+    @property
+    def can_be_replayed(self) -> bool:
+        """Is there a call that makes what it makes, and reads what it reads?"""
+        return self.replayable or self.may_wait
 
     @staticmethod
     def of(func: Any) -> Operator:
@@ -115,6 +129,9 @@ class Operator:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
         pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
+        waits = name in FLOW and not schema.is_mutable
+        waits |= name.startswith("_foreach_") and (_writes_to_lists(schema) or not schema.is_mutable)
+        writes_one = schema.is_mutable and name.endswith("_") and name.rstrip("_") in FLOW and not (inside or casts)
         return Operator(
             func,
             name,
@@ -128,7 +145,10 @@ class Operator:
             name in HISTORY_ENDS,
             inside,
             casts,
-            name in FLOW and not (schema.is_mutable or inside or casts or name in AT_ONCE),
+            waits and name not in AT_ONCE,
+            writes_one and name.rstrip("_") not in ("as_strided", "detach"),
+            (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),
+            name in GRADIENT_NORMS,
         )
 
 
@@ -152,6 +172,14 @@ def _functional(func: Any, name: str) -> Any | None:
 
 def _arguments(func: Any) -> list[tuple[str, str]]:
     return [(one.name, str(one.type)) for one in schema_of(func).arguments]
+
+
+def _writes_to_lists(schema: Any) -> bool:
+    """Is what it writes to one list of tensors? Nobody notes in functional form what such a call has made of them."""
+    written = [one for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return (
+        not schema.returns and len(written) == 1 and written[0].name == schema.arguments[0].name and str(written[0].type) == "List[Tensor]"
+    )
 
 
 def _is_view(schema: Any) -> bool:

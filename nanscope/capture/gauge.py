@@ -210,9 +210,10 @@ KEPT_DIALS = 64  # structures of programs that are remembered: a loss over seque
 
 
 class Gauge:
-    """Reads programs, and remembers where to look in those of the structures seen last."""
+    """Reads programs, and remembers where to look in those of the structures seen last. dials: where one looks in the last one."""
 
     def __init__(self) -> None:
+        self.dials = Dials()
         self._dials: dict[tuple[tuple[str, int], ...], Dials] = {}  # their values by place
 
     def read(self, program: Program, held: Callable[[int], Tensor | None], beside: Beside = NOTHING) -> Gauged:
@@ -222,8 +223,10 @@ class Gauge:
         dials = Dials.of(program) if known is None else known.mapped(partial(_value_at, program))
         values = {value: tensor for value in dials.wanted(own or known is None) if (tensor := held(value)) is not None}
         if known is None:
-            placed = _placed(program)
-            known = dials.pruned(values).mapped(lambda value: placed.get(value, -1))
+            placed, self.dials = _placed(program), dials.pruned(values)
+            known = self.dials.mapped(lambda value: placed.get(value, -1))
+        else:
+            self.dials = dials
         self._dials[key] = known
         if len(self._dials) > KEPT_DIALS:
             del self._dials[next(iter(self._dials))]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.capture.entries import Noted, Record, Value, ids
+from nanscope.capture.entries import Noted, Record, Value, ids, next_version
 from nanscope.capture.modules import version_of
 from nanscope.capture.notes import RawCall
 from nanscope.capture.sites import Callers
-from nanscope.capture.values import Values
+from nanscope.capture.values import Fleeting, Values
 
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
 CROWDS = 256  # calls that may go for one result
@@ -42,7 +42,7 @@ class Log:
 
     def flows(self, read: Iterable[int]) -> bool:
         """Will autograd give the result of a call that reads these values a gradient?"""
-        if self._grad():
+        if self.grad():
             by_id = self._values.by_id
             for value_id in read:
                 value = by_id.get(value_id)
@@ -50,7 +50,8 @@ class Log:
                     return True
         return False
 
-    def _grad(self) -> bool:
+    def grad(self) -> bool:
+        """Is, or was, autograd on?"""
         return torch.is_grad_enabled() if self.noted is None else self.noted.grad
 
     def append(self, op: str, noted: Noted, results: Sequence[Any], diff: bool, view: bool | None) -> list[int | None]:
@@ -61,14 +62,17 @@ class Log:
         note = self.noted
         for n, item in enumerate(results):
             if isinstance(item, Tensor):
-                writes = version_of(item) if note is None else note.made[n][0]
-                value = self._values.register(item, index, diff, view, self.read, writes)
+                writes = note.made[n][0] if note is not None else next_version(item) if view is None else version_of(item)
+                value = self._values.register(item, index, diff, view, self.read, writes, None if note is None else note.made[n][1:])
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
+            elif isinstance(item, Fleeting) and note is not None:
+                outs.append(self._values.register_fleeting(item, index, note.made[n][0]).id)
+                lasting = lasting and item.bytes <= REMEMBERED
             else:
                 outs.append(None)
         (code, lasti), module = (self._callers.caller(), self.module) if note is None else (note.place, note.module)
-        self.number(Record(op, noted[0], noted[1], tuple(outs), self._grad(), code, lasti, module), lasting)
+        self.number(Record(op, noted[0], noted[1], tuple(outs), self.grad(), code, lasti, module), lasting)
         if diff:
             self._need(self.read)
         if not self._values.nameless.isdisjoint(self.read):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from nanscope.capture.counting import to_let_in
 from nanscope.capture.depth import Depth
+from nanscope.capture.entries import Operator
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import is_faked, unseen
@@ -116,10 +117,12 @@ class TapeMode(Mode):
         kwargs, ear = kwargs or {}, self.depth or self.tape
         crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
         operator = ear.operators.get(id(func)) or self._door(crowded, ear.look_up, func)
-        if operator is None:
+        if operator is None or operator.silent:
             return func(*args, **kwargs)
-        if operator.waits and not (crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1):
-            result = func(*args, **kwargs)  # what this raises is the trainer's own
+        waits = operator.waits or (operator.may_wait and self.tape.notes.own(args[0]))
+        if waits and not (crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1):
+            # what a call raises is the trainer's own
+            result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
             try:
                 self.tape.note(operator, args, kwargs, result)
             except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
@@ -130,19 +133,22 @@ class TapeMode(Mode):
             task = running_backward()  # one that we did not see begin
             if task in (-1, self._within):
                 noting = self._door(crowded, ear.before, operator, args, kwargs)
-        keys = self._door(False, to_let_in, operator.inside) if operator.inside or operator.casts_inside else None
-        if keys:
-            with contextlib.ExitStack() as inside:
-                for key in keys:
-                    inside.enter_context(set_excluded(key, False))
-                result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)  # what this raises is the trainer's own
+        result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
         if noting is not None:
             self._door(crowded, ear.after, noting, args, result)
         elif task != -1 and self.depth is None:
             self._door(crowded, self.tape.differentiated.inside, task, result)
         return result
+
+    def _called(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that leaves to those which it is made of what it would without us."""
+        keys = self._door(False, to_let_in, operator.inside)
+        if not keys:
+            return func(*args, **kwargs)
+        with contextlib.ExitStack() as inside:
+            for key in keys:
+                inside.enter_context(set_excluded(key, False))
+            return func(*args, **kwargs)
 
     def _door(self, crowded: bool, function: Callable[..., Answer], *args: Any) -> Answer | None:
         """Call the tape. Once it has failed nothing more is recorded until its next `forget`."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -248,6 +248,7 @@ class ModuleWatch:
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[nn.Module, tuple[generators.Path, ...]] = weakref.WeakKeyDictionary()
+        self._before: dict[Address, tuple[str, Any]] = {}  # outputs that losses read which are not written down: class, and weak handle
         self._names: dict[int, str] = {}  # id of a parameter → its name, until the next backward pass
 
     def forget(self) -> None:
@@ -391,10 +392,10 @@ class ModuleWatch:
 
     def output_of(self, tensor: Tensor) -> str | None:
         """Return the class of the outermost module that a tensor is an output of, None if it is none's."""
-        if not (self._outputs or self._frozen_outputs):
+        if not (self._outputs or self._frozen_outputs or self._before):
             return None
         place = address(tensor)
-        name, made = self._frozen_outputs.get(place, ("", None))
+        name, made = self._before.get(place) or self._frozen_outputs.get(place, ("", None))
         return self._outputs.get(place) or (name if made is not None and not made.expired() else None)
 
     def parameter_name(self, tensor: Tensor) -> str | None:
@@ -477,6 +478,11 @@ class ModuleWatch:
         self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
         self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
         return calls, list(self._frozen)
+
+    def came_before(self, calls: Sequence[ModuleCall]) -> None:
+        """Remember the outputs of calls which a loss reads that is written down later, if at all; none: all of them are forgotten."""
+        outputs = ((place, (call.name, made)) for call in calls for place, made in zip(call.outputs, call.made, strict=False))
+        self._before = {**self._before, **dict(outputs)} if calls else {}
 
     def wait(self, calls: Iterable[ModuleCall], read: Set[Address], own: Set[Address]) -> None:
         """A backward pass was: remember those of its calls that another one may come to. read: outputs that it will. own: those that it has

@@ -11,14 +11,17 @@ gradient. Whoever writes to memory asks first, and so only what writes unseen ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.sites import Callers, Place
+from nanscope.capture.values import Fleeting
 from nanscope.torch_inside import base_of, storage_uses, uses, writes_counted
 
 LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than anybody needs it
@@ -30,20 +33,23 @@ ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
 FRAMES = 3  # of ours between a call and its noting
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 
+NOBODY = -1  # no call that waits
+
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 Seen = tuple[int, int, torch.Size, bool]  # of an argument: how often it was written to, address, shape, whether it wanted a gradient
-Made = tuple[int, int]  # of a result: how often it was written to, and its address
+Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it was written to, address, shape, strides
 
 
 class RawCall(NamedTuple):
-    """A call that was made. seen: of each tensor among the arguments, in order. made: of each result. place: in the trainer's code. grad:
-    was autograd on? module: the part of the model that it was made in."""
+    """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
+    `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result.
+    place: in the trainer's code. grad: was autograd on? module: the part of the model that it was made in."""
 
     operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Tensor, ...]
+    results: Sequence[Any]
     seen: list[Seen]
     made: list[Made]
     place: Place
@@ -51,14 +57,58 @@ class RawCall(NamedTuple):
     module: str
 
 
+Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
+
+
+class Later:
+    """What is done among calls that wait, when those before it have been understood. holds: tensors that it asks about."""
+
+    __slots__ = ("act", "holds", "void")
+
+    def __init__(self, act: Callable[[], None], void: Callable[[], None], holds: Sequence[Tensor] = ()) -> None:
+        self.act, self.void, self.holds = act, void, holds
+
+
+class Mark:
+    """How many calls there were at some moment: it is counted when somebody asks. number: None until then. settle: has it counted."""
+
+    __slots__ = ("_settle", "number")
+
+    def __init__(self, number: int | None, settle: Callable[[], None] = lambda: None) -> None:
+        self.number, self._settle = number, settle
+
+    @property
+    def calls(self) -> int:
+        """So many."""
+        if self.number is None:
+            self._settle()
+        return self.number or 0
+
+
+NONE = Mark(0)
+
+
+@dataclass(slots=True)
+class Closed:
+    """What is left of the calls of a step. calls: that somebody may come back for, in order. over: what those have made that nobody will.
+    written: tensors that were written to as a list. later: what was to be done between the calls."""
+
+    calls: list[RawCall] = field(default_factory=list)
+    over: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
+    later: list[Later] = field(default_factory=list)
+
+
 class Notes:
     """The calls that wait to be understood. module: the part of the model that they are made in. budget: bytes that may be held."""
 
     def __init__(self, callers: Callers, budget: int) -> None:
-        self.pending: list[tuple[Any, ...]] = []  # what makes a `RawCall`: making it takes as long as all else
+        self.pending: list[Raw | Later] = []
         self.module = ""
+        self._start = 0  # of the running stretch
         self._callers = callers
-        self._light: set[int] = set()  # identities of what waiting calls read and made: nothing else can have these as long as they wait
+        # Identities of what waiting calls read and made, which nothing else can have as long as they wait: which call has made it, if any.
+        self._light: dict[int, int] = {}
         self._weight, self._most = 0, min(WEIGHT, budget >> 4)
 
     @property
@@ -67,28 +117,35 @@ class Notes:
         return self._weight > self._most
 
     def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-        """Note a call that was made and has written to nothing; False if it has to be understood at once."""
+        """Note a call that was made and has written to no tensor that others know; False if it has to be understood at once."""
         results = (result,) if type(result) is Tensor else result if type(result) in (tuple, list) else ()
-        if not results or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
+        if not (results or operator.mutable) or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return False
         seen: list[Seen] = []
         made: list[Made] = []
         weight = CALL
         try:
             read = self._read(args, seen)
-            if read < 0 or not seen:  # what a factory makes torch hands out as a copy if somebody else holds it
+            if read < 0:
                 return False
             for item in results:
                 size = _weight_of(item) if type(item) is Tensor else -1
                 if size < 0:
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
-                made.append((writes_counted(item), item.data_ptr()))
+                writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
+                made.append((writes, item.data_ptr(), item.shape, item.stride()))
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
         self._weight += weight + read
-        self._light.update(map(id, args))
-        self._light.update(map(id, results))
+        light, number = self._light, len(self.pending)
+        for arg in args:
+            light.setdefault(id(arg), NOBODY)
+        if seen or not results:
+            for item in results:
+                light[id(item)] = number
+        else:  # what a factory makes torch hands out as a copy if somebody else holds it
+            results = [Fleeting(item) for item in results]
         place = self._callers.caller(FRAMES)
         self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module))
         return True
@@ -99,14 +156,17 @@ class Notes:
         weight = 0
         for arg in args:
             kind = type(arg)
-            if kind is Tensor:
+            if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
-                if id(arg) not in self._light:
+                if kind is Parameter:  # which the model holds, too
+                    if arg.layout is not torch.strided:
+                        return -1
+                elif id(arg) not in self._light:
                     size = _weight_of(arg)
                     if size < 0:
                         return -1
                     weight += size
-                if wanted:
+                if wanted and kind is Tensor:
                     weight += GRAPH
                 seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
             elif kind not in ATOMS:
@@ -116,28 +176,119 @@ class Notes:
                 weight += inner
         return weight
 
-    def take(self) -> list[RawCall]:
+    def maker(self, tensor: Tensor) -> RawCall | None:
+        """Return the call that waits and has made a tensor, None if there is none."""
+        number = self._light.get(id(tensor), NOBODY)
+        made = None if number == NOBODY else self.pending[number]
+        return RawCall._make(made) if type(made) is tuple else None
+
+    def own(self, tensor: object) -> bool:
+        """Do only calls that wait know the memory of a tensor, which can make it again? Then a write to it may wait as well."""
+        made = self.maker(tensor) if type(tensor) is Tensor else None
+        if type(tensor) is not Tensor or made is None or not made.operator.can_be_replayed:
+            return False
+        if made.operator.view and not made.operator.mutable:
+            return False
+        return base_of(tensor) is None and storage_uses(tensor) <= ALIASED
+
+    def last(self) -> RawCall:
+        """Return the call that was added last."""
+        return RawCall._make(next(one for one in reversed(self.pending) if not isinstance(one, Later)))
+
+    def later(self, what: Later) -> None:
+        """Have something done when all calls so far have been understood."""
+        self.pending.append(what)
+
+    def begin_stretch(self) -> None:
+        """A stretch of calls begins: a backward pass has ended, or a call was made that does not wait."""
+        self._start = len(self.pending)
+
+    def stretch(self) -> list[Raw]:
+        """Return the calls of the running stretch."""
+        return [one for one in self.pending[self._start :] if type(one) is tuple]
+
+    def close(self, done: Set[int]) -> Closed:
+        """Return what is left of a step in which nothing was wrong; nothing waits any more.
+
+        done: results, by identity, that nobody will come back for, whoever holds them.
+        """
+        pending, self.pending[:] = self.pending[:], []
+        closed = Closed()
+        while pending:
+            one = pending.pop()  # and no other reference to it is left
+            if isinstance(one, Later):
+                closed.later.append(one)
+            elif not one[3]:
+                closed.written += one[1][0]
+            elif done.isdisjoint(map(id, one[3])):
+                self.pending.append(one)
+            else:
+                closed.over += one[3]
+        del one
+        self.pending.reverse()
+        closed.later.reverse()
+        left = self.take()
+        closed.calls += [call for call in reversed(left) if not isinstance(call, Later)]
+        return closed
+
+    def forget(self) -> None:
+        """Nothing waits any more, and nobody will ask."""
+        for one in self.take():
+            if isinstance(one, Later):
+                one.void()
+
+    def take(self) -> list[RawCall | Later]:
         """Return what waits, the last first, but for what has come to nothing: nobody holds what it has made, nor what was made of that.
 
         Another thread may add a call meanwhile: that waits for the next time.
         """
         pending = self.pending[:]
         del self.pending[: len(pending)]
-        self._light, self._weight = set(), 0
-        left: list[RawCall] = []
+        self._light, self._weight, self._start = {}, 0, 0
+        left: list[RawCall | Later] = []
         read: set[int] = set()  # tensors that what is left reads
+        references = _written(pending)
         while pending:
-            operator, args, _, results, *_ = noted = pending.pop()  # with which go its references to its arguments, unless it is left
+            noted = pending.pop()  # with which go its references to its arguments, unless it is left
+            if isinstance(noted, Later):
+                left.append(noted)
+                read.update(map(id, noted.holds))
+                continue
+            operator, args, _, results, seen, *_ = noted
             for item in results:
-                if id(item) in read or sys.getrefcount(item) > OURS or uses(item) > 1:
+                if not seen:
+                    if not item.handle.expired() or (item.identity in read and not item.handle.gone()):
+                        break
+                    continue
+                ours = OURS - 1 + references.get(id(item), 1)
+                if id(item) in read or sys.getrefcount(item) > ours or uses(item) > 1:
                     break
                 if not operator.view and storage_uses(item) > ALIASED:
                     break  # by another tensor that torch made without a call, as `x.data`
             else:
-                continue
+                if results:
+                    _count(noted, references, -1)
+                    continue
+            _count(noted, references, -1)
             left.append(RawCall._make(noted))
             read.update(map(id, tensors_of(args)))
         return left
+
+
+def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:
+    """Of tensors that calls which wait have written to: how often these calls refer to them, by identity."""
+    calls = [one for one in pending if not isinstance(one, Later)]
+    found = {id(one[3][0]): 0 for one in calls if one[0].mutable and one[3]}
+    for one in calls if found else ():
+        _count(one, found, 1)
+    return found
+
+
+def _count(call: Raw, references: dict[int, int], more: int) -> None:
+    if references:
+        for item in (*tensors_of(call[1]), *call[3]):
+            if id(item) in references:
+                references[id(item)] += more
 
 
 def _weight_of(tensor: Tensor) -> int:

@@ -15,7 +15,8 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -25,8 +26,9 @@ from torch import Tensor
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
-from nanscope.capture.doubts import ANSWER, Doubts, Sliced, is_doubtful
+from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
 from nanscope.capture.entries import (
+    ANSWER,
     PLAIN,
     Handle,
     Noted,
@@ -46,23 +48,24 @@ from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.notes import Notes, RawCall, Seen
+from nanscope.capture.notes import Later, Mark, Notes, Raw, RawCall, Seen
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
-from nanscope.capture.values import Values, key_of
+from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Arg, Leaf, Ref, Site
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import first_nonfinite, tensor_bytes
-from nanscope.program.ops import DATA_FACTORIES, GRADIENT_NORMS, SILENT, UNWRITTEN_FACTORIES
+from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES
 from nanscope.program.program import Program
 from nanscope.roles import Role
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     base_of,
     has_schema,
+    sequence_number,
 )
 
 Answer = TypeVar("Answer")
@@ -137,12 +140,15 @@ class Tape:
         return operator
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Write down a call that was made and has written to nothing: as it came, if it can wait to be understood."""
+        """Write down a call that was made and has written to no single tensor: as it came, if it can wait to be understood."""
         if not self.notes.add(operator, args, kwargs, result):
             noting = self.before(operator, args, kwargs)
             if noting is not None:
                 self.after(noting, args, result)
-        elif self.notes.are_many:
+            return
+        if operator.norm and not torch.is_grad_enabled():
+            self._noted_norm(self.notes.last())
+        if self.notes.are_many:
             self._understand()
 
     def _settle(self) -> None:
@@ -160,8 +166,13 @@ class Tape:
             try:
                 notes = self.notes.take()
                 while notes:
-                    log.noted = note = notes.pop()
+                    note = notes.pop()
                     log.read.clear()
+                    if isinstance(note, Later):
+                        log.noted = None
+                        note.act()
+                        continue
+                    log.noted = note
                     self._write_down(note)
                     if self._known.length > self._due:
                         self.collect()
@@ -170,6 +181,7 @@ class Tape:
                 raise
             finally:
                 self._understands, log.noted, log.read[:] = False, None, read
+                self._known.just_made.clear()
 
     def _write_down(self, note: RawCall) -> None:
         seen = iter(note.seen)
@@ -178,14 +190,25 @@ class Tape:
         except Unseen:
             self._forget_results(note.results, note.operator.name)
             return
-        if all(item.data_ptr() == made[1] for item, made in zip(note.results, note.made, strict=True)):
+        if note.operator.mutable and not note.results:
+            self._after_write(note.operator, noted, None, note.args, None)
+            return
+        if note.operator.mutable:
+            target = self._known.by_id[self._log.read[0]]
+            self._writes.before(target, note.args[0], note.operator.turns)
+            self._after_write(note.operator, noted, target, note.args, note.results[0])
+            return
+        if not note.seen or all(item.data_ptr() == where for item, (_, where, *_) in zip(note.results, note.made, strict=True)):
             self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
 
     def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
         """What an argument was when the call was made."""
         if isinstance(arg, Tensor):
             version, address, shape, wanted = next(seen)
-            if arg.data_ptr() == address and arg.shape == shape:
+            made = self._known.just_made.get(id(arg))
+            if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
+                value = made
+            elif arg.data_ptr() == address and arg.shape == shape:
                 history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
                 value = self._known.find(arg, history, version) or self._leaf(arg, (history, version))
             else:  # it is other memory by now, or another part of it
@@ -216,6 +239,11 @@ class Tape:
         return self._doubts
 
     @property
+    def in_doubt(self) -> bool:
+        """Is there such a doubt? No call that waits to be understood can raise one."""
+        return self._doubts.is_open
+
+    @property
     def differentiated(self) -> Differentiated:
         """The passes in which the trainer's code took gradients itself."""
         self._settle()
@@ -225,10 +253,12 @@ class Tape:
         """Note what a call is about to read; None if it is not one to be written down."""
         if operator.name == ANSWER:
             return operator, None, None
-        if operator.name in SILENT:
+        if operator.silent:
             return None
         with self._lock:
-            self._settle()
+            if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
+                self._settle()  # what makes no value, and of nothing, has no place among the others
+                self.notes.begin_stretch()
             try:
                 if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
                     return operator, ((), ()), value
@@ -256,8 +286,10 @@ class Tape:
 
     def _after(self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if operator.name == ANSWER:
-            self._settle()
-            self._answered(args[0], result)
+            if not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
+                self._settle()
+                self.notes.begin_stretch()
+                self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
             self._known.unfind(tensors_of((args, result)))
             self.agreed.collective(operator, args, bool(self.norms))
@@ -265,9 +297,9 @@ class Tape:
             if not self._jagged.after(operator, args, self._keywords, result):
                 counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index
                 self._forget_results(result, "" if counts else operator.name)
-            if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
+            if operator.norm and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
-                self._after_norm(part for _, part in parts)
+                self._after_norm([part for _, part in parts], self.callers.caller())
                 for item, part in parts:
                     self.agreed.norm(item, part)
         elif operator.mutable:
@@ -330,35 +362,37 @@ class Tape:
 
     def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
         results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
-        if not (isinstance(result, Tensor) or any(isinstance(item, Tensor) for item in results)):
+        if not (isinstance(result, Tensor) or any(isinstance(item, (Tensor, Fleeting)) for item in results)):
             return
         odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
         if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
             self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)
-        if operator.name in GRADIENT_NORMS and not torch.is_grad_enabled():
+        if operator.norm and self._log.noted is None and not torch.is_grad_enabled():
             results = list(tensors_of(result))
-            self._after_norm(results)
-            self._measure(noted, results)
+            self._after_norm(results, self.callers.caller())
+            of, *rest = noted[0]
+            operands = [self._known.by_id[arg.id] for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
+            self._measure([(one.key[0], math.prod(one.shape), one.version) for one in operands], rest, results)
 
-    def _after_norm(self, results: Iterable[Tensor]) -> None:
+    def _noted_norm(self, note: RawCall) -> None:
+        self._after_norm(note.results, note.place)
+        self._measure([(address, shape.numel(), version) for version, address, shape, _ in note.seen], note.args[1:], note.results)
+
+    def _after_norm(self, results: Iterable[Tensor], place: Place) -> None:
         self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
-        self._norm_place = self.callers.caller()
+        self._norm_place = place
 
-    def _measure(self, noted: Noted, results: Sequence[Tensor]) -> None:
-        of, *rest = noted[0]
-        operands = [arg for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
+    def _measure(self, operands: Sequence[tuple[int, int, int | None]], rest: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Remember the norm of each of some tensors. operands: address, size, version. rest: other arguments."""
         if len(self.measured) > MEASURED:
             self.measured.clear()  # no backward pass is seen here
             self.measured_at.clear()
         if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
-            for operand, norm in zip(operands, results, strict=True):
-                if type(norm) is Tensor and norm.numel() == 1:
-                    value = self._known.by_id[operand.id]
-                    place = value.key[0], math.prod(value.shape)
-                    if place not in self.measured:
-                        self.measured[place], self.measured_at[place] = norm, value.version
+            for (address, size, version), norm in zip(operands, results, strict=True):
+                if type(norm) is Tensor and norm.numel() == 1 and (address, size) not in self.measured:
+                    self.measured[address, size], self.measured_at[address, size] = norm, version
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
         """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
@@ -685,24 +719,114 @@ class Tape:
 
     def _forget(self, everything: bool, over: Collection[int] | None, roots: Collection[int]) -> set[Address]:
         if everything:
-            self.notes.take()  # nobody will ask for that any more
+            self.notes.forget()  # nobody will ask for that any more
+        self._pass_by()
+        return self._forget_values(over, roots, everything, sequence_number())
+
+    def _pass_by(self) -> None:
+        """A backward pass is over: what was seen beside the calls before it belongs to that."""
         self.callers.forget()
-        read = self._log.forget(self.tags.values(), over)
         self._differentiated.forget()
-        if everything:
-            self._log.clear()
-        self._went_through(over=True, waiting=bool(read))
         self.broken = ""
+        self._forget_norms()
+        self._opaque = {}
+        self.agreed.forget()
+        self.notes.begin_stretch()
+
+    def _forget_norms(self) -> None:
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
-        self._doubts.settle(over is not None and not everything, roots)
-        self._opaque = {}
-        self.agreed.forget()
+
+    def _forget_values(self, over: Collection[int] | None, roots: Collection[int], everything: bool, number: int) -> set[Address]:
+        read = self._log.forget(self.tags.values(), over)
+        if everything:
+            self._log.clear()
+        self._went_through(over=True, waiting=bool(read))
+        self._doubts.settle(over is not None and not everything, roots, number)
         if len(self.entries) > self._lasting:
             self.collect()  # between two large tensors, small ones that nobody needs keep the allocator from using their memory again
             self._lasting = 4 * PATIENCE + 2 * len(self.entries)
         return {value.key[:4] for i in read if (value := self.values.get(i)) is not None and value.leaf is not None}
+
+    def stretch(self) -> list[Raw] | None:
+        """Return the calls since the last backward pass, if all of them wait to be understood, and nothing else is known of them."""
+        quiet = not (self.broken or self.tags or self.numbers or self.in_doubt or self.callers.scaler or self.callers.taken)
+        return self.notes.stretch() if quiet and not self._differentiated.any else None
+
+    def is_outer(self, tensor: Tensor) -> bool:
+        """Does a tensor come from outside, as far as calls tell that do not wait any more? Understands nothing."""
+        if not is_plain(tensor) or self.notes.maker(tensor) is not None:
+            return False
+        known = self._known.find(tensor)
+        return known is None or known.leaf is not None
+
+    @contextlib.contextmanager
+    def as_read(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Take tensors for what they were when they were read, although they were written to since: they were that when it was needed."""
+        known = [(value, tensor) for tensor in tensors if (value := self._known.at(tensor)) is not None and value.tensor is tensor]
+        versions = [value.version for value, _ in known]
+        for value, tensor in known:
+            value.version = version_of(tensor)
+        try:
+            yield
+        finally:
+            for (value, _), version in zip(known, versions, strict=True):
+                value.version = version
+
+    def settle(self) -> None:
+        """Have all calls so far written down."""
+        self._settle()
+
+    def later(self, act: Callable[[], None], holds: Sequence[Tensor]) -> None:
+        """Have something done once all calls so far are written down. holds: tensors that it asks about."""
+        self.notes.later(Later(act, lambda: None, holds))
+
+    def has_passed(self, over: Callable[[], Collection[int] | None]) -> None:
+        """A backward pass is over whose loss was not written down, and may be later, by whoever asks for it. over: the values that it has
+        differentiated then, as in `forget`."""
+        self._pass_by()
+        number = sequence_number()
+        self.notes.later(Later(lambda: self._forget_late(over(), number), lambda: self._doubts.settle(True, (), number)))
+
+    def _forget_late(self, over: Collection[int] | None, number: int) -> None:
+        self._forget_values(over, (), False, number)
+
+    def mark(self) -> Mark:
+        """Return how many calls there were so far, for whoever asks later."""
+        if not self.notes.pending:
+            return Mark(self._log.count)
+        mark = Mark(None, self._settle)
+        count = partial(self._resolve, mark)
+        self.notes.later(Later(count, count))
+        return mark
+
+    def _resolve(self, mark: Mark) -> None:
+        mark.number = self._log.count
+
+    def close(self, done: Set[int]) -> None:
+        """A step is over in which nothing was wrong: forget what was recorded in it that nobody has asked for, and may come back for.
+
+        done: what it has differentiated that was not written down, by identity.
+        """
+        with self._lock:
+            if self._understands or not self.notes.pending:
+                return
+            self._forget_norms()
+            left = self.notes.close(done)
+            if left.calls:
+                self.notes.pending[:0] = [tuple(call) for call in left.calls]
+                self._understand()
+            for known in [self._known.find(tensor) for tensor in left.over] if left.calls else ():
+                if known is not None:  # what is left of the step has read it, and must not keep its graph
+                    self._known.drop(known.id)
+            if self._known.by_storage:
+                self._known.unfind(iter(left.written))
+            if self._known.length > self._over:  # some did not wait
+                self._forget_values((), (), False, sequence_number())
+            for one in left.later:
+                one.void()
+            self.notes.begin_stretch()
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""

@@ -163,12 +163,12 @@ class Threads:
 
         roots: what is differentiated; another thread may have recorded it.
         """
-        for other in self._others(strand) if not _knows(strand, roots) else ():
-            if _knows(other, roots):
-                strand.by = strand = other
-                break
+        others = self._others(strand)
+        if others and not _knows(strand, roots):
+            strand.by = strand = next((other for other in others if _knows(other, roots)), strand)
+            others = self._others(strand)
         eyes = strand.eyes
-        for other in self._others(strand):
+        for other in others:
             if eyes is not None and other.eyes is not None and eyes.observer.goes_on_from(other.eyes.observer):
                 self._pass_on(strand, other, eyes.observer.begin_beside if other.inside else eyes.observer.take_over)
 

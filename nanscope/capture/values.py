@@ -9,13 +9,26 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
-from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of, next_version
+from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of
 from nanscope.capture.modules import version_of
 from nanscope.program.local import is_plain, memory_of, refuses
 from nanscope.torch_inside import base_of, uses
 
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
+
 CONJUGATE = -1  # stands behind the strides of what is to be read as its conjugate
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
+
+
+class Fleeting:
+    """What a call has made of no tensor, and nobody here holds: torch hands out a copy if somebody does. identity: of the tensor, as long
+    as that is there."""
+
+    __slots__ = ("bytes", "handle", "identity", "key", "storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.identity, self.key, self.handle = id(tensor), key_of(tensor, PLAIN), Handle(tensor)
+        self.storage, self.bytes = memory_of(tensor), tensor.nbytes
 
 
 class Values:
@@ -38,6 +51,7 @@ class Values:
         self.away: set[int] = set()
         self.evict: Callable[[int, int], bool] = lambda value, size: False
         self.comes_again: Callable[[Value], bool] = lambda value: True
+        self.just_made: dict[int, Value] = {}  # by identity: it may lie otherwise by now, or somewhere else
         self.gradients: Callable[[], Iterable[Tensor]] = tuple  # of the models that are trained
         self._largest = account.budget // 8
         self._wide = self._largest if wide is None else wide
@@ -77,6 +91,10 @@ class Values:
             elif not self.comes_again(value):
                 return None  # as a leaf it is worth more room
         return value
+
+    def at(self, tensor: Tensor) -> Value | None:
+        """Return what was known of a tensor before it was written to, if it was."""
+        return self.by_id.get(self.by_key.get(key_of(tensor, history_of(tensor)), -1)) if is_plain(tensor) else None
 
     def hold(self, value: Value, tensor: Tensor) -> bool:
         """Keep a tensor by reference, if the memory that it is a part of is within the budget; what is oldest makes room."""
@@ -177,22 +195,40 @@ class Values:
         places = {value.key[0] for value in values}
         return any(grad.data_ptr() in places for grad in self.gradients() if is_plain(grad))
 
-    def register(self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int) -> Value:
+    def register(
+        self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int, place: Place | None = None
+    ) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
 
         made: number of the call. diff: it has a gradient. view: is it one to autograd? None if it was written in place. read: by the call.
-        writes: how often it had been written to when the call came back.
+        writes: how often it had been written to when the call was over. place: where it lay then, and how, if it may lie otherwise by now.
         """
         pointer = memory_of(tensor)
         history, version = self._will_be(tensor, pointer, diff, view, read, writes)
         self.made_by[self.length] = made
         # torch hands out a copy of what a factory made if somebody else holds it, and a mode of the trainer's would see that being made
-        return self._number(tensor, history, version, pointer, hold=bool(read))
+        key = key_of(tensor, history)
+        if place is not None and key[1:3] != place[1:]:
+            key = (*place, key[3], history)
+        value = self._number(tensor, key, version, pointer, hold=bool(read))
+        if place is not None:
+            self.just_made[id(tensor)] = value
+        return value
+
+    def register_fleeting(self, made_of_nothing: Fleeting, made: int, version: int) -> Value:
+        """Number what a call has made of no tensor. made: number of the call. version: how often it had been written to then."""
+        one, key = made_of_nothing, made_of_nothing.key
+        self.made_by[self.length] = made
+        value = Value(self.length, key, None, one.bytes, version, one.storage, False, key[1], key[3], guard=one.handle)
+        self._add(value)
+        if not one.handle.gone():
+            self.just_made[one.identity] = value
+        return value
 
     def leaf(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
         """Number a tensor that comes from outside. was: its history and its version, if these may be others by now."""
         history, version = was or (history_of(tensor), version_of(tensor))
-        value = self._number(tensor, history, version, memory_of(tensor))
+        value = self._number(tensor, key_of(tensor, history), version, memory_of(tensor))
         self.nameless.add(value.id)
         base = base_of(tensor)
         if base is not None and value.history == id(tensor):
@@ -200,25 +236,27 @@ class Values:
             self._owners.setdefault(id(base), id(base) if base.requires_grad else value.history)
         return value
 
-    def _number(self, tensor: Tensor, history: int, version: int | None, pointer: int, hold: bool = True) -> Value:
-        key = key_of(tensor, history)
-        value = Value(self.length, key, None, tensor.numel() * key[3].itemsize, version, pointer, history != PLAIN, key[1], key[3])
-        self.length += 1
+    def _number(self, tensor: Tensor, key: Key, version: int | None, pointer: int, hold: bool = True) -> Value:
+        value = Value(self.length, key, None, tensor.numel() * key[3].itemsize, version, pointer, key[4] != PLAIN, key[1], key[3])
         if not (hold and self.hold(value, tensor)):
             value.guard = Handle(tensor)
             if hold and value.id in self.made_by:
                 self.away.add(value.id)
-        self.by_id[value.id] = value
-        self.by_key[key] = value.id
-        self.by_storage.setdefault(pointer, []).append(value.id)
+        self._add(value)
         return value
+
+    def _add(self, value: Value) -> None:
+        self.length = value.id + 1
+        self.by_id[value.id] = value
+        self.by_key[value.key] = value.id
+        self.by_storage.setdefault(value.storage, []).append(value.id)
 
     def _will_be(self, item: Tensor, pointer: int, diff: bool, view: bool | None, read: list[int], writes: int) -> tuple[int, int | None]:
         """Return the history and the version that a result will have."""
         diff = diff and (item.is_floating_point() or item.is_complex())
         if view is None:
             whole = base_of(item)
-            return (id(item if whole is None else whole) if diff else PLAIN), next_version(item)
+            return (id(item if whole is None else whole) if diff else PLAIN), writes
         for value_id in read:
             base = self.by_id.get(value_id)
             # it counts its writes with its base, and so does a view of no element, which lies nowhere
@@ -258,10 +296,7 @@ class Values:
         """Number what a value has become in its memory by a write to another one; its tensor is held when it is next seen."""
         key: Key = (*like.key[:4], history)
         value = Value(self.length, key, None, 0, version, like.storage, history != PLAIN, like.shape, like.dtype, guard=like.guard)
-        self.length += 1
-        self.by_id[value.id] = value
-        self.by_key[key] = value.id
-        self.by_storage.setdefault(like.storage, []).append(value.id)
+        self._add(value)
         return value
 
     def unfind(self, tensors: Iterator[Tensor]) -> None:

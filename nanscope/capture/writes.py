@@ -44,7 +44,7 @@ class Writes:
             content, intact = value.tensor, is_intact(value)
             if value.leaf is not None or value.id != target.id:
                 self._values.release(value, guarded=True)
-            if value.leaf is not None and intact and (value.bytes <= REMEMBERED or torch.is_grad_enabled()):
+            if value.leaf is not None and intact and (value.bytes <= REMEMBERED or self._log.grad()):
                 self._values.keep_copy(value, functools.partial(copy_of, value, content))
 
     def after(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> bool:
@@ -64,7 +64,7 @@ class Writes:
         if overload is None or overlaps(target) or self._reads_what_it_writes(known, noted, target):
             return False
         # A constant that is written into a part of a tensor does not end the gradient of the rest.
-        diff = self._log.flows(self._log.read) or (target.diff and torch.is_grad_enabled())
+        diff = self._log.flows(self._log.read) or (target.diff and self._log.grad())
         (written,) = self._log.append(overload, noted, [tensor], diff, None)
         assert written is not None  # the result is the tensor
         if tensor.dtype is not _promoted(noted, self._by_id):
@@ -76,7 +76,8 @@ class Writes:
 
     def after_turn(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> None:
         """Note that a tensor lies otherwise now. No element was written, but whoever shares the memory counts a write."""
-        now, after = version_of(tensor), next_version(tensor)
+        after = next_version(tensor) if self._log.noted is None else self._log.noted.made[0][0]
+        now = after - 1
         for value in self._values.relatives(target.storage):
             if value.tensor is tensor:
                 self._values.release(value)
@@ -187,7 +188,7 @@ class Writes:
     def _add(self, op: str, args: tuple[Arg, ...], value: Value) -> None:
         last = self._log.entries[self._log.count - 1]
         self._values.made_by[value.id] = self._log.count
-        entry = replace(last, op=op, args=args, kwargs=(), outs=(value.id,), grad=torch.is_grad_enabled())
+        entry = replace(last, op=op, args=args, kwargs=(), outs=(value.id,), grad=self._log.grad())
         self._log.number(entry, not value.diff)
 
 

@@ -27,8 +27,10 @@ class Beforehand:
 
     def look(self, recording: Recording) -> None:
         """A backward pass has ended in which nothing was seen to be wrong."""
+        if not self._wanted or len(self._known) >= LOSSES:
+            return
         program = recording.program
-        if not self._wanted or program is None or not program.calls or len(self._known) >= LOSSES or _line(program) in self._known:
+        if program is None or not program.calls or _line(program) in self._known:
             return
         self._known.add(_line(program))  # whatever becomes of it: what failed once fails again
         snapshot = self._keeper.healthy(recording) if rank_and_world()[0] == 0 else None

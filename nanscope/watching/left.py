@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from nanscope.capture.notes import NONE, Mark
 from nanscope.program.local import is_plain, local
 from nanscope.torch_inside import nonzeros, writes_counted
 from nanscope.watching.recording import Recording
@@ -66,15 +67,14 @@ class Leavings:
 
     def __init__(self) -> None:
         self._left: list[Left] = []
-        self.calls = 0  # that the tape had seen then
+        self.calls = NONE  # that the tape had seen then
         self._few: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
-    def take(self, recording: Recording, calls: int = 0) -> None:
+    def take(self, recording: Recording, calls: Mark = NONE) -> None:
         """A backward pass has ended. calls: that the tape has seen."""
         self.calls = calls
         modules = {id(model): model for call in recording.calls for model in call.models}
-        own = recording.tensors.values() if recording.program is not None else ()
-        leaves = [tensor for tensor in own if tensor.requires_grad and tensor.is_leaf]
+        leaves = [tensor for tensor in recording.leaves if tensor.requires_grad and tensor.is_leaf]
         weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)][:FEW]
         looked_at: list[Tensor] = [*weights, *(parameter for module in modules.values() for parameter in self._few_of(module))]
         looked_at = looked_at or leaves[:FEW]  # beside weights, an input that wants a gradient keeps it until it is gone

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nanscope.capture.gauge import Beside, Gauge, topmost
+from nanscope.capture.gauge import Beside, Dials, Gauge, read_gauge, topmost
 from nanscope.capture.reading import Extremes, Spot
 from nanscope.capture.tape import Tape
 from nanscope.errors import NanscopeError, ProgramError
@@ -24,6 +24,7 @@ from nanscope.snapshot.step import Snapshot
 from nanscope.snapshot.trend import Approach, Point, approach
 from nanscope.verdict.forecast import Forecast, Runaway, best_fix, foresee, harm_of
 from nanscope.watching.course import Course
+from nanscope.watching.cruise import Recognised
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
@@ -39,17 +40,24 @@ class Outlook:
     def __init__(self, tape: Tape, keeper: Keeper, examiner: Examiner, logbook: Logbook) -> None:
         self._tape, self._keeper, self._examiner, self._logbook = tape, keeper, examiner, logbook
         self._gauge = Gauge()
+        self.dials: Dials | None = None  # of the last program that was read
 
     @property
     def _course(self) -> Course:
         return self._keeper.course
 
-    def read(self, recording: Recording) -> None:
-        """A backward pass begins: compute what there is to read, and take it where that waits for nothing."""
-        recording.beside = self._tape.beside
-        if recording.program is None:
+    def read(self, recording: Recording, found: Recognised | None) -> None:
+        """A backward pass begins: compute what there is to read, and take it where that waits for nothing. found: where to read it, where
+        its loss is not written down."""
+        recording.beside, self.dials = self._tape.beside, None
+        beside = Beside(recording.beside, lambda: correction_of(recording))
+        if recording.unwritten is not None and found is not None:
+            gauged = read_gauge(found.known.dials, found.values, beside)
+        elif recording.program is not None:
+            gauged = self._gauge.read(recording.program, self._tape.tensor, beside)
+            self.dials = self._gauge.dials
+        else:
             return
-        gauged = self._gauge.read(recording.program, self._tape.tensor, Beside(recording.beside, lambda: correction_of(recording)))
         if gauged.numbers is not None and recording.waits and gauged.numbers.device == recording.loss.device:
             recording.gauged = gauged
         elif gauged.numbers is not None and gauged.numbers.is_cpu:

@@ -42,7 +42,7 @@ class PassedOver:
         programs: of what is differentiated now. step: the running one. refused: an exception ends the block, and what was tested last, and
         was bad, is why, be it a loss or what one was to be made of.
         """
-        doubts = self._tape.doubts.take()
+        doubts = self._tape.doubts.take() if self._tape.in_doubt else []
         if not doubts:
             return []
         used = {value for program in programs for value in read_by(program)}

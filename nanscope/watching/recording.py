@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -54,6 +55,19 @@ class Behind:
 
 
 HIDDEN = -1  # stands among the leaves for what a kernel was given of the model
+WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "behind", "made_within", "numbers", "opaque"})
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """A loss that is not written down so far. root: what is differentiated. leaves: what its program reads; edges: those that have a
+    gradient. made: what its program makes, by identity. ask: has it written down."""
+
+    root: Tensor
+    leaves: tuple[Tensor, ...]
+    edges: tuple[Tensor, ...]
+    made: frozenset[int]
+    ask: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -74,7 +88,7 @@ class Recording:
     numbers: what made those that went to the host before it and were not finite. opaque: what is known of the calls that opaque leaves came
     out of. tape: until backward has ended. beside: tensors of the batch that stood beside the loss, by role. gauged: what the gauge
     computed of it; reading: what that says, once it is on the host. mends: who says what goes on in the place of a bad gradient, None where
-    nobody is to.
+    nobody is to. unwritten: its loss is not written down so far; whoever reads what tells of it has that done.
     """
 
     program: Program | None
@@ -110,6 +124,69 @@ class Recording:
     beside: dict[Role, Tensor] = field(default_factory=dict)
     gauged: Gauged | None = None
     reading: Reading | None = None
+    unwritten: Unwritten | None = None
+    _leaves: dict[int, int] = field(default_factory=dict)  # number of an edge that was watched before it was written down → leaf
+
+    @staticmethod
+    def recognised(loss: Tensor, calls: list[ModuleCall], unwritten: Unwritten, **known: Any) -> Recording:
+        """Return one whose loss is not written down: it will be when somebody asks. known: its other fields."""
+        recording = Recording(None, {}, loss, calls, None, **known)
+        recording.unwritten = unwritten
+        for name in WRITTEN_DOWN:
+            delattr(recording, name)
+        return recording
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in WRITTEN_DOWN:
+                raise AttributeError(name)
+            self._write_down_now()
+            return getattr(self, name)
+
+    def _write_down_now(self) -> None:
+        if self.unwritten is not None:
+            self.unwritten.ask()
+        if self.unwritten is not None:
+            self._fill(None, {}, {})  # what was noted of it is gone
+
+    def write_down(self, tape: Tape, failsafe: Failsafe) -> None:
+        """All that was called before it is known now: take its program, and what lies between its models."""
+        unwritten = self.unwritten
+        if unwritten is None:
+            return
+        self._fill(None, {}, {})
+        with tape.as_read(unwritten.leaves):
+            with contextlib.suppress(LookupError):
+                program, tensors = tape.program(tape.value_of(unwritten.root))
+                self._fill(program, tensors, tape.places(tensors))
+            mine, self.tape = self.tape, tape
+            failsafe("glue", self.look_between, tape)
+            self.tape, self.numbers = mine, ()
+        if self.holding is not None:
+            self.holding.add(*self.tensors.values(), needed=True)
+            self._hold_between()
+        leaves = {id(tensor): leaf for leaf, tensor in self.tensors.items()}
+        edges = enumerate(unwritten.edges)
+        self._leaves = {HIDDEN - 1 - n: leaves[id(tensor)] for n, tensor in edges if id(tensor) in leaves}
+        self.grads = {self._leaves.get(number, number): grad for number, grad in self.grads.items()}
+
+    def _fill(self, program: Program | None, tensors: dict[int, Tensor], places: dict[int, Address]) -> None:
+        self.unwritten = None
+        self.program, self.tensors, self.places = program, tensors, places
+        self.others, self.glue, self.behind, self.made_within, self.numbers, self.opaque = {}, (), {}, {}, (), {}
+
+    def is_plain(self) -> bool:
+        """Is there nothing about it but a loss, its program, and the models that it comes from?"""
+        more = (self.glue, self.others, self.behind, self.made_within, self.numbers, self.opaque, self.taken, self.given, self.seeds)
+        return not any(more) and self.aside[0] is None and self.within is None and self.scale is None and self.loss.numel() == 1
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What its program reads, where there is one; to ask has nothing written down."""
+        if self.unwritten is not None:
+            return list(self.unwritten.leaves)
+        return list(self.tensors.values()) if self.program is not None else []
 
     def look_between(self, tape: Tape) -> None:
         """Take from the tape what lies between the models, and note the hooks on the tensors of the loss."""
@@ -182,26 +259,36 @@ class Recording:
         known = parts is not None and is_known(self.loss, parts)
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
-        self.holding.add(self.loss, *self.tensors.values(), *self.aside[1].values(), *self.seeds, *taken, needed=True)
-        self.beside = {role: tensor for role, tensor in self.beside.items() if self.holding.add(tensor)}
-        self.glue = tuple(glue for glue in self.glue if self.holding.add(*glue.tensors.values()))
-        self.behind = {leaf: part for leaf, part in self.behind.items() if self.holding.add(*part[1].values())}
-        held = self.opaque.items()
-        self.opaque = {leaf: one for leaf, one in held if self.holding.add(*(t for glue in one.given for t in glue.tensors.values()))}
-        self.made_within = {place: one for place, one in self.made_within.items() if self.holding.add(*one.tensors.values())}
+        self.holding.add(self.loss, *self.leaves, *self.aside[1].values(), *self.seeds, *taken, needed=True)
+        self.beside = {role: tensor for role, tensor in self.beside.items() if self._holds(tensor)}
+        if self.unwritten is None:
+            self._hold_between()
         self.flags += [is_finite(self.loss), *map(is_finite, self.seeds)]
         if parts is not None:
             failsafe("within", self._look_within, parts, known)
         if compiles_backward():
             return  # what comes out of it is looked at when the optimizer steps
         failsafe("kernel", self._watch_kernel, failsafe, limit)
-        for leaf in self.program.leaves if self.program is not None else ():
-            tensor = self.tensors[leaf.id]
-            if leaf.diff and tensor.requires_grad:
-                self._watch_leaf(tensor, leaf.id, failsafe, limit)
-                node = tensor.grad_fn
-                if node is not None and custom.is_custom(node):
-                    self._watch_custom(node, leaf.id, failsafe, limit)
+        for leaf, tensor in self._edges():
+            self._watch_leaf(tensor, leaf, failsafe, limit)
+            node = tensor.grad_fn
+            if node is not None and custom.is_custom(node):
+                self._watch_custom(node, leaf, failsafe, limit)
+
+    def _edges(self) -> list[tuple[int, Tensor]]:
+        """The leaves that have a gradient; of what is not written down they have numbers of their own."""
+        if self.unwritten is not None:
+            return [(HIDDEN - 1 - n, tensor) for n, tensor in enumerate(self.unwritten.edges)]
+        leaves = self.program.leaves if self.program is not None else ()
+        return [(leaf.id, self.tensors[leaf.id]) for leaf in leaves if leaf.diff and self.tensors[leaf.id].requires_grad]
+
+    def _hold_between(self) -> None:
+        """Take on account what lies between the models; what has no room is let go of."""
+        self.glue = tuple(glue for glue in self.glue if self._holds(*glue.tensors.values()))
+        self.behind = {leaf: part for leaf, part in self.behind.items() if self._holds(*part[1].values())}
+        held = self.opaque.items()
+        self.opaque = {leaf: one for leaf, one in held if self._holds(*(t for glue in one.given for t in glue.tensors.values()))}
+        self.made_within = {place: one for place, one in self.made_within.items() if self._holds(*one.tensors.values())}
 
     def _look_within(self, parts: Parts, known: bool) -> None:
         spans = parts.take()
@@ -223,7 +310,8 @@ class Recording:
     def inputs(self) -> list[Tensor]:
         """Return what the pass differentiates for and is no weight, as it is for an attack on a model, or a penalty."""
         given = [tensor for call in self.calls for tensor in tensors_in([call.args, call.kwargs])]
-        read = (*self.tensors.values(), *given, *(tensor for glue in self.glue for tensor in glue.tensors.values()))
+        between = [tensor for glue in self.glue for tensor in glue.tensors.values()] if self.unwritten is None else []
+        read = (*self.leaves, *given, *between)
         return [one for one in read if is_plain(one) and one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)]
 
     def been_through(self) -> tuple[set[Address], list[int]]:
@@ -256,7 +344,7 @@ class Recording:
 
     def is_whole(self) -> bool:
         """Is all that the program reads still there? A sharded model lets go of the memory of its weights when backward is over."""
-        return all(local(tensor) is not None for tensor in self.tensors.values())
+        return all(local(tensor) is not None for tensor in self.leaves)
 
     def forget_program(self) -> None:
         """What it reads is gone."""
@@ -274,7 +362,9 @@ class Recording:
                 self.flags.append(is_finite(grad))
                 part = local(grad)
                 if part is not None and part.numel() * part.element_size() <= limit and self._holds(part):
-                    self.grads[leaf] = part.detach()  # a tensor that is held is not taken over by the parameter, but copied
+                    self.grads[self._leaves.get(leaf, leaf)] = (
+                        part.detach()
+                    )  # a tensor that is held is not taken over by the parameter, but copied
 
         told = failsafe.door("gradient-hook", look)
 
@@ -304,7 +394,7 @@ class Recording:
         on_cpu = all(flag.is_cpu for flag in flags)
         if on_cpu and all(bool(flag) for flag in flags):
             return
-        found = custom.seen(node, returned, received, leaf, 0 if self.tape is None else self.tape.length)
+        found = custom.seen(node, returned, received, self._leaves.get(leaf, leaf), 0 if self.tape is None else self.tape.length)
         if (on_cpu or found.bytes() <= limit) and self._holds(*found.saved, *found.received, *found.returned):
             self.backwards.append(found)
             saved = [tensor for tensor in found.saved if tensor is not None]  # asked for earlier, a checkpoint would compute it again

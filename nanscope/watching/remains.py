@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch, version_of
+from nanscope.capture.notes import NONE, Mark
 from nanscope.capture.tape import Tape
 from nanscope.locate.observe import observe_made
 from nanscope.program.calls import Site
@@ -49,9 +50,9 @@ class Remains:
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
         self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
-        self._fine: list[tuple[int, int, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
+        self._fine: list[tuple[int, Mark, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
-        self._buffers_fine: tuple[int | None, int] = (None, 0)  # as `_fine`, of all buffers
+        self._buffers_fine: tuple[int | None, Mark] = (None, NONE)  # as `_fine`, of all buffers
         self._met: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # buffer → was it finite when its model was called first?
         self._met_at: dict[int, int] = {}  # and calls until then
         modules.spoilt, modules.meets = self.spoilt, self.meet
@@ -102,7 +103,7 @@ class Remains:
         self._known |= other._known
         self._owners = list({(id(owner()), name): (owner, name, path) for owner, name, path in (*self._owners, *other._owners)}.values())
         self._first = {**self._first, **other._first}
-        self._fine = [(step, 0, weights) for step, _, weights in other._fine if all(weights != known for *_, known in self._fine)] + [
+        self._fine = [(step, NONE, weights) for step, _, weights in other._fine if all(weights != known for *_, known in self._fine)] + [
             (max([step, *(found for found, _, known in other._fine if known == weights)]), calls, weights)
             for step, calls, weights in self._fine
         ]
@@ -115,7 +116,7 @@ class Remains:
         """After the update of a step these were finite."""
         these = frozenset(map(id, weights))
         others = [known for known in self._fine if these.isdisjoint(known[2])]
-        self._fine = [*others[-MOST:], (step, self._tape.log.count, these)]
+        self._fine = [*others[-MOST:], (step, self._tape.mark(), these)]
         self._writers = {weight: site for weight, site in self._writers.items() if weight not in these}
 
     def updated(self) -> list[Tensor]:
@@ -135,9 +136,9 @@ class Remains:
         """The last step after which a weight is known to have been finite, and calls until then."""
         if any(one is weight for one in self.buffers()):
             step, calls = self._buffers_fine
-            return step, max(calls, self._met_at.get(id(weight), 0))
+            return step, max(calls.calls, self._met_at.get(id(weight), 0))
         found = [(step, calls) for step, calls, weights in self._fine if id(weight) in weights]
-        return found[-1] if found and any(one is weight for one in self.updated()) else (None, 0)
+        return (found[-1][0], found[-1][1].calls) if found and any(one is weight for one in self.updated()) else (None, 0)
 
     def told(self, snapshot: Snapshot) -> Snapshot:
         """Return a bad step with what is known of its bad weight from before."""
@@ -179,7 +180,7 @@ class Remains:
 
     def buffers_are_fine(self, step: int) -> None:
         """After the update of a step all of them were finite."""
-        self._buffers_fine = step, self._tape.log.count
+        self._buffers_fine = step, self._tape.mark()
 
     def spoilt(self) -> list[Tensor]:
         """Return those that are not finite any more, and that nobody outside of the models was seen to write to since they were."""

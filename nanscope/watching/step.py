@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
-from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.modules import Address, ModuleCall, ModuleWatch
+from nanscope.capture.pattern import Stretch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
@@ -27,6 +29,7 @@ from nanscope.watching.beforehand import Beforehand
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
+from nanscope.watching.cruise import Cruise, Recognised
 from nanscope.watching.deep import Deep
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
@@ -39,7 +42,7 @@ from nanscope.watching.optimizers import Optimizers, updated_by
 from nanscope.watching.outlook import Outlook
 from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
-from nanscope.watching.recording import Recording
+from nanscope.watching.recording import Recording, Unwritten
 from nanscope.watching.recordings import Recordings
 from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
@@ -82,6 +85,10 @@ class Step(Relay):
         keeper = Keeper(course, examiner, logbook, failsafe, remains.told, late=late, stops=on_nonfinite == "stop")
         super().__init__(tape, modules, optimizers, remains, keeper)
         self._current: Recording | None = None
+        self._root: Tensor | None = None  # of the running pass, where its loss was not written down when it began
+        self._been: set[Address] = set()  # where it lies what that goes through
+        self._cruise = Cruise(tape)
+        self._done: set[int] = set()  # what was differentiated in this step and not written down, by identity
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._again: list[int] = []  # those that it may differentiate again
         self._first = False  # the optimizer that steps has no state yet
@@ -120,8 +127,12 @@ class Step(Relay):
         if self._current is not None:
             self._current.let_go()  # what it came to could not be told
         self._go_on()
+        stretch = self._stretch(roots, seeds, kept)
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
-        sliced = [] if self._tape.broken else [self._sliced(root) for root in roots]
+        found = self._cruise.recognise(stretch, roots)
+        if found is None:
+            self._failsafe("tape", self._tape.settle)
+        sliced = [] if self._tape.broken or found is not None else [self._sliced(root) for root in roots]
         self._failsafe("passed-over", self._keep_passed_over, [program for program, _ in sliced if program is not None])
         calls, frozen = self._modules.finish()
         models = {model for call in calls for model in call.models}
@@ -131,12 +142,53 @@ class Step(Relay):
             self._open()
         self.counts.begin()
         self._course.took.clear()
+        recording = None if found is None else self._recognised(found, calls, frozen)
+        if recording is None:
+            recording = self._recorded(sliced or [self._sliced(root) for root in roots], roots, seeds, kept, calls, frozen)
+        self._current = recording
+        self._failsafe("deep", self._deep.begin, recording)
+        self._recordings.reach(recording)
+        self._failsafe("gauge", self._outlook.read, recording, found)
+        if not self._optimizers.any and recording.program is not None:  # one would look at the gradients of what it updates
+            self._bare.update(parameters_behind(recording.program, recording.tensors))
+        self._failsafe("consumed", self._consumed.before, self._optimizers.without(models))
+        if self._skipping is not None:
+            self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
+        if recording.unwritten is None:
+            self._failsafe("glue", recording.look_between, self._tape)
+        if self._repair is not None:
+            self._repair.watch(recording)
+        recording.watch(self._failsafe, self._tape.account, self._modules.parts)
+        if stretch is not None and found is None:
+            self._failsafe("cruise", self._cruise.learn, stretch, roots[0], recording, self._outlook.dials)
+        if not (recording.waits or all(map(bool, recording.flags))):
+            self._failsafe("remains", self._remains.look_back)
+            if self._consumed.known and not recording.flags[0] and self._repair is None:
+                self._failsafe("loss-hit", self._examine, recording)  # its weights are others when it is over
+
+    def _stretch(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> Stretch | None:
+        """The calls behind a loss, where it may be one that is recognised."""
+        alone = len(roots) == 1 and seeds[0] is None and roots[0].is_cpu and not kept and self._stepping is None
+        if not alone or self._repair is not None or self._modules.parts is not None or not self._optimizers.any:
+            return None
+        return self._cruise.stretch()
+
+    def _recorded(
+        self,
+        sliced: list[tuple[Program | None, dict[int, Tensor]]],
+        roots: list[Tensor],
+        seeds: list[Tensor | None],
+        kept: bool,
+        calls: list[ModuleCall],
+        frozen: list[ModuleCall],
+    ) -> Recording:
+        """A backward pass whose loss is written down. sliced: the program of each root, and its leaves."""
         program, tensors = sliced[0] if len(sliced) == 1 and seeds[0] is None else (None, {})
         given = readable([seed for seed in seeds if seed is not None], "gradients that backward was given", self._logbook.gap)
         self._over, self._again = (known := self._tape.known_as(roots)), []
         if kept:
             self._over, self._again = [], known or []
-        recording = Recording(
+        return Recording(
             program,
             tensors,
             readable(roots[:1], "losses", self._logbook.gap)[0],
@@ -150,34 +202,38 @@ class Step(Relay):
             seeds=tuple(given),
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
-        self._current = recording
-        self._failsafe("deep", self._deep.begin, recording)
-        self._recordings.reach(recording)
-        self._failsafe("gauge", self._outlook.read, recording)
-        if program is not None and not self._optimizers.any:  # one would look at the gradients of what it updates
-            self._bare.update(parameters_behind(program, tensors))
-        self._failsafe("consumed", self._consumed.before, self._optimizers.without(models))
-        if self._skipping is not None:
-            self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
-        self._failsafe("glue", recording.look_between, self._tape)
-        if self._repair is not None:
-            self._repair.watch(recording)
-        recording.watch(self._failsafe, self._tape.account, self._modules.parts)
-        if not (recording.waits or all(map(bool, recording.flags))):
-            self._failsafe("remains", self._remains.look_back)
-            if self._consumed.known and not recording.flags[0] and self._repair is None:
-                self._failsafe("loss-hit", self._examine, recording)  # its weights are others when it is over
+
+    def _recognised(self, found: Recognised, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording | None:
+        """A backward pass whose loss is written down when somebody asks; None if it has to be now."""
+        loss = readable([found.root], "losses", self._logbook.gap)[0]
+        unwritten = Unwritten(found.root, found.leaves, found.edges, found.made, self._tape.settle)
+        glimpses = tuple(self._tape.glimpses.values())
+        recording = Recording.recognised(
+            loss, calls, unwritten, glimpses=glimpses, micro_batch=self.counts.micro_batch, frozen=frozen, tape=self._tape
+        )
+        if (been := found.been_through(recording)) is None:
+            return None
+        self._root, self._been = found.root, been
+        self._modules.came_before(calls)
+        self._tape.later(partial(recording.write_down, self._tape, self._failsafe), [found.root])
+        return recording
 
     def after_backward(self, raised: BaseException | None = None) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step. raised: how it ended, if so."""
         recording, self._current = self._current, None
-        own, between = recording.been_through() if recording is not None and self._over else (set(), [])
-        waiting = self._tape.forget(over=[*self._over, *between] if self._over else self._over, roots=self._again)
-        if recording is None:
-            return
+        if recording is not None and recording.unwritten is not None and raised is None:
+            self._has_passed(recording, recording.unwritten)
+        else:
+            if self._root is not None:
+                self._over, self._again = self._tape.known_as([self._root]), []  # it has been written down amid its pass
+            own, between = recording.been_through() if recording is not None and self._over else (set(), [])
+            waiting = self._tape.forget(over=[*self._over, *between] if self._over else self._over, roots=self._again)
+            if recording is None:
+                return
+            if self._over is not None:
+                self._modules.wait(recording.calls, waiting, own or set(recording.places.values()))
+        self._root = None
         self._tape.made_by_backward(recording.inputs())
-        if self._over is not None:
-            self._modules.wait(recording.calls, waiting, own or set(recording.places.values()))
         self._logbook.differentiated()
         recording.close()
         if not recording.is_whole():
@@ -188,7 +244,7 @@ class Step(Relay):
         self._tape.leave_room()
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.after_backward, self._modules.seen)
-        self._failsafe("gradients-left", self._course.left.take, recording, self._tape.log.count)
+        self._failsafe("gradients-left", self._course.left.take, recording, self._tape.mark())
         if raised is not None:
             self._look_at_raised(recording, raised)
             self._failsafe("step-inside", self._step_inside, False)
@@ -219,6 +275,17 @@ class Step(Relay):
             self._failsafe("check", self._beforehand.look, recording)
         recording.looked = not waits
         self._failsafe("step-inside", self._step_inside, True)
+
+    def _has_passed(self, recording: Recording, unwritten: Unwritten) -> None:
+        """The backward pass of a loss that is not written down has ended: nothing waits that was called before it."""
+
+        def over() -> list[int] | None:
+            known = self._tape.known_as([unwritten.root])
+            return None if known is None else [*known, *recording.been_through()[1]]
+
+        self._done |= unwritten.made
+        self._tape.has_passed(over)
+        self._modules.wait(recording.calls, set(), self._been)
 
     def _look_at_fine(self, recording: Recording) -> None:
         self._failsafe("deep", self._deep.judge, recording)
@@ -301,6 +368,9 @@ class Step(Relay):
             self._close(stepped)
         if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
             self._recordings.let_go()
+            self._tape.close(self._done)
+            self._done = set()
+            self._modules.came_before(())
         self._course.steppers.update(optimizers)
         self._course.took.update(optimizers)
 

@@ -1,0 +1,126 @@
+"""How a stretch of calls hangs together: what a step has in common with those before it that compute the same.
+
+A training loop makes the same calls at the same lines in step after step, on other tensors. What tells two such stretches apart is which
+operator is called where, with what numbers, and which tensor it is given: that of which earlier call, or the how-many-eth from outside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from nanscope.capture.notes import Raw, Seen
+
+RESULTS = 1 << 10  # of one call, at most
+LIST = "["  # begins what is a list among arguments
+SHAPE = 1  # where a key has the arguments of a call: numbers as they are, tensors as (code,)
+
+Code = int  # of a tensor in a stretch: call × RESULTS + result; from −1 down, those that come from outside, in order
+
+
+class Unlike(Exception):
+    """A stretch that is not to be compared with others: something was written to amid it."""
+
+
+class Stretch:
+    """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often these had been written to
+    when they were first read."""
+
+    def __init__(self, calls: Sequence[Raw]) -> None:
+        self.calls = calls
+        self.outer: list[Tensor] = []
+        self.versions: list[int] = []
+        self._of_nothing: dict[Code, Tensor] = {}  # what calls have made that have read no tensor
+        self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
+        self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
+
+    def _told(self, number: int, call: Raw) -> tuple[Any, ...]:
+        operator, args, kwargs, results, seen, made, (code, lasti), grad, module = call
+        if operator.mutable and not results:
+            raise Unlike
+        told = self._shape(args, iter(seen))
+        codes, first = self._codes, number * RESULTS
+        for item, (version, *_) in zip(results, made, strict=True):
+            if seen:
+                codes[id(item)] = first, version
+            elif not item.handle.gone():
+                codes[item.identity] = first, version
+            first += 1
+        wanted = sum([1 << n for n, one in enumerate(seen) if one[3]])
+        return operator.overload, told, id(code), lasti, grad, module, wanted, len(results), tuple(kwargs.items()) if kwargs else ()
+
+    def _shape(self, args: Sequence[Any], seen: Iterator[Seen]) -> tuple[Any, ...]:
+        told: list[Any] = []
+        codes = self._codes
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                version = next(seen)[0]
+                known = codes.get(id(arg))
+                if known is None:
+                    self.outer.append(arg)
+                    self.versions.append(version)
+                    known = codes[id(arg)] = -len(self.outer), version
+                elif known[1] != version:
+                    raise Unlike
+                elif known[0] >= 0 and not self.calls[known[0] // RESULTS][4]:
+                    self._of_nothing[known[0]] = arg
+                told.append((known[0],))
+            elif kind is list or kind is tuple:
+                told.append((LIST, self._shape(arg, seen)))
+            else:
+                told.append(arg)
+        return tuple(told)
+
+    def code(self, tensor: Tensor) -> Code | None:
+        """Return where a tensor stands, None if it does not."""
+        known = self._codes.get(id(tensor))
+        return None if known is None else known[0]
+
+    def tensor(self, code: Code) -> Tensor:
+        """Return what stands there."""
+        if code < 0:
+            return self.outer[-1 - code]
+        call = self.calls[code // RESULTS]
+        result: Tensor = call[3][code % RESULTS] if call[4] else self._of_nothing[code]
+        return result
+
+    def results(self, number: int) -> Sequence[Tensor]:
+        """Return what a call has made of tensors; what it made of nothing nobody holds here."""
+        call = self.calls[number]
+        return call[3] if call[4] else ()
+
+    def version(self, code: Code) -> int:
+        """Return how often it had been written to when it was first read or made."""
+        return self.versions[-1 - code] if code < 0 else int(self.calls[code // RESULTS][5][code % RESULTS][0])
+
+    def read(self, number: int) -> list[Code]:
+        """Return the tensors that a call was given, as they were then; each as often as it was."""
+        return list(_read(self.key[number][SHAPE]))
+
+    def behind(self, code: Code) -> set[Code]:
+        """Return all that a tensor was made of, itself included."""
+        found: set[Code] = set()
+        waiting = [code]
+        while waiting:
+            one = waiting.pop()
+            if one not in found:
+                found.add(one)
+                waiting += self.read(one // RESULTS) if one >= 0 else ()
+        return found
+
+    def times_read(self) -> Counter[Code]:
+        """Return how often each tensor is among arguments."""
+        return Counter(code for number in range(len(self.calls)) for code in self.read(number))
+
+
+def _read(shape: Sequence[Any]) -> Iterator[Code]:
+    for one in shape:
+        if type(one) is tuple and one[0] == LIST:
+            yield from _read(one[1])
+        elif type(one) is tuple:
+            yield one[0]

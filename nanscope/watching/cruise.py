@@ -1,0 +1,161 @@
+"""Cruise: a backward pass whose loss hangs together as one before is recognised, and its loss is not written down.
+
+    step 1, 2   written down: program, glue, gauge                        →  how it hangs together is learnt
+    step 3, …   the same calls at the same lines, on other tensors        →  its edge and its gauge are found by where they stand
+
+What was noted of such a pass stays as it came until its step is over. Whoever asks for more (a loss that is bad, a gradient, a weight, a
+step that is to be saved) has it written down then, and finds what he would have found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nanscope.capture.gauge import Dials
+from nanscope.capture.modules import Address, place_of, tensors_in
+from nanscope.capture.pattern import RESULTS, Code, Stretch, Unlike
+from nanscope.capture.tape import Tape
+from nanscope.program.calls import Ref
+from nanscope.torch_inside import writes_counted
+from nanscope.watching.recording import Recording
+
+KEPT = 16  # structures that are known
+IN_VAIN = 8  # structures that are learnt in a row and never met again, until fewer are learnt
+OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
+ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A loss that was written down. root: what was differentiated. leaves: what its program reads; edges: those that have a gradient.
+    dials: of the gauge. unseen: an exponent was not held. made: calls of its program. beside: what else had a gradient, and how often it
+    was read. codes: of the trainer's functions, which must not make way for others."""
+
+    root: Code
+    leaves: tuple[Code, ...]
+    edges: tuple[Code, ...]
+    dials: Dials
+    unseen: bool
+    made: tuple[int, ...]
+    beside: tuple[tuple[Code, int], ...]
+    codes: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A backward pass that is about to begin. values: what the gauge reads, by where it stands."""
+
+    known: Known
+    root: Tensor
+    leaves: tuple[Tensor, ...]
+    edges: tuple[Tensor, ...]
+    values: dict[int, Tensor]
+    made: frozenset[int]
+
+    def been_through(self, recording: Recording) -> set[Address] | None:
+        """Return where it lies what the pass goes through; None if there are calls of models that it may not come to."""
+        found = {place_of(leaf) for leaf in self.leaves}
+        for call in reversed(recording.calls):
+            if found.isdisjoint(call.outputs):
+                return None
+            found.update(place_of(tensor) for tensor in tensors_in([call.args, call.kwargs]))
+        return found
+
+
+class Cruise:
+    """Remembers the structures of the losses of one thread."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._known: dict[Any, Known] = {}
+        self._in_vain = self._waits = 0
+
+    def recognise(self, stretch: Stretch | None, roots: Sequence[Tensor]) -> Recognised | None:
+        """Return what is known of the loss that is about to be differentiated, None if it has to be written down."""
+        known = None if stretch is None else self._known.get(stretch.key)
+        if stretch is None or known is None or len(roots) != 1 or stretch.code(roots[0]) != known.root:
+            return None
+        leaves = {code: stretch.tensor(code) for code in known.leaves}
+        if not all(self._is_outer(leaf, stretch.version(code)) for code, leaf in leaves.items()):
+            return None
+        if any(not leaves[code].requires_grad for code in known.edges) or _is_held(stretch, known):
+            return None
+        values = {number: stretch.tensor(number - ABOVE) for number in known.dials.wanted(True)}
+        if any(writes_counted(tensor) != stretch.version(number - ABOVE) for number, tensor in values.items()):
+            return None
+        self._known[stretch.key] = self._known.pop(stretch.key)
+        self._in_vain = 0
+        made = frozenset(id(item) for number in known.made for item in stretch.results(number))
+        return Recognised(known, roots[0], tuple(leaves.values()), tuple(leaves[code] for code in known.edges), values, made)
+
+    def stretch(self) -> Stretch | None:
+        """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
+        calls = self._tape.stretch()
+        if not calls or self._waits > 0:
+            self._waits -= 1
+            return None
+        try:
+            return Stretch(calls)
+        except Unlike:
+            return None
+
+    def learn(self, stretch: Stretch, root: Tensor, recording: Recording, dials: Dials | None) -> None:
+        """Remember how a loss hangs together that was written down. root: the loss. dials: of its gauge."""
+        self._in_vain += 1
+        if self._in_vain > IN_VAIN:
+            self._waits = 1 << min(self._in_vain - IN_VAIN, 10)
+        known = self._learnt(stretch, stretch.code(root), recording, dials)
+        if known is not None:
+            self._known[stretch.key] = known
+            if len(self._known) > KEPT:
+                del self._known[next(iter(self._known))]
+
+    def _learnt(self, stretch: Stretch, root: Code | None, recording: Recording, dials: Dials | None) -> Known | None:
+        program = recording.program
+        if program is None or root is None or root < 0 or dials is None or not recording.is_plain():
+            return None
+        last = program.calls[-1]
+        if last.name == "mul" and any(isinstance(arg, Ref) and arg.id in recording.tensors for arg in last.args):
+            return None  # by what may become a scale against underflow
+        codes = {leaf.id: stretch.code(recording.tensors[leaf.id]) for leaf in program.leaves}
+        behind = stretch.behind(root)
+        made = tuple(sorted({code // RESULTS for code in behind if code >= 0}))
+        leaves = tuple(code for code in codes.values() if code is not None)
+        if len(leaves) < len(codes) or set(leaves) != {code for code in behind if code < 0} or len(made) != len(program.calls):
+            return None
+        edges = tuple(codes[leaf.id] for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad)
+        held = {value: tensor for value in dials.wanted(True) if (tensor := self._tape.tensor(value)) is not None}
+        where = {value: code + ABOVE for value, tensor in held.items() if (code := stretch.code(tensor)) is not None}
+        if len(where) < len(held):
+            return None
+        times = stretch.times_read()
+        outside = (number for number in range(len(stretch.calls)) if number not in set(made))
+        beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
+        return Known(
+            root,
+            leaves,
+            tuple(code for code in edges if code is not None),
+            dials.mapped(lambda value: where.get(value, -1)),
+            any(value not in held for value, _ in dials.exponents),
+            made,
+            tuple((code, times[code]) for code in beside),
+            tuple(call[6][0] for call in stretch.calls),
+        )
+
+    def _is_outer(self, tensor: Tensor, version: int) -> bool:
+        """Does a leaf come from outside, and is it what it was when it was read?"""
+        return writes_counted(tensor) == version and self._tape.is_outer(tensor)
+
+
+def _is_held(stretch: Stretch, known: Known) -> bool:
+    """Does somebody hold what has a gradient and is not differentiated? It may wait for a backward pass of its own."""
+    for code, times in known.beside:
+        item = stretch.tensor(code)
+        if sys.getrefcount(item) > OURS + times:
+            return True
+    return False

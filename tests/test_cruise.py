@@ -1,0 +1,320 @@
+"""Steps that are recognised: their lines, and what is found in a bad one, are what they would be if each step were written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.watching.acting import OnNonFinite
+from nanscope.watching.cruise import Cruise
+from nanscope.watching.recording import Recording
+
+STEPS, BAD = 12, 9  # steps of a run, and the one in which something goes wrong
+ROWS, TOKENS, WIDTH = 6, 8, 5
+
+
+class Policy(nn.Module):
+    """Scores of tokens and a value of each, beside a parameter that the loss reads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.log_std = nn.Parameter(torch.zeros(TOKENS))
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(seen))
+        return hidden.sum(-1), self.value(hidden).squeeze(-1)
+
+
+class Loop:
+    """A run of PPO on small tensors; a fault is a method that changes what one of its parts does in the bad step."""
+
+    parts = 1
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.policy, self.step = Policy(), 0
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-3)
+        self.seen = torch.randn(ROWS, TOKENS, WIDTH)
+        self.mask = (torch.arange(TOKENS) < torch.randint(3, TOKENS, (ROWS, 1))).float()
+        self.old, self.advantages, self.returns = torch.randn(3, ROWS, TOKENS) * 0.1
+        self.average = torch.zeros(())
+        self.coefficient = 0.01
+
+    @property
+    def is_bad(self) -> bool:
+        return self.step == BAD
+
+    def given(self) -> Tensor:
+        return self.seen
+
+    def loss(self) -> Tensor:
+        log_probs, values = self.policy(self.given())
+        spread = self.policy.log_std.exp()
+        log_ratio = (log_probs - self.old) / spread
+        ratio = torch.exp(log_ratio)
+        surrogate = -torch.min(ratio * self.advantages, ratio.clamp(0.8, 1.2) * self.advantages)
+        value_loss = (values - self.returns) ** 2
+        per_token = surrogate + 0.5 * value_loss + self.coefficient * (ratio - 1 - log_ratio)
+        with torch.no_grad():
+            clip_fraction = ((ratio - 1).abs() > 0.2).float().mean()
+        assert 0 <= clip_fraction.item() <= 1
+        total: Tensor = (per_token * self.mask).sum() / self.mask.sum()
+        return total / self.parts
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def between(self) -> None:
+        nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+
+    def run(self) -> None:
+        for self.step in range(1, STEPS + 1):
+            self.optimizer.zero_grad()
+            for _ in range(self.parts):
+                self.backward(self.loss())
+            self.between()
+            self.optimizer.step()
+
+
+class BadBatch(Loop):
+    def given(self) -> Tensor:
+        return torch.where(torch.arange(TOKENS)[:, None] == 2, math.nan, self.seen) if self.is_bad else self.seen
+
+
+class MaskedOverflow(Loop):
+    def loss(self) -> Tensor:
+        self.old[0, TOKENS - 1] = -120.0 if self.is_bad else 0.0  # at a masked token
+        return super().loss()
+
+
+class BadGradient(Loop):
+    """The root of a zero: its loss is finite."""
+
+    def loss(self) -> Tensor:
+        distance = (self.policy(self.given())[1] - self.returns).pow(2)
+        distance = distance * 0.0 if self.is_bad else distance * 1.0
+        return super().loss() + (distance * self.mask).sum().sqrt()
+
+
+class BadUpdate(Loop):
+    def between(self) -> None:
+        super().between()
+        for group in self.optimizer.param_groups:
+            group["lr"] = math.inf if self.is_bad else 1e-3
+
+
+class BadState(Loop):
+    def between(self) -> None:
+        super().between()
+        if self.is_bad:
+            self.optimizer.state[self.policy.log_std]["exp_avg_sq"][3] = -1.0
+
+
+class Spoilt(Loop):
+    """Somebody writes to a gradient between the backward pass and the update."""
+
+    def between(self) -> None:
+        if self.is_bad:
+            self.policy.value.weight.grad[0, 1] = math.inf  # type: ignore[index]
+        super().between()
+
+
+class SpoiltWeight(Loop):
+    def between(self) -> None:
+        super().between()
+        if self.is_bad:
+            with torch.no_grad():
+                self.policy.body.weight[1].mul_(math.nan)
+
+
+class BadNorm(Loop):
+    """Gradients whose squares overflow: the clip makes zeros of them."""
+
+    def loss(self) -> Tensor:
+        return super().loss() * (1e30 if self.is_bad else 1.0)
+
+
+class Spike(Loop):
+    def loss(self) -> Tensor:
+        return super().loss() + (self.policy(self.given())[1] * (1e9 if self.is_bad else 1.0)).mean()
+
+
+class PassedOver(Loop):
+    """A loss that is not finite is not differentiated."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss = loss * (math.nan if self.is_bad else 1.0)
+        if torch.isfinite(loss):
+            super().backward(loss)
+
+
+class Accumulated(MaskedOverflow):
+    parts = 3
+
+
+class AccumulatedLate(Spoilt):
+    parts = 2
+
+
+class Normalised(Loop):
+    """What the model is given is computed by code that is recorded, too."""
+
+    def given(self) -> Tensor:
+        centred = self.seen - self.seen.mean(0)
+        return centred / (centred.pow(2).mean(0) * (0.0 if self.is_bad else 1.0)).sqrt()
+
+
+class CarriedOn(Loop):
+    """A running average of what earlier steps computed goes into the loss."""
+
+    def loss(self) -> Tensor:
+        value = super().loss()
+        self.average = 0.9 * self.average + 0.1 * value.detach()
+        scale = torch.log(self.average - self.average) if self.is_bad else self.average
+        return value + 1e-3 * scale * value
+
+
+class Annealed(Loop):
+    """A number of the loss is another one in every step."""
+
+    def loss(self) -> Tensor:
+        self.coefficient = 0.01 * (1 - self.step / 100) if not self.is_bad else math.nan
+        return super().loss()
+
+
+class RunningUp(Loop):
+    """An exponent grows from step to step, and overflows in the bad one."""
+
+    def loss(self) -> Tensor:
+        self.old[1, 0] = -9.0 * self.step - 10.0
+        return super().loss()
+
+
+class SeveralModels(Loop):
+    """An actor whose actions a critic is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(TOKENS, 1)
+        self.optimizer = torch.optim.AdamW([*self.policy.parameters(), *self.critic.parameters()], lr=1e-3)
+
+    def loss(self) -> Tensor:
+        log_probs, _ = self.policy(self.given())
+        q = self.critic(log_probs.tanh() / (0.0 if self.is_bad else 1.0))
+        return super().loss() - q.mean()
+
+
+class Raises(Loop):
+    """A backward pass raises, and training goes on without it."""
+
+    def backward(self, loss: Tensor) -> None:
+        if self.is_bad:
+            handle = self.policy.value.weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                super().backward(loss)
+            handle.remove()
+        else:
+            super().backward(loss)
+
+
+class Dropped(Loop):
+    """A trainer that drops a step whose norm is bad."""
+
+    def loss(self) -> Tensor:
+        return super().loss() * (math.inf if self.is_bad else 1.0)
+
+    def run(self) -> None:
+        for self.step in range(1, STEPS + 1):
+            self.optimizer.zero_grad()
+            self.backward(self.loss())
+            norm = nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+            if torch.isfinite(norm):
+                self.optimizer.step()
+
+
+LOOPS: tuple[type[Loop], ...] = (
+    Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
+    AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, Raises, Dropped,
+)  # fmt: skip
+UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised)  # whose steps need not be recognised
+
+
+def watched(loop: type[Loop], folder: Path, on_nonfinite: OnNonFinite = "record", **options: Any) -> tuple[nanscope.Scope, list[Tensor]]:
+    """Run a loop, and return its scope and its weights."""
+    run = loop()
+    scope = nanscope.watch(run.policy, out=folder, name="run", on_nonfinite=on_nonfinite, **options)
+    try:
+        with scope:
+            run.run()
+    except nanscope.NonFiniteError:
+        assert on_nonfinite == "stop"
+    return scope, [weight.detach().clone() for weight in run.policy.parameters()]
+
+
+def told(scope: nanscope.Scope) -> tuple[Any, ...]:
+    """All that was said of a run, but for when and where."""
+    lines = [replace(entry, time=0.0, seconds=None).to_json() for entry in scope.history.entries]
+    verdict = scope.verdict.to_json()
+    for incident in verdict["incidents"]:
+        incident.pop("snapshot")
+        for words in ("reproduction", "environment"):
+            incident.pop(words)
+        incident["origin"].pop("value_id", None)
+    return lines, verdict, [{**warning.to_json(), "snapshot": None} for warning in scope.warnings]
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """What a file holds, by name."""
+    snapshot = nanscope.load(path)
+    names = [(leaf.name or "", leaf.origin, leaf.made_by, leaf.diff) for leaf in snapshot.program.leaves]
+    found = {f"leaf {n} {name}": snapshot.tensors[leaf.id] for n, (name, leaf) in enumerate(zip(names, snapshot.program.leaves, strict=True))}
+    number = {leaf.id: n for n, leaf in enumerate(snapshot.program.leaves)}
+    return {**found, **{f"grad {number[leaf]}": grad for leaf, grad in snapshot.grads.items()}}
+
+
+@pytest.fixture
+def recognised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts how many backward passes were recognised."""
+    found: list[int] = []
+    original = Recording.recognised
+
+    def counted(*args: Any, **kwargs: Any) -> Recording:
+        found.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(Recording, "recognised", staticmethod(counted))
+    return found
+
+
+@pytest.mark.parametrize("on_nonfinite", ["record", "skip", "stop"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_is_told_the_same_whether_or_not_its_steps_are_recognised(
+    loop: type[Loop], on_nonfinite: OnNonFinite, tmp_path: Path, recognised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines, verdict, warnings, files and weights."""
+    options: dict[str, Any] = {"save_steps": [BAD - 1]}
+    cruising, weights = watched(loop, tmp_path / "one", on_nonfinite, **options)
+    assert len(recognised) >= 4 or loop in UNSTEADY
+    monkeypatch.setattr(Cruise, "stretch", lambda self: None)
+    before = len(recognised)
+    plain, expected = watched(loop, tmp_path / "other", on_nonfinite, **options)
+    assert len(recognised) == before
+    assert told(cruising) == told(plain)
+    for one, other in zip(weights, expected, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    files = [[path for path in (*scope.paths, *scope.saved) if path is not None] for scope in (cruising, plain)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    for one, other in zip(*files, strict=True):
+        mine, theirs = tensors(one), tensors(other)
+        assert list(mine) == list(theirs)
+        for name, tensor in mine.items():
+            assert torch.equal(tensor.nan_to_num(7.0), theirs[name].nan_to_num(7.0)), name
