@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,7 +275,9 @@ def tensors(path: Path) -> dict[str, Tensor]:
     """What a file holds, by name."""
     snapshot = nanscope.load(path)
     names = [(leaf.name or "", leaf.origin, leaf.made_by, leaf.diff) for leaf in snapshot.program.leaves]
-    found = {f"leaf {n} {name}": snapshot.tensors[leaf.id] for n, (name, leaf) in enumerate(zip(names, snapshot.program.leaves, strict=True))}
+    found = {
+        f"leaf {n} {name}": snapshot.tensors[leaf.id] for n, (name, leaf) in enumerate(zip(names, snapshot.program.leaves, strict=True))
+    }
     number = {leaf.id: n for n, leaf in enumerate(snapshot.program.leaves)}
     return {**found, **{f"grad {number[leaf]}": grad for leaf, grad in snapshot.grads.items()}}
 

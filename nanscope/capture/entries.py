@@ -103,16 +103,11 @@ class Operator:
     listed: bool  # and from a file
     ends: bool  # no gradient flows through it
     inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
-    casts_inside: bool  # and these may be cast
+    lets_in: bool  # or these may be cast
     waits: bool  # to note it is enough until somebody asks
     may_wait: bool  # so it is if nobody but calls that wait knows what it writes to
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
-
-    @property
-    def lets_in(self) -> bool:
-        """Does it leave something to the calls that it is made of?"""
-        return self.casts_inside or bool(self.inside)
 
     @property
     def can_be_replayed(self) -> bool:
@@ -144,7 +139,7 @@ class Operator:
             name in FLOW,
             name in HISTORY_ENDS,
             inside,
-            casts,
+            casts or bool(inside),
             waits and name not in AT_ONCE,
             writes_one and name.rstrip("_") not in ("as_strided", "detach"),
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),

@@ -187,8 +187,10 @@ class Gauged:
     def __init__(self, parts: Sequence[tuple[_Part, Sequence[Tensor]]], unseen: bool = False) -> None:
         self._unseen = unseen
         self._parts = [(part, len(numbers) if len(numbers) > 1 else numbers[0].numel()) for part, numbers in parts]
-        flat = [one.reshape(-1).float() for _, numbers in parts for one in numbers]
-        self.numbers = torch.cat(flat) if flat else None
+        every = [one for _, numbers in parts for one in numbers]
+        alike = len({(one.dtype, one.dim()) for one in every}) == 1 and not every[0].dim()
+        flat = torch.stack(every).float() if alike else torch.cat([one.reshape(-1).float() for one in every]) if every else None
+        self.numbers: Tensor | None = flat
 
     @property
     def size(self) -> int:

@@ -532,11 +532,14 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
     """Register the hooks. begin: called in a thread that is not watched so far and calls a part of the model. undo: takes them off."""
 
     def before(module: nn.Module, args: Any) -> None:
+        watch = own.modules
+        if watch is not None and watch._open is not None and module is not watch._open and watch.noting is None:
+            return  # a part of the model: most calls are of those
         if torch.compiler.is_compiling():
             return
-        if own.modules is None:
+        if watch is None:
             failsafe("thread", _meet, module, begin)
-        watch = own.modules
+            watch = own.modules
         if watch is None:
             return
         if watch._open is None:
@@ -548,7 +551,7 @@ def install(own: Own, begin: Callable[[], None], failsafe: Failsafe, undo: conte
 
     def after(module: nn.Module, args: Any, *rest: Any) -> None:
         watch = own.modules
-        if watch is None or watch._open is None or torch.compiler.is_compiling():
+        if watch is None or watch._open is None or (module is not watch._open and watch.noting is None) or torch.compiler.is_compiling():
             return
         if module is watch._open:
             watch._depth -= 1

@@ -100,7 +100,8 @@ class Closed:
 
 
 class Notes:
-    """The calls that wait to be understood. module: the part of the model that they are made in. budget: bytes that may be held."""
+    """The calls that wait to be understood. module: the part of the model that they are made in. budget: bytes that may be held. weight: of
+    all that waits; with more than `most` it is time to understand it."""
 
     def __init__(self, callers: Callers, budget: int) -> None:
         self.pending: list[Raw | Later] = []
@@ -109,12 +110,7 @@ class Notes:
         self._callers = callers
         # Identities of what waiting calls read and made, which nothing else can have as long as they wait: which call has made it, if any.
         self._light: dict[int, int] = {}
-        self._weight, self._most = 0, min(WEIGHT, budget >> 4)
-
-    @property
-    def are_many(self) -> bool:
-        """Is it time to understand what waits?"""
-        return self._weight > self._most
+        self.weight, self.most = 0, min(WEIGHT, budget >> 4)
 
     def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Note a call that was made and has written to no tensor that others know; False if it has to be understood at once."""
@@ -123,13 +119,14 @@ class Notes:
             return False
         seen: list[Seen] = []
         made: list[Made] = []
+        fresh: list[int] = []
         weight = CALL
         try:
-            read = self._read(args, seen)
+            read = self._read(args, seen, fresh)
             if read < 0:
                 return False
             for item in results:
-                size = _weight_of(item) if type(item) is Tensor else -1
+                size = _size_of(item) if type(item) is Tensor else -1
                 if size < 0:
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
@@ -137,10 +134,10 @@ class Notes:
                 made.append((writes, item.data_ptr(), item.shape, item.stride()))
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
-        self._weight += weight + read
+        self.weight += weight + read
         light, number = self._light, len(self.pending)
-        for arg in args:
-            light.setdefault(id(arg), NOBODY)
+        for known in fresh:
+            light[known] = NOBODY
         if seen or not results:
             for item in results:
                 light[id(item)] = number
@@ -150,27 +147,28 @@ class Notes:
         self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module))
         return True
 
-    def _read(self, args: Sequence[Any], seen: list[Seen]) -> int:
+    def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int]) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
-        another argument, cannot wait."""
+        another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds."""
         weight = 0
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
-                if kind is Parameter:  # which the model holds, too
-                    if arg.layout is not torch.strided:
-                        return -1
-                elif id(arg) not in self._light:
-                    size = _weight_of(arg)
+                if id(arg) not in self._light:
+                    size = _size_of(arg) if kind is Tensor else 0 if arg.layout is torch.strided else -1  # which the model holds, too
+                    if size >= 0 and kind is Tensor and base_of(arg) is not None:
+                        whole = arg.untyped_storage().nbytes()
+                        size = whole if whole <= WHOLE else -1
                     if size < 0:
                         return -1
                     weight += size
+                    fresh.append(id(arg))
                 if wanted and kind is Tensor:
                     weight += GRAPH
                 seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
             elif kind not in ATOMS:
-                inner = self._read(arg, seen) if kind in (list, tuple) else -1
+                inner = self._read(arg, seen, fresh) if kind in (list, tuple) else -1
                 if inner < 0:
                     return -1
                 weight += inner
@@ -210,7 +208,7 @@ class Notes:
     def close(self, done: Set[int]) -> Closed:
         """Return what is left of a step in which nothing was wrong; nothing waits any more.
 
-        done: results, by identity, that nobody will come back for, whoever holds them.
+        done: calls, by identity, whose results nobody will come back for, whoever holds them.
         """
         pending, self.pending[:] = self.pending[:], []
         closed = Closed()
@@ -220,9 +218,9 @@ class Notes:
                 closed.later.append(one)
             elif not one[3]:
                 closed.written += one[1][0]
-            elif done.isdisjoint(map(id, one[3])):
+            elif id(one) not in done:
                 self.pending.append(one)
-            else:
+            elif one[4]:
                 closed.over += one[3]
         del one
         self.pending.reverse()
@@ -244,7 +242,7 @@ class Notes:
         """
         pending = self.pending[:]
         del self.pending[: len(pending)]
-        self._light, self._weight, self._start = {}, 0, 0
+        self._light, self.weight, self._start = {}, 0, 0
         left: list[RawCall | Later] = []
         read: set[int] = set()  # tensors that what is left reads
         references = _written(pending)
@@ -291,12 +289,9 @@ def _count(call: Raw, references: dict[int, int], more: int) -> None:
                 references[id(item)] += more
 
 
-def _weight_of(tensor: Tensor) -> int:
-    """Return the bytes that are held with a tensor, −1 if it cannot wait."""
+def _size_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, −1 if it cannot wait."""
     size = tensor.nbytes
     if size > LIGHT or tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype.is_complex:
         return -1
-    if base_of(tensor) is None:
-        return size
-    whole = tensor.untyped_storage().nbytes()
-    return whole if whole <= WHOLE else -1
+    return size

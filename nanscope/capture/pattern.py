@@ -17,7 +17,7 @@ from nanscope.capture.notes import Raw, Seen
 
 RESULTS = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments
-SHAPE = 1  # where a key has the arguments of a call: numbers as they are, tensors as (code,)
+SHAPE = 1  # where a key has the arguments of a call: numbers as they are, tensors as (code, does it want a gradient?)
 
 Code = int  # of a tensor in a stretch: call × RESULTS + result; from −1 down, those that come from outside, in order
 
@@ -50,8 +50,7 @@ class Stretch:
             elif not item.handle.gone():
                 codes[item.identity] = first, version
             first += 1
-        wanted = sum([1 << n for n, one in enumerate(seen) if one[3]])
-        return operator.overload, told, id(code), lasti, grad, module, wanted, len(results), tuple(kwargs.items()) if kwargs else ()
+        return operator.overload, told, id(code), lasti, grad, module, len(results), tuple(kwargs.items()) if kwargs else ()
 
     def _shape(self, args: Sequence[Any], seen: Iterator[Seen]) -> tuple[Any, ...]:
         told: list[Any] = []
@@ -59,7 +58,7 @@ class Stretch:
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
-                version = next(seen)[0]
+                version, _, _, wanted = next(seen)
                 known = codes.get(id(arg))
                 if known is None:
                     self.outer.append(arg)
@@ -69,7 +68,7 @@ class Stretch:
                     raise Unlike
                 elif known[0] >= 0 and not self.calls[known[0] // RESULTS][4]:
                     self._of_nothing[known[0]] = arg
-                told.append((known[0],))
+                told.append((known[0], wanted))
             elif kind is list or kind is tuple:
                 told.append((LIST, self._shape(arg, seen)))
             else:

@@ -148,7 +148,7 @@ class Tape:
             return
         if operator.norm and not torch.is_grad_enabled():
             self._noted_norm(self.notes.last())
-        if self.notes.are_many:
+        if self.notes.weight > self.notes.most:
             self._understand()
 
     def _settle(self) -> None:
@@ -778,9 +778,10 @@ class Tape:
         """Have all calls so far written down."""
         self._settle()
 
-    def later(self, act: Callable[[], None], holds: Sequence[Tensor]) -> None:
-        """Have something done once all calls so far are written down. holds: tensors that it asks about."""
-        self.notes.later(Later(act, lambda: None, holds))
+    def later(self, act: Callable[[], None], void: Callable[[], None], holds: Sequence[Tensor]) -> None:
+        """Have something done once all calls so far are written down, or something else if they never will be. holds: tensors that it asks
+        about."""
+        self.notes.later(Later(act, void, holds))
 
     def has_passed(self, over: Callable[[], Collection[int] | None]) -> None:
         """A backward pass is over whose loss was not written down, and may be later, by whoever asks for it. over: the values that it has
@@ -807,7 +808,7 @@ class Tape:
     def close(self, done: Set[int]) -> None:
         """A step is over in which nothing was wrong: forget what was recorded in it that nobody has asked for, and may come back for.
 
-        done: what it has differentiated that was not written down, by identity.
+        done: calls that it has differentiated and not written down, by identity.
         """
         with self._lock:
             if self._understands or not self.notes.pending:

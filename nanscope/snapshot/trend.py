@@ -14,9 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import itemgetter
 from statistics import median
 
 Point = tuple[float, float]  # step, value
+_VALUE = itemgetter(1)
 
 WINDOWS = (8, 16, 32, 64)  # points that a trend is looked for in, the youngest ones; of fewer than the last, also in all
 SURE = 3.0  # standard deviations of Kendall's S, and of the slope's interval
@@ -60,7 +62,7 @@ def approach(points: Sequence[Point], edge: float) -> Approach | None:
 
     points: finite, with ascending steps. Of the windows over which it does the one that was observed longest speaks.
     """
-    if len(points) < WINDOWS[0] or edge - points[-1][1] > 2 * (points[-1][1] - min(y for _, y in points)):
+    if len(points) < WINDOWS[0] or edge - points[-1][1] > 2 * (points[-1][1] - min(points, key=_VALUE)[1]):
         return None  # as `_may_reach`, for any window: this is asked of every gauge in every step
     whole = min(len(points), WINDOWS[-1])
     for size in sorted({whole, *WINDOWS}, reverse=True):

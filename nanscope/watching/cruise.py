@@ -90,7 +90,7 @@ class Cruise:
             return None
         self._known[stretch.key] = self._known.pop(stretch.key)
         self._in_vain = 0
-        made = frozenset(id(item) for number in known.made for item in stretch.results(number))
+        made = frozenset(id(stretch.calls[number]) for number in known.made)
         return Recognised(known, roots[0], tuple(leaves.values()), tuple(leaves[code] for code in known.edges), values, made)
 
     def stretch(self) -> Stretch | None:

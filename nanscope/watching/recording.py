@@ -61,7 +61,7 @@ WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "beh
 @dataclass(frozen=True, slots=True)
 class Unwritten:
     """A loss that is not written down so far. root: what is differentiated. leaves: what its program reads; edges: those that have a
-    gradient. made: what its program makes, by identity. ask: has it written down."""
+    gradient. made: calls of its program, by identity. ask: has it written down."""
 
     root: Tensor
     leaves: tuple[Tensor, ...]
@@ -147,8 +147,12 @@ class Recording:
     def _write_down_now(self) -> None:
         if self.unwritten is not None:
             self.unwritten.ask()
+        self.lose()
+
+    def lose(self) -> None:
+        """What was noted of its loss is gone, if it was not written down."""
         if self.unwritten is not None:
-            self._fill(None, {}, {})  # what was noted of it is gone
+            self._fill(None, {}, {})
 
     def write_down(self, tape: Tape, failsafe: Failsafe) -> None:
         """All that was called before it is known now: take its program, and what lies between its models."""

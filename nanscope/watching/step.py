@@ -88,7 +88,6 @@ class Step(Relay):
         self._root: Tensor | None = None  # of the running pass, where its loss was not written down when it began
         self._been: set[Address] = set()  # where it lies what that goes through
         self._cruise = Cruise(tape)
-        self._done: set[int] = set()  # what was differentiated in this step and not written down, by identity
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._again: list[int] = []  # those that it may differentiate again
         self._first = False  # the optimizer that steps has no state yet
@@ -168,10 +167,8 @@ class Step(Relay):
 
     def _stretch(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> Stretch | None:
         """The calls behind a loss, where it may be one that is recognised."""
-        alone = len(roots) == 1 and seeds[0] is None and roots[0].is_cpu and not kept and self._stepping is None
-        if not alone or self._repair is not None or self._modules.parts is not None or not self._optimizers.any:
-            return None
-        return self._cruise.stretch()
+        alone = len(roots) == 1 and seeds[0] is None and not kept and self._stepping is None
+        return self._cruise.stretch() if alone and self._repair is None and self._optimizers.any else None
 
     def _recorded(
         self,
@@ -215,7 +212,7 @@ class Step(Relay):
             return None
         self._root, self._been = found.root, been
         self._modules.came_before(calls)
-        self._tape.later(partial(recording.write_down, self._tape, self._failsafe), [found.root])
+        self._tape.later(partial(recording.write_down, self._tape, self._failsafe), recording.lose, [found.root])
         return recording
 
     def after_backward(self, raised: BaseException | None = None) -> None:
@@ -283,7 +280,6 @@ class Step(Relay):
             known = self._tape.known_as([unwritten.root])
             return None if known is None else [*known, *recording.been_through()[1]]
 
-        self._done |= unwritten.made
         self._tape.has_passed(over)
         self._modules.wait(recording.calls, set(), self._been)
 
@@ -367,9 +363,9 @@ class Step(Relay):
             self._course.line.optimizer = self._optimizers.name(optimizer)
             self._close(stepped)
         if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
+            done = frozenset().union(*(one.unwritten.made for one in self._recordings if one.unwritten is not None))
             self._recordings.let_go()
-            self._tape.close(self._done)
-            self._done = set()
+            self._tape.close(done)
             self._modules.came_before(())
         self._course.steppers.update(optimizers)
         self._course.took.update(optimizers)
