@@ -212,6 +212,69 @@ class SeveralModels(Loop):
         return super().loss() - q.mean()
 
 
+class SeveralOptimizers(MaskedOverflow):
+    """An actor's and a critic's, each with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(WIDTH, 1)
+        self.other = torch.optim.SGD(self.critic.parameters(), lr=1e-2)
+
+    def run(self) -> None:
+        for self.step in range(1, STEPS + 1):
+            self.other.zero_grad()
+            error = (self.critic(self.seen).squeeze(-1) - self.returns) * (math.inf if self.step == BAD - 2 else 1.0)
+            ((error.pow(2) * self.mask).sum() / self.mask.sum()).backward()
+            nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)
+            self.other.step()
+            self.optimizer.zero_grad()
+            self.backward(self.loss())
+            self.between()
+            self.optimizer.step()
+
+
+class OneLossOfTwoOptimizers(BadUpdate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.policy.body.parameters(), lr=1e-3)
+        self.other = torch.optim.SGD([*self.policy.value.parameters(), self.policy.log_std], lr=1e-2)
+
+    def run(self) -> None:
+        for self.step in range(1, STEPS + 1):
+            self.optimizer.zero_grad()
+            self.other.zero_grad()
+            self.backward(self.loss())
+            self.between()
+            self.optimizer.step()
+            self.other.step()
+
+
+class KeepsItsNumbers(BadBatch):
+    """A loop that keeps tensors of its steps to log them later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.kept += [loss.detach(), loss.detach() * 2, loss]
+
+
+class OfATemporary(MaskedOverflow):
+    """It writes to what it has just made, and makes some of nothing."""
+
+    def loss(self) -> Tensor:
+        total = super().loss()
+        more = torch.zeros(ROWS, TOKENS)
+        more += self.returns
+        more.unsqueeze_(0).clamp_(-1, 1).squeeze_(0)
+        more.mul_(math.nan if self.step == BAD + 1 else 1.0)
+        scaled = total * 1.0
+        scaled += 1e-3 * (more * self.mask).sum() * total
+        return scaled
+
+
 class Raises(Loop):
     """A backward pass raises, and training goes on without it."""
 
@@ -242,7 +305,8 @@ class Dropped(Loop):
 
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
-    AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, Raises, Dropped,
+    AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, SeveralOptimizers,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised)  # whose steps need not be recognised
 
@@ -316,6 +380,6 @@ def test_a_run_is_told_the_same_whether_or_not_its_steps_are_recognised(
     assert [path.name for path in files[0]] == [path.name for path in files[1]]
     for one, other in zip(*files, strict=True):
         mine, theirs = tensors(one), tensors(other)
-        assert list(mine) == list(theirs)
+        assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor.nan_to_num(7.0), theirs[name].nan_to_num(7.0)), name

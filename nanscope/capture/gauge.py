@@ -235,9 +235,9 @@ class Gauge:
         return read_gauge(dials, values, beside)
 
 
-def read_gauge(dials: Dials, values: Mapping[int, Tensor], beside: Beside = NOTHING) -> Gauged:
-    """Compute it of the tensors of a step; what is not held, or is more than memory in here, is not seen."""
-    return Gauged(list(_Sheet(dials, values, beside).parts()), any(value not in values for value, _ in dials.exponents))
+def read_gauge(dials: Dials, values: Mapping[int, Tensor], beside: Beside = NOTHING, unseen: bool = False) -> Gauged:
+    """Compute it of the tensors of a step; what is not held, or is more than memory in here, is not seen. unseen: there is more of that."""
+    return Gauged(list(_Sheet(dials, values, beside).parts()), unseen or any(value not in values for value, _ in dials.exponents))
 
 
 def topmost(program: Program, values: Mapping[int, Tensor], spot: Spot, masked: bool) -> tuple[int, int] | None:

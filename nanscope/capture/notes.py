@@ -104,12 +104,13 @@ class Notes:
     all that waits; with more than `most` it is time to understand it."""
 
     def __init__(self, callers: Callers, budget: int) -> None:
-        self.pending: list[Raw | Later] = []
+        self.pending: list[Any] = []  # of `Raw` and `Later`
         self.module = ""
         self._start = 0  # of the running stretch
         self._callers = callers
         # Identities of what waiting calls read and made, which nothing else can have as long as they wait: which call has made it, if any.
         self._light: dict[int, int] = {}
+        self._fleeting: dict[int, int] = {}  # the same of what was made of no tensor, which may be gone
         self.weight, self.most = 0, min(WEIGHT, budget >> 4)
 
     def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -143,6 +144,7 @@ class Notes:
                 light[id(item)] = number
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
             results = [Fleeting(item) for item in results]
+            self._fleeting |= {item.identity: number for item in results}
         place = self._callers.caller(FRAMES)
         self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module))
         return True
@@ -177,8 +179,11 @@ class Notes:
     def maker(self, tensor: Tensor) -> RawCall | None:
         """Return the call that waits and has made a tensor, None if there is none."""
         number = self._light.get(id(tensor), NOBODY)
-        made = None if number == NOBODY else self.pending[number]
-        return RawCall._make(made) if type(made) is tuple else None
+        if number == NOBODY:
+            number = self._fleeting.get(id(tensor), NOBODY)
+            if number == NOBODY or not any(item.handle.is_of(tensor) for item in self.pending[number][3]):
+                return None
+        return RawCall._make(self.pending[number])
 
     def own(self, tensor: object) -> bool:
         """Do only calls that wait know the memory of a tensor, which can make it again? Then a write to it may wait as well."""
@@ -206,11 +211,12 @@ class Notes:
         return [one for one in self.pending[self._start :] if type(one) is tuple]
 
     def close(self, done: Set[int]) -> Closed:
-        """Return what is left of a step in which nothing was wrong; nothing waits any more.
+        """Return what is left of the calls before the running stretch: a step is over in which nothing was wrong.
 
         done: calls, by identity, whose results nobody will come back for, whoever holds them.
         """
-        pending, self.pending[:] = self.pending[:], []
+        pending, running = self.pending[: self._start], self.pending[self._start :]
+        self.pending.clear()
         closed = Closed()
         while pending:
             one = pending.pop()  # and no other reference to it is left
@@ -227,7 +233,20 @@ class Notes:
         closed.later.reverse()
         left = self.take()
         closed.calls += [call for call in reversed(left) if not isinstance(call, Later)]
+        self.go_on_with(running)
         return closed
+
+    def go_on_with(self, running: list[Raw | Later]) -> None:
+        """These are what waits, and the running stretch."""
+        self.pending += running
+        for number, call in enumerate(running):
+            if not isinstance(call, Later):
+                self.weight += CALL
+                self._light |= {id(tensor): NOBODY for tensor in tensors_of(call[1]) if id(tensor) not in self._light}
+                if call[4]:
+                    self._light |= {id(item): number for item in call[3]}
+                else:
+                    self._fleeting |= {item.identity: number for item in call[3]}
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""
@@ -242,7 +261,7 @@ class Notes:
         """
         pending = self.pending[:]
         del self.pending[: len(pending)]
-        self._light, self.weight, self._start = {}, 0, 0
+        self._light, self._fleeting, self.weight, self._start = {}, {}, 0, 0
         left: list[RawCall | Later] = []
         read: set[int] = set()  # tensors that what is left reads
         references = _written(pending)

@@ -805,8 +805,13 @@ class Tape:
     def _resolve(self, mark: Mark) -> None:
         mark.number = self._log.count
 
+    def begin_stretch(self) -> None:
+        """What is called from now on belongs to the next loss."""
+        self.notes.begin_stretch()
+
     def close(self, done: Set[int]) -> None:
-        """A step is over in which nothing was wrong: forget what was recorded in it that nobody has asked for, and may come back for.
+        """A step is over in which nothing was wrong: forget what was recorded in it that nobody has asked for, and may come back for. What
+        was called since the last stretch began stays.
 
         done: calls that it has differentiated and not written down, by identity.
         """
@@ -814,20 +819,20 @@ class Tape:
             if self._understands or not self.notes.pending:
                 return
             self._forget_norms()
-            left = self.notes.close(done)
+            left, running = self.notes.close(done), self.notes.pending[:]
             if left.calls:
-                self.notes.pending[:0] = [tuple(call) for call in left.calls]
+                self.notes.pending[:] = [tuple(call) for call in left.calls]
                 self._understand()
-            for known in [self._known.find(tensor) for tensor in left.over] if left.calls else ():
-                if known is not None:  # what is left of the step has read it, and must not keep its graph
-                    self._known.drop(known.id)
+                self.notes.go_on_with(running)
+                for known in [self._known.find(tensor) for tensor in left.over]:
+                    if known is not None:  # what is left of the step has read it, and must not keep its graph
+                        self._known.drop(known.id)
             if self._known.by_storage:
                 self._known.unfind(iter(left.written))
             if self._known.length > self._over:  # some did not wait
                 self._forget_values((), (), False, sequence_number())
             for one in left.later:
                 one.void()
-            self.notes.begin_stretch()
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""

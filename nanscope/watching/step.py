@@ -126,6 +126,8 @@ class Step(Relay):
         if self._current is not None:
             self._current.let_go()  # what it came to could not be told
         self._go_on()
+        if self._course.closed and self._recordings:
+            self._failsafe("step-over", self._let_go)
         stretch = self._stretch(roots, seeds, kept)
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
         found = self._cruise.recognise(stretch, roots)
@@ -356,6 +358,7 @@ class Step(Relay):
         optimizer = optimizers[-1]
         self._failsafe("spared", self._spared.settle, stepped)
         weights, bad = self._weights.after(optimizers, self._first)
+        self._tape.begin_stretch()
         # of two optimizers the second has no say in what the first has written
         if self._course.bad and (bad or not self._course.closed or stepped is Stepped.SKIPPED):
             self._keeper.mark(stepped=stepped, weights=weights, bad_weights=bad, optimizer=self._optimizers.name(optimizer))
@@ -363,12 +366,16 @@ class Step(Relay):
             self._course.line.optimizer = self._optimizers.name(optimizer)
             self._close(stepped)
         if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
-            done = frozenset().union(*(one.unwritten.made for one in self._recordings if one.unwritten is not None))
-            self._recordings.let_go()
-            self._tape.close(done)
-            self._modules.came_before(())
+            self._let_go()
         self._course.steppers.update(optimizers)
         self._course.took.update(optimizers)
+
+    def _let_go(self) -> None:
+        """The step is over, and whoever may ask about it has asked."""
+        done = frozenset().union(*(one.unwritten.made for one in self._recordings if one.unwritten is not None))
+        self._recordings.let_go()
+        self._tape.close(done)
+        self._modules.came_before(())
 
     def _step_inside(self, may_stop: bool) -> None:
         """A backward pass has ended in which optimizers may have stepped: what they did is a step. may_stop: training, if that was bad."""
