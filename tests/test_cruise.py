@@ -338,12 +338,14 @@ def told(scope: nanscope.Scope) -> tuple[Any, ...]:
 def tensors(path: Path) -> dict[str, Tensor]:
     """What a file holds, by name."""
     snapshot = nanscope.load(path)
-    names = [(leaf.name or "", leaf.origin, leaf.made_by, leaf.diff) for leaf in snapshot.program.leaves]
-    found = {
-        f"leaf {n} {name}": snapshot.tensors[leaf.id] for n, (name, leaf) in enumerate(zip(names, snapshot.program.leaves, strict=True))
-    }
-    number = {leaf.id: n for n, leaf in enumerate(snapshot.program.leaves)}
-    return {**found, **{f"grad {number[leaf]}": grad for leaf, grad in snapshot.grads.items()}}
+    found: dict[str, Tensor] = {}
+    for leaf in snapshot.program.leaves:
+        name = f"{leaf.name} {leaf.origin} {leaf.made_by} {leaf.diff}"
+        name += f" #{sum(known.startswith(name) for known in found)}"
+        found[name] = snapshot.tensors[leaf.id]
+        if leaf.id in snapshot.grads:
+            found[f"gradient of {name}"] = snapshot.grads[leaf.id]
+    return found
 
 
 @pytest.fixture

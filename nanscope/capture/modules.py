@@ -475,7 +475,7 @@ class ModuleWatch:
                 call.let_go()
         calls, self.calls, self._outputs, self._names = [*self._waiting, *beside, *self.calls], [], {}, {}
         self._waiting, self._beside = [], []
-        self._due = min(KEPT_CALLS, max(2, 2 * len(calls)))
+        self._due = min(KEPT_CALLS, max(2, 2 * len(calls), self._due - 1))  # of several losses by turns each has calls of its own
         self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
         return calls, list(self._frozen)
 

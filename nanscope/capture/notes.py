@@ -90,11 +90,10 @@ NONE = Mark(0)
 
 @dataclass(slots=True)
 class Closed:
-    """What is left of the calls of a step. calls: that somebody may come back for, in order. over: what those have made that nobody will.
-    written: tensors that were written to as a list. later: what was to be done between the calls."""
+    """What is left of the calls of a step. calls: is there one that somebody may come back for? written: tensors that were written to as a
+    list. later: what was to be done between the calls."""
 
-    calls: list[RawCall] = field(default_factory=list)
-    over: list[Tensor] = field(default_factory=list)
+    calls: bool = False
     written: list[Tensor] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
 
@@ -107,6 +106,7 @@ class Notes:
         self.pending: list[Any] = []  # of `Raw` and `Later`
         self.module = ""
         self._start = 0  # of the running stretch
+        self.over: dict[int, Tensor] = {}  # what those have read that are left of an earlier step, and nobody will come back for
         self._callers = callers
         # Identities of what waiting calls read and made, which nothing else can have as long as they wait: which call has made it, if any.
         self._light: dict[int, int] = {}
@@ -140,14 +140,18 @@ class Notes:
         for known in fresh:
             light[known] = NOBODY
         if seen or not results:
-            for item in results:
-                light[id(item)] = number
+            self._makes(operator, results, number)
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
             results = [Fleeting(item) for item in results]
             self._fleeting |= {item.identity: number for item in results}
         place = self._callers.caller(FRAMES)
         self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module))
         return True
+
+    def _makes(self, operator: Operator, results: Sequence[Tensor], number: int) -> None:
+        for item in results:
+            if operator.mutable or id(item) not in self._light:  # who hands on an argument has not made that
+                self._light[id(item)] = number
 
     def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int]) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
@@ -194,6 +198,11 @@ class Notes:
             return False
         return base_of(tensor) is None and storage_uses(tensor) <= ALIASED
 
+    def is_new(self, tensor: Tensor) -> bool:
+        """Has no call that waits read or made a tensor, and does nobody else share its memory?"""
+        known = id(tensor) in self._light or self.maker(tensor) is not None
+        return not known and base_of(tensor) is None and storage_uses(tensor) <= ALIASED
+
     def last(self) -> RawCall:
         """Return the call that was added last."""
         return RawCall._make(next(one for one in reversed(self.pending) if not isinstance(one, Later)))
@@ -211,13 +220,14 @@ class Notes:
         return [one for one in self.pending[self._start :] if type(one) is tuple]
 
     def close(self, done: Set[int]) -> Closed:
-        """Return what is left of the calls before the running stretch: a step is over in which nothing was wrong.
+        """A step is over in which nothing was wrong: of the calls before the running stretch, keep those that somebody may come back for;
+        the stretch begins with them.
 
         done: calls, by identity, whose results nobody will come back for, whoever holds them.
         """
         pending, running = self.pending[: self._start], self.pending[self._start :]
         self.pending.clear()
-        closed = Closed()
+        closed, over, one = Closed(), set(self.over), None
         while pending:
             one = pending.pop()  # and no other reference to it is left
             if isinstance(one, Later):
@@ -227,24 +237,25 @@ class Notes:
             elif id(one) not in done:
                 self.pending.append(one)
             elif one[4]:
-                closed.over += one[3]
-        del one
+                over.update(map(id, one[3]))
+        one = None
         self.pending.reverse()
         closed.later.reverse()
-        left = self.take()
-        closed.calls += [call for call in reversed(left) if not isinstance(call, Later)]
-        self.go_on_with(running)
+        left = [tuple(call) for call in reversed(self.take()) if not isinstance(call, Later)]
+        read = (tensor for call in left for tensor in tensors_of(call[1]))
+        self.over = {id(tensor): tensor for tensor in read if id(tensor) in over}
+        closed.calls = bool(left)
+        self._go_on_with([*left, *running])
         return closed
 
-    def go_on_with(self, running: list[Raw | Later]) -> None:
-        """These are what waits, and the running stretch."""
+    def _go_on_with(self, running: list[Raw | Later]) -> None:
         self.pending += running
         for number, call in enumerate(running):
             if not isinstance(call, Later):
-                self.weight += CALL
+                self.weight += CALL + sum(item.nbytes for item in call[3] if call[4])
                 self._light |= {id(tensor): NOBODY for tensor in tensors_of(call[1]) if id(tensor) not in self._light}
                 if call[4]:
-                    self._light |= {id(item): number for item in call[3]}
+                    self._makes(call[0], call[3], number)
                 else:
                     self._fleeting |= {item.identity: number for item in call[3]}
 

@@ -7,7 +7,7 @@ operator is called where, with what numbers, and which tensor it is given: that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +27,13 @@ class Unlike(Exception):
 
 
 class Stretch:
-    """One of them. key: equal for two that hang together alike. outer: tensors from outside."""
+    """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often these had been written to
+    when they were first read."""
 
     def __init__(self, calls: Sequence[Raw]) -> None:
         self.calls = calls
         self.outer: list[Tensor] = []
+        self.versions: list[int] = []
         self._of_nothing: dict[Code, Tensor] = {}  # what calls have made that have read no tensor
         self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
         self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
@@ -60,6 +62,7 @@ class Stretch:
                 known = codes.get(id(arg))
                 if known is None:
                     self.outer.append(arg)
+                    self.versions.append(version)
                     known = codes[id(arg)] = -len(self.outer), version
                 elif known[1] != version:
                     raise Unlike
@@ -77,6 +80,11 @@ class Stretch:
         known = self._codes.get(id(tensor))
         return None if known is None else known[0]
 
+    def first(self, tensor: Tensor) -> Code | None:
+        """Return where a tensor stood first: as what comes from outside, though a call may have handed it on."""
+        outer = next((-1 - number for number, one in enumerate(self.outer) if one is tensor), None)
+        return self.code(tensor) if outer is None else outer
+
     def tensor(self, code: Code) -> Tensor:
         """Return what stands there."""
         if code < 0:
@@ -92,7 +100,7 @@ class Stretch:
 
     def version(self, code: Code) -> int:
         """Return how often it had been written to when it was first read or made."""
-        return self._codes[id(self.tensor(code))][1] if code < 0 else self._version(code // RESULTS, code % RESULTS)
+        return self.versions[-1 - code] if code < 0 else self._version(code // RESULTS, code % RESULTS)
 
     def _version(self, number: int, result: int) -> int:
         operator, _, _, _, seen, made, *_ = self.calls[number]
@@ -103,15 +111,15 @@ class Stretch:
         """Return the tensors that a call was given, as they were then; each as often as it was."""
         return list(_read(self.key[number][SHAPE]))
 
-    def behind(self, code: Code) -> set[Code]:
-        """Return all that a tensor was made of, itself included."""
+    def behind(self, code: Code, leaves: Container[Code] = ()) -> set[Code]:
+        """Return all that a tensor was made of, itself included. leaves: it is not asked what these were made of."""
         found: set[Code] = set()
         waiting = [code]
         while waiting:
             one = waiting.pop()
             if one not in found:
                 found.add(one)
-                waiting += self.read(one // RESULTS) if one >= 0 else ()
+                waiting += self.read(one // RESULTS) if one >= 0 and one not in leaves else ()
         return found
 
     def times_read(self) -> Counter[Code]:

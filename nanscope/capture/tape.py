@@ -77,6 +77,7 @@ PATIENCE = 64  # values, by default
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 NUMBERS = 4  # that went to the host, of which it is remembered what made them
+ROUNDS = 4  # steps that a call may wait for, if somebody holds what it has made
 MEASURED = 1 << 16  # tensors of which a norm is remembered
 
 
@@ -121,6 +122,7 @@ class Tape:
         self._opaque: dict[Address, tuple[Opaque, Handle]] = {}  # results of calls that cannot be replayed, until they are read
         self.opaque: dict[int, Opaque] = {}
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
+        self._rounds = 0  # steps in a row that have left calls which wait
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
@@ -182,6 +184,15 @@ class Tape:
             finally:
                 self._understands, log.noted, log.read[:] = False, None, read
                 self._known.just_made.clear()
+                self._let_go_of_graphs()
+
+    def _let_go_of_graphs(self) -> None:
+        """What is left of an earlier step has read what was differentiated in it, and must not keep the graph of that."""
+        over, self.notes.over = self.notes.over, {}
+        for tensor in over.values():
+            value = self._known.find(tensor)
+            if value is not None and value.leaf is not None:
+                self._known.drop(value.id)
 
     def _write_down(self, note: RawCall) -> None:
         seen = iter(note.seen)
@@ -253,7 +264,7 @@ class Tape:
         """Note what a call is about to read; None if it is not one to be written down."""
         if operator.name == ANSWER:
             return operator, None, None
-        if operator.silent:
+        if operator.silent or (operator.name in DATA_FACTORIES and operator.mutable and self._fills_what_nobody_knows(args)):
             return None
         with self._lock:
             if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
@@ -274,6 +285,14 @@ class Tape:
                 self._read_rest(args, kwargs)
                 return operator, None, None
             return operator, noted, target
+
+    def _fills_what_nobody_knows(self, args: tuple[Any, ...]) -> bool:
+        """Does a call fill memory with random numbers that nobody has read so far? What is there is data, and that is all."""
+        tensor = args[0] if args and type(args[0]) is Tensor else None
+        if tensor is None or not is_plain(tensor) or self._known.by_storage.get(memory_of(tensor)) or not self.notes.is_new(tensor):
+            return False
+        self._opaque.pop(key_of(tensor, PLAIN)[:4], None)
+        return True
 
     def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
         """Write down the call that `before` was told of."""
@@ -744,10 +763,10 @@ class Tape:
             self._log.clear()
         self._went_through(over=True, waiting=bool(read))
         self._doubts.settle(over is not None and not everything, roots, number)
-        if len(self.entries) > self._lasting:
+        if len(self._log.entries) > self._lasting:
             self.collect()  # between two large tensors, small ones that nobody needs keep the allocator from using their memory again
-            self._lasting = 4 * PATIENCE + 2 * len(self.entries)
-        return {value.key[:4] for i in read if (value := self.values.get(i)) is not None and value.leaf is not None}
+            self._lasting = 4 * PATIENCE + 2 * len(self._log.entries)
+        return {value.key[:4] for i in read if (value := self._known.by_id.get(i)) is not None and value.leaf is not None}
 
     def stretch(self) -> list[Raw] | None:
         """Return the calls since the last backward pass, if all of them wait to be understood, and nothing else is known of them."""
@@ -819,14 +838,11 @@ class Tape:
             if self._understands or not self.notes.pending:
                 return
             self._forget_norms()
-            left, running = self.notes.close(done), self.notes.pending[:]
-            if left.calls:
-                self.notes.pending[:] = [tuple(call) for call in left.calls]
+            left = self.notes.close(done)
+            self._rounds = self._rounds + 1 if left.calls else 0
+            if self._rounds > ROUNDS:
+                self._rounds = 0
                 self._understand()
-                self.notes.go_on_with(running)
-                for known in [self._known.find(tensor) for tensor in left.over]:
-                    if known is not None:  # what is left of the step has read it, and must not keep its graph
-                        self._known.drop(known.id)
             if self._known.by_storage:
                 self._known.unfind(iter(left.written))
             if self._known.length > self._over:  # some did not wait
@@ -842,7 +858,7 @@ class Tape:
 
     def collect(self) -> None:
         """Drop what nobody can ask for any more, where no backward pass says that it is over."""
-        self.log.collect(self._named(), max(self._patience, self._usual), self.log.count)
+        self._log.collect(self._named(), max(self._patience, self._usual), self._log.count)
         self._went_through(over=False)
 
     def still_read(self) -> set[Address] | None:
@@ -855,19 +871,19 @@ class Tape:
         return {value.key[:4] for value in self.values.values() if value.leaf is not None}
 
     def _named(self) -> list[int]:
-        return [*self.tags.values(), *self.differentiated.roots()]
+        return [*self.tags.values(), *self._differentiated.roots()]
 
     def _went_through(self, over: bool, waiting: bool = False) -> None:
         """Decide when to look again. over: a backward pass was, and what came since the one before is what may come until the next.
         waiting: there is something that it has not taken with it."""
-        self.known.forget_histories(over and not waiting)
+        self._known.forget_histories(over and not waiting)
         self._slicing.forget()
-        self.tags = {name: i for name, i in self.tags.items() if i in self.values}
-        self.opaque = {i: call for i, call in self.opaque.items() if i in self.values}
-        self.differentiated.keep(self.values)
+        self.tags = {name: i for name, i in self.tags.items() if i in self._known.by_id}
+        self.opaque = {i: call for i, call in self.opaque.items() if i in self._known.by_id}
+        self._differentiated.keep(self._known.by_id)
         self._lost = still_there(self._lost)
         if over:
-            self._usual = max(self.length - self._over, self._usual - self._usual // 8)
-            self._over = self.length
-        self._gone_through = self.length
-        self._due = self.length + max(self._patience, 2 * len(self.values), 2 * self._usual if over else 0)
+            self._usual = max(self._known.length - self._over, self._usual - self._usual // 8)
+            self._over = self._known.length
+        self._gone_through = self._known.length
+        self._due = self._known.length + max(self._patience, 2 * len(self._known.by_id), 2 * self._usual if over else 0)

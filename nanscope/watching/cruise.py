@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.capture.gauge import Dials
-from nanscope.capture.modules import Address, place_of, tensors_in
+from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.pattern import RESULTS, Code, Stretch, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
@@ -48,23 +48,36 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """A backward pass that is about to begin. values: what the gauge reads, by where it stands."""
+    """A backward pass that is about to begin. values: what the gauge reads, by where it stands. waiting: what was computed beside its
+    loss, has a gradient, and is held by somebody."""
 
     known: Known
+    stretch: Stretch
     root: Tensor
     leaves: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
     values: dict[int, Tensor]
     made: frozenset[int]
+    waiting: tuple[Code, ...]
 
-    def been_through(self, recording: Recording) -> set[Address] | None:
-        """Return where it lies what the pass goes through; None if there are calls of models that it may not come to."""
-        found = {place_of(leaf) for leaf in self.leaves}
-        for call in reversed(recording.calls):
-            if found.isdisjoint(call.outputs):
-                return None
-            found.update(place_of(tensor) for tensor in tensors_in([call.args, call.kwargs]))
+    def been_through(self, calls: Sequence[ModuleCall]) -> dict[Address, Tensor]:
+        """Return where it lies what the pass goes through: what the loss reads, and what led to the models behind that. calls: of these."""
+        found = {place_of(leaf): leaf for leaf in self.leaves}
+        for call in reversed(calls):
+            if not found.keys().isdisjoint(call.outputs):
+                for tensor in tensors_in([call.args, call.kwargs]):
+                    found[place_of(tensor)] = tensor
+                    found |= self._read_for(self.stretch.code(tensor))
         return found
+
+    def still_read(self) -> set[Address]:
+        """Return where it lies what another backward pass may come to."""
+        return {place for code in self.waiting for place in self._read_for(code)}
+
+    def _read_for(self, code: Code | None) -> dict[Address, Tensor]:
+        """What comes from outside of all that was made for a tensor."""
+        outer = [self.stretch.tensor(one) for one in self.stretch.behind(code) if one < 0] if code is not None and code >= 0 else []
+        return {place_of(tensor): tensor for tensor in outer}
 
 
 class Cruise:
@@ -81,17 +94,21 @@ class Cruise:
         if stretch is None or known is None or len(roots) != 1 or stretch.code(roots[0]) != known.root:
             return None
         leaves = {code: stretch.tensor(code) for code in known.leaves}
-        if not all(self._is_outer(leaf, stretch.version(code)) for code, leaf in leaves.items()):
+        if any(writes_counted(leaf) != stretch.version(code) for code, leaf in leaves.items()):
             return None
-        if any(not leaves[code].requires_grad for code in known.edges) or _is_held(stretch, known):
+        if not all(code >= 0 or self._tape.is_outer(leaf) for code, leaf in leaves.items()):
             return None
+        if any(not leaves[code].requires_grad for code in known.edges):
+            return None
+        held = _held(stretch, known)  # before anybody here holds more
         values = {number: stretch.tensor(number - ABOVE) for number in known.dials.wanted(True)}
         if any(writes_counted(tensor) != stretch.version(number - ABOVE) for number, tensor in values.items()):
             return None
         self._known[stretch.key] = self._known.pop(stretch.key)
         self._in_vain = 0
         made = frozenset(id(stretch.calls[number]) for number in known.made)
-        return Recognised(known, roots[0], tuple(leaves.values()), tuple(leaves[code] for code in known.edges), values, made)
+        edges = tuple(leaves[code] for code in known.edges)
+        return Recognised(known, stretch, roots[0], tuple(leaves.values()), edges, values, made, held)
 
     def stretch(self) -> Stretch | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
@@ -122,11 +139,16 @@ class Cruise:
         last = program.calls[-1]
         if last.name == "mul" and any(isinstance(arg, Ref) and arg.id in recording.tensors for arg in last.args):
             return None  # by what may become a scale against underflow
-        codes = {leaf.id: stretch.code(recording.tensors[leaf.id]) for leaf in program.leaves}
-        behind = stretch.behind(root)
-        made = tuple(sorted({code // RESULTS for code in behind if code >= 0}))
+        codes = {leaf.id: stretch.first(recording.tensors[leaf.id]) for leaf in program.leaves}
         leaves = tuple(code for code in codes.values() if code is not None)
-        if len(leaves) < len(codes) or set(leaves) != {code for code in behind if code < 0} or len(made) != len(program.calls):
+        behind = stretch.behind(root, leaves)
+        made = tuple(sorted({code // RESULTS for code in behind.difference(leaves) if code >= 0}))
+        if (
+            len(leaves) < len(codes)
+            or not behind.issuperset(leaves)
+            or min(behind.difference(leaves)) < 0
+            or len(made) != len(program.calls)
+        ):
             return None
         edges = tuple(codes[leaf.id] for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad)
         held = {value: tensor for value in dials.wanted(True) if (tensor := self._tape.tensor(value)) is not None}
@@ -147,15 +169,12 @@ class Cruise:
             tuple(call[6][0] for call in stretch.calls),
         )
 
-    def _is_outer(self, tensor: Tensor, version: int) -> bool:
-        """Does a leaf come from outside, and is it what it was when it was read?"""
-        return writes_counted(tensor) == version and self._tape.is_outer(tensor)
 
-
-def _is_held(stretch: Stretch, known: Known) -> bool:
-    """Does somebody hold what has a gradient and is not differentiated? It may wait for a backward pass of its own."""
+def _held(stretch: Stretch, known: Known) -> tuple[Code, ...]:
+    """What has a gradient, is not differentiated, and is held by somebody: it may wait for a backward pass of its own."""
+    held = []
     for code, times in known.beside:
         item = stretch.tensor(code)
         if sys.getrefcount(item) > OURS + times:
-            return True
-    return False
+            held.append(code)
+    return tuple(held)

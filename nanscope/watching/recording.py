@@ -61,11 +61,12 @@ WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "beh
 @dataclass(frozen=True, slots=True)
 class Unwritten:
     """A loss that is not written down so far. root: what is differentiated. leaves: what its program reads; edges: those that have a
-    gradient. made: calls of its program, by identity. ask: has it written down."""
+    gradient. between: what was read on the way to the models. made: calls of its program, by identity. ask: has it written down."""
 
     root: Tensor
     leaves: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
+    between: tuple[Tensor, ...]
     made: frozenset[int]
     ask: Callable[[], None]
 
@@ -182,7 +183,7 @@ class Recording:
 
     def is_plain(self) -> bool:
         """Is there nothing about it but a loss, its program, and the models that it comes from?"""
-        more = (self.glue, self.others, self.behind, self.made_within, self.numbers, self.opaque, self.taken, self.given, self.seeds)
+        more = (self.behind, self.made_within, self.numbers, self.opaque, self.taken, self.given, self.seeds)
         return not any(more) and self.aside[0] is None and self.within is None and self.scale is None and self.loss.numel() == 1
 
     @property
@@ -314,7 +315,7 @@ class Recording:
     def inputs(self) -> list[Tensor]:
         """Return what the pass differentiates for and is no weight, as it is for an attack on a model, or a penalty."""
         given = [tensor for call in self.calls for tensor in tensors_in([call.args, call.kwargs])]
-        between = [tensor for glue in self.glue for tensor in glue.tensors.values()] if self.unwritten is None else []
+        between = self.unwritten.between if self.unwritten is not None else [one for glue in self.glue for one in glue.tensors.values()]
         read = (*self.leaves, *given, *between)
         return [one for one in read if is_plain(one) and one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)]
 

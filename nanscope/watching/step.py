@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 
 import torch
@@ -86,7 +86,8 @@ class Step(Relay):
         super().__init__(tape, modules, optimizers, remains, keeper)
         self._current: Recording | None = None
         self._root: Tensor | None = None  # of the running pass, where its loss was not written down when it began
-        self._been: set[Address] = set()  # where it lies what that goes through
+        self._been: Set[Address] = frozenset()  # where it lies what that goes through
+        self._read: Set[Address] = frozenset()  # and what another one may come to
         self._cruise = Cruise(tape)
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._again: list[int] = []  # those that it may differentiate again
@@ -143,9 +144,10 @@ class Step(Relay):
             self._open()
         self.counts.begin()
         self._course.took.clear()
-        recording = None if found is None else self._recognised(found, calls, frozen)
-        if recording is None:
-            recording = self._recorded(sliced or [self._sliced(root) for root in roots], roots, seeds, kept, calls, frozen)
+        if found is not None:
+            recording = self._recognised(found, calls, frozen)
+        else:
+            recording = self._recorded(sliced, roots, seeds, kept, calls, frozen)
         self._current = recording
         self._failsafe("deep", self._deep.begin, recording)
         self._recordings.reach(recording)
@@ -202,17 +204,16 @@ class Step(Relay):
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
 
-    def _recognised(self, found: Recognised, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording | None:
-        """A backward pass whose loss is written down when somebody asks; None if it has to be now."""
+    def _recognised(self, found: Recognised, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
+        """A backward pass whose loss is written down when somebody asks."""
         loss = readable([found.root], "losses", self._logbook.gap)[0]
-        unwritten = Unwritten(found.root, found.leaves, found.edges, found.made, self._tape.settle)
+        been = found.been_through(calls)
+        unwritten = Unwritten(found.root, found.leaves, found.edges, tuple(been.values()), found.made, self._tape.settle)
         glimpses = tuple(self._tape.glimpses.values())
         recording = Recording.recognised(
             loss, calls, unwritten, glimpses=glimpses, micro_batch=self.counts.micro_batch, frozen=frozen, tape=self._tape
         )
-        if (been := found.been_through(recording)) is None:
-            return None
-        self._root, self._been = found.root, been
+        self._root, self._been, self._read = found.root, been.keys(), found.still_read()
         self._modules.came_before(calls)
         self._tape.later(partial(recording.write_down, self._tape, self._failsafe), recording.lose, [found.root])
         return recording
@@ -283,7 +284,7 @@ class Step(Relay):
             return None if known is None else [*known, *recording.been_through()[1]]
 
         self._tape.has_passed(over)
-        self._modules.wait(recording.calls, set(), self._been)
+        self._modules.wait(recording.calls, self._read, self._been)
 
     def _look_at_fine(self, recording: Recording) -> None:
         self._failsafe("deep", self._deep.judge, recording)
