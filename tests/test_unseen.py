@@ -177,9 +177,10 @@ def test_an_error_of_the_trainers_call_passes_the_tape_as_it_was_raised() -> Non
 
     from nanscope.capture.failsafe import Failsafe
 
-    failsafe = Failsafe()
+    failsafe, given = Failsafe(), torch.ones(2)
     with TapeMode(Failing(), failsafe), pytest.raises(RuntimeError, match="size") as caught:
-        torch.ones(2) @ torch.ones(3)
+        given.add_(1)
+        given @ torch.ones(3)
     assert caught.value.__context__ is None
     assert failsafe.failures == ["tape-failed"]
 

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import FLOW, GRADIENT_NORMS, HISTORY_ENDS, SILENT
+from nanscope.program.ops import FLOW, GRADIENT_NORMS, HISTORY_ENDS, SHARED, SILENT
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     base_of,
@@ -109,11 +109,6 @@ class Operator:
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
 
-    @property
-    def can_be_replayed(self) -> bool:
-        """Is there a call that makes what it makes, and reads what it reads?"""
-        return self.replayable or self.may_wait
-
     @staticmethod
     def of(func: Any) -> Operator:
         """Look an overload up. Those of torch stay as they are; an extension may go on registering kernels."""
@@ -141,7 +136,7 @@ class Operator:
             inside,
             casts or bool(inside),
             waits and name not in AT_ONCE,
-            writes_one and name.rstrip("_") not in ("as_strided", "detach"),
+            writes_one and name.rstrip("_") not in SHARED,
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),
             name in GRADIENT_NORMS,
         )

@@ -119,7 +119,7 @@ class TapeMode(Mode):
         operator = ear.operators.get(id(func)) or self._door(crowded, ear.look_up, func)
         if operator is None or operator.silent:
             return func(*args, **kwargs)
-        waits = operator.waits or (operator.may_wait and self.tape.notes.own(args[0]))
+        waits = operator.waits or (operator.may_wait and self._door(False, self.tape.notes.own, args[0]))
         if waits and not (crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1):
             # what a call raises is the trainer's own
             result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
@@ -137,7 +137,7 @@ class TapeMode(Mode):
         if noting is not None:
             self._door(crowded, ear.after, noting, args, result)
         elif task != -1 and self.depth is None:
-            self._door(crowded, self.tape.differentiated.inside, task, result)
+            self._door(crowded, self.tape.inside, task, result)
         return result
 
     def _called(self, operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

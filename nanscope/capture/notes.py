@@ -69,7 +69,7 @@ class Later:
         self.act, self.void, self.holds = act, void, holds
 
 
-class Mark:
+class SoFar:
     """How many calls there were at some moment: it is counted when somebody asks. number: None until then. settle: has it counted."""
 
     __slots__ = ("_settle", "number")
@@ -85,7 +85,7 @@ class Mark:
         return self.number or 0
 
 
-NONE = Mark(0)
+NONE = SoFar(0)
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class Notes:
     def own(self, tensor: object) -> bool:
         """Do only calls that wait know the memory of a tensor, which can make it again? Then a write to it may wait as well."""
         made = self.maker(tensor) if type(tensor) is Tensor else None
-        if type(tensor) is not Tensor or made is None or not made.operator.can_be_replayed:
+        if type(tensor) is not Tensor or made is None or not (made.operator.replayable or made.operator.may_wait):
             return False
         if made.operator.view and not made.operator.mutable:
             return False

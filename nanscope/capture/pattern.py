@@ -26,7 +26,7 @@ class Unlike(Exception):
     """A stretch that is not to be compared with others: something was written to amid it."""
 
 
-class Stretch:
+class Passage:
     """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often these had been written to
     when they were first read."""
 

@@ -48,7 +48,7 @@ from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.notes import Later, Mark, Notes, Raw, RawCall, Seen
+from nanscope.capture.notes import Later, Notes, Raw, RawCall, Seen, SoFar
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.source import site_of
@@ -259,6 +259,10 @@ class Tape:
         """The passes in which the trainer's code took gradients itself."""
         self._settle()
         return self._differentiated
+
+    def inside(self, task: int, result: Any) -> None:
+        """A call was made in a backward pass that the trainer's code makes itself. task: its number."""
+        self.differentiated.inside(task, result)
 
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:
         """Note what a call is about to read; None if it is not one to be written down."""
@@ -812,16 +816,16 @@ class Tape:
     def _forget_late(self, over: Collection[int] | None, number: int) -> None:
         self._forget_values(over, (), False, number)
 
-    def mark(self) -> Mark:
+    def mark(self) -> SoFar:
         """Return how many calls there were so far, for whoever asks later."""
         if not self.notes.pending:
-            return Mark(self._log.count)
-        mark = Mark(None, self._settle)
+            return SoFar(self._log.count)
+        mark = SoFar(None, self._settle)
         count = partial(self._resolve, mark)
         self.notes.later(Later(count, count))
         return mark
 
-    def _resolve(self, mark: Mark) -> None:
+    def _resolve(self, mark: SoFar) -> None:
         mark.number = self._log.count
 
     def begin_stretch(self) -> None:

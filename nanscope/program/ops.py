@@ -278,6 +278,7 @@ UNWRITTEN_FACTORIES = _family("empty new_empty")  # memory that somebody has sti
 DATA_FACTORIES = UNWRITTEN_FACTORIES | _family("empty_like empty_strided normal_ rand randint randn randperm uniform_")  # a leaf is data
 GRADIENT_NORMS = _family("_foreach_norm linalg_vector_norm norm")  # what a clip divides by
 SILENT = _family("_assert_async _local_scalar_dense is_nonzero is_same_size record_stream resize_ set_")  # no value comes of them
+SHARED = _family("as_strided detach")  # what they give is a tensor by what it shares with another one
 NOT_AGAIN = ("_foreach", "_nested", "_sparse", "empty", "rand", "to_sparse")  # what begins so is in no program, not even in memory
 UNDECLARED_WRITES = "batch_norm"  # what is called so writes to what it is given, whatever its schema says
 MADE_OF_PRODUCTS = _family("_trilinear")  # by calls that autocast casts, and it casts nothing before

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanscope.capture.gauge import Dials
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
-from nanscope.capture.pattern import RESULTS, Code, Stretch, Unlike
+from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.torch_inside import writes_counted
@@ -47,12 +47,12 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Recognised:
+class Familiar:
     """A backward pass that is about to begin. values: what the gauge reads, by where it stands. waiting: what was computed beside its
     loss, has a gradient, and is held by somebody."""
 
     known: Known
-    stretch: Stretch
+    stretch: Passage
     root: Tensor
     leaves: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
@@ -88,7 +88,7 @@ class Cruise:
         self._known: dict[Any, Known] = {}
         self._in_vain = self._waits = 0
 
-    def recognise(self, stretch: Stretch | None, roots: Sequence[Tensor]) -> Recognised | None:
+    def recognise(self, stretch: Passage | None, roots: Sequence[Tensor]) -> Familiar | None:
         """Return what is known of the loss that is about to be differentiated, None if it has to be written down."""
         known = None if stretch is None else self._known.get(stretch.key)
         if stretch is None or known is None or len(roots) != 1 or stretch.code(roots[0]) != known.root:
@@ -108,20 +108,20 @@ class Cruise:
         self._in_vain = 0
         made = frozenset(id(stretch.calls[number]) for number in known.made)
         edges = tuple(leaves[code] for code in known.edges)
-        return Recognised(known, stretch, roots[0], tuple(leaves.values()), edges, values, made, held)
+        return Familiar(known, stretch, roots[0], tuple(leaves.values()), edges, values, made, held)
 
-    def stretch(self) -> Stretch | None:
+    def stretch(self) -> Passage | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
         calls = self._tape.stretch()
         if not calls or self._waits > 0:
             self._waits -= 1
             return None
         try:
-            return Stretch(calls)
+            return Passage(calls)
         except Unlike:
             return None
 
-    def learn(self, stretch: Stretch, root: Tensor, recording: Recording, dials: Dials | None) -> None:
+    def learn(self, stretch: Passage, root: Tensor, recording: Recording, dials: Dials | None) -> None:
         """Remember how a loss hangs together that was written down. root: the loss. dials: of its gauge."""
         self._in_vain += 1
         if self._in_vain > IN_VAIN:
@@ -132,7 +132,7 @@ class Cruise:
             if len(self._known) > KEPT:
                 del self._known[next(iter(self._known))]
 
-    def _learnt(self, stretch: Stretch, root: Code | None, recording: Recording, dials: Dials | None) -> Known | None:
+    def _learnt(self, stretch: Passage, root: Code | None, recording: Recording, dials: Dials | None) -> Known | None:
         program = recording.program
         if program is None or root is None or root < 0 or dials is None or not recording.is_plain():
             return None
@@ -170,7 +170,7 @@ class Cruise:
         )
 
 
-def _held(stretch: Stretch, known: Known) -> tuple[Code, ...]:
+def _held(stretch: Passage, known: Known) -> tuple[Code, ...]:
     """What has a gradient, is not differentiated, and is held by somebody: it may wait for a backward pass of its own."""
     held = []
     for code, times in known.beside:

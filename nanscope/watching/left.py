@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from nanscope.capture.notes import NONE, Mark
+from nanscope.capture.notes import NONE, SoFar
 from nanscope.program.local import is_plain, local
 from nanscope.torch_inside import nonzeros, writes_counted
 from nanscope.watching.recording import Recording
@@ -70,7 +70,7 @@ class Leavings:
         self.calls = NONE  # that the tape had seen then
         self._few: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
-    def take(self, recording: Recording, calls: Mark = NONE) -> None:
+    def take(self, recording: Recording, calls: SoFar = NONE) -> None:
         """A backward pass has ended. calls: that the tape has seen."""
         self.calls = calls
         modules = {id(model): model for call in recording.calls for model in call.models}

@@ -24,7 +24,7 @@ from nanscope.snapshot.step import Snapshot
 from nanscope.snapshot.trend import Approach, Point, approach
 from nanscope.verdict.forecast import Forecast, Runaway, best_fix, foresee, harm_of
 from nanscope.watching.course import Course
-from nanscope.watching.cruise import Recognised
+from nanscope.watching.cruise import Familiar
 from nanscope.watching.examine import Examiner
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
@@ -46,7 +46,7 @@ class Outlook:
     def _course(self) -> Course:
         return self._keeper.course
 
-    def read(self, recording: Recording, found: Recognised | None) -> None:
+    def read(self, recording: Recording, found: Familiar | None) -> None:
         """A backward pass begins: compute what there is to read, and take it where that waits for nothing. found: where to read it, where
         its loss is not written down."""
         recording.beside, self.dials = self._tape.beside, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch, version_of
-from nanscope.capture.notes import NONE, Mark
+from nanscope.capture.notes import NONE, SoFar
 from nanscope.capture.tape import Tape
 from nanscope.locate.observe import observe_made
 from nanscope.program.calls import Site
@@ -50,9 +50,9 @@ class Remains:
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
         self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
-        self._fine: list[tuple[int, Mark, frozenset[int]]] = []  # the last step after which these weights were finite, and calls until then
+        self._fine: list[tuple[int, SoFar, frozenset[int]]] = []  # the last step after which these were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
-        self._buffers_fine: tuple[int | None, Mark] = (None, NONE)  # as `_fine`, of all buffers
+        self._buffers_fine: tuple[int | None, SoFar] = (None, NONE)  # as `_fine`, of all buffers
         self._met: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # buffer → was it finite when its model was called first?
         self._met_at: dict[int, int] = {}  # and calls until then
         modules.spoilt, modules.meets = self.spoilt, self.meet

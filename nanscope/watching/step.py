@@ -17,7 +17,7 @@ from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
 from nanscope.capture.modules import Address, ModuleCall, ModuleWatch
-from nanscope.capture.pattern import Stretch
+from nanscope.capture.pattern import Passage
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
@@ -29,7 +29,7 @@ from nanscope.watching.beforehand import Beforehand
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
 from nanscope.watching.course import Course
-from nanscope.watching.cruise import Cruise, Recognised
+from nanscope.watching.cruise import Cruise, Familiar
 from nanscope.watching.deep import Deep
 from nanscope.watching.ending import Ending
 from nanscope.watching.examine import Examiner, Hit
@@ -169,7 +169,7 @@ class Step(Relay):
             if self._consumed.known and not recording.flags[0] and self._repair is None:
                 self._failsafe("loss-hit", self._examine, recording)  # its weights are others when it is over
 
-    def _stretch(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> Stretch | None:
+    def _stretch(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> Passage | None:
         """The calls behind a loss, where it may be one that is recognised."""
         alone = len(roots) == 1 and seeds[0] is None and not kept and self._stepping is None
         return self._cruise.stretch() if alone and self._repair is None and self._optimizers.any else None
@@ -204,7 +204,7 @@ class Step(Relay):
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
 
-    def _recognised(self, found: Recognised, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
+    def _recognised(self, found: Familiar, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
         """A backward pass whose loss is written down when somebody asks."""
         loss = readable([found.root], "losses", self._logbook.gap)[0]
         been = found.been_through(calls)
