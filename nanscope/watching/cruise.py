@@ -85,13 +85,27 @@ class Cruise:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._found: Familiar | None = None
+        self._stretch: Passage | None = None  # the calls behind the loss that is about to be differentiated
         self._known: dict[Any, Known] = {}
         self._in_vain = self._waits = 0
 
-    def recognise(self, stretch: Passage | None, roots: Sequence[Tensor]) -> Familiar | None:
-        """Return what is known of the loss that is about to be differentiated, None if it has to be written down."""
-        known = None if stretch is None else self._known.get(stretch.key)
-        if stretch is None or known is None or len(roots) != 1 or stretch.code(roots[0]) != known.root:
+    def recognise(self, root: Tensor) -> None:
+        """A backward pass is about to begin: find out whether its loss is known. root: that."""
+        self._found, self._stretch = None, self.stretch()
+        if self._stretch is not None:
+            self._found = self._recognised(self._stretch, root)
+
+    def take(self) -> Familiar | None:
+        """Return what is known of that loss, None if it has to be written down."""
+        found, self._found = self._found, None
+        if found is not None:
+            self._stretch = None  # which has nothing new to tell
+        return found
+
+    def _recognised(self, stretch: Passage, root: Tensor) -> Familiar | None:
+        known = self._known.get(stretch.key)
+        if known is None or stretch.code(root) != known.root:
             return None
         leaves = {code: stretch.tensor(code) for code in known.leaves}
         if any(writes_counted(leaf) != stretch.version(code) for code, leaf in leaves.items()):
@@ -108,7 +122,7 @@ class Cruise:
         self._in_vain = 0
         made = frozenset(id(stretch.calls[number]) for number in known.made)
         edges = tuple(leaves[code] for code in known.edges)
-        return Familiar(known, stretch, roots[0], tuple(leaves.values()), edges, values, made, held)
+        return Familiar(known, stretch, root, tuple(leaves.values()), edges, values, made, held)
 
     def stretch(self) -> Passage | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
@@ -121,8 +135,11 @@ class Cruise:
         except Unlike:
             return None
 
-    def learn(self, stretch: Passage, root: Tensor, recording: Recording, dials: Dials | None) -> None:
+    def learn(self, root: Tensor, recording: Recording, dials: Dials | None) -> None:
         """Remember how a loss hangs together that was written down. root: the loss. dials: of its gauge."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is None:
+            return
         self._in_vain += 1
         if self._in_vain > IN_VAIN:
             self._waits = 1 << min(self._in_vain - IN_VAIN, 10)
@@ -134,7 +151,7 @@ class Cruise:
 
     def _learnt(self, stretch: Passage, root: Code | None, recording: Recording, dials: Dials | None) -> Known | None:
         program = recording.program
-        if program is None or root is None or root < 0 or dials is None or not recording.is_plain():
+        if program is None or not program.calls or root is None or root < 0 or dials is None or not recording.is_plain():
             return None
         last = program.calls[-1]
         if last.name == "mul" and any(isinstance(arg, Ref) and arg.id in recording.tensors for arg in last.args):
@@ -143,13 +160,9 @@ class Cruise:
         leaves = tuple(code for code in codes.values() if code is not None)
         behind = stretch.behind(root, leaves)
         made = tuple(sorted({code // RESULTS for code in behind.difference(leaves) if code >= 0}))
-        if (
-            len(leaves) < len(codes)
-            or not behind.issuperset(leaves)
-            or min(behind.difference(leaves)) < 0
-            or len(made) != len(program.calls)
-        ):
-            return None
+        whole = len(leaves) == len(codes) and behind.issuperset(leaves) and min(behind.difference(leaves)) >= 0
+        if not whole or len(made) != len(program.calls):
+            return None  # it reads what was called before, or what is not there any more
         edges = tuple(codes[leaf.id] for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad)
         held = {value: tensor for value in dials.wanted(True) if (tensor := self._tape.tensor(value)) is not None}
         where = {value: code + ABOVE for value, tensor in held.items() if (code := stretch.code(tensor)) is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +61,14 @@ WRITTEN_DOWN = frozenset({"program", "tensors", "places", "others", "glue", "beh
 @dataclass(frozen=True, slots=True)
 class Unwritten:
     """A loss that is not written down so far. root: what is differentiated. leaves: what its program reads; edges: those that have a
-    gradient. between: what was read on the way to the models. made: calls of its program, by identity. ask: has it written down."""
+    gradient. been: where it lies what the pass goes through, and that. still_read: where it lies what another one may come to. made: calls
+    of its program, by identity. ask: has it written down."""
 
     root: Tensor
     leaves: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
-    between: tuple[Tensor, ...]
+    been: dict[Address, Tensor]
+    still_read: Set[Address]
     made: frozenset[int]
     ask: Callable[[], None]
 
@@ -315,8 +317,10 @@ class Recording:
     def inputs(self) -> list[Tensor]:
         """Return what the pass differentiates for and is no weight, as it is for an attack on a model, or a penalty."""
         given = [tensor for call in self.calls for tensor in tensors_in([call.args, call.kwargs])]
-        between = self.unwritten.between if self.unwritten is not None else [one for glue in self.glue for one in glue.tensors.values()]
-        read = (*self.leaves, *given, *between)
+        if self.unwritten is not None:
+            read = [*self.unwritten.been.values(), *given]
+        else:
+            read = [*self.tensors.values(), *given, *(tensor for glue in self.glue for tensor in glue.tensors.values())]
         return [one for one in read if is_plain(one) and one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)]
 
     def been_through(self) -> tuple[set[Address], list[int]]:
@@ -367,9 +371,8 @@ class Recording:
                 self.flags.append(is_finite(grad))
                 part = local(grad)
                 if part is not None and part.numel() * part.element_size() <= limit and self._holds(part):
-                    self.grads[self._leaves.get(leaf, leaf)] = (
-                        part.detach()
-                    )  # a tensor that is held is not taken over by the parameter, but copied
+                    # a tensor that is held is not taken over by the parameter, but copied
+                    self.grads[self._leaves.get(leaf, leaf)] = part.detach()
 
         told = failsafe.door("gradient-hook", look)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from nanscope.capture.awake import Awake
 from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
-from nanscope.capture.modules import Address, ModuleCall, ModuleWatch
-from nanscope.capture.pattern import Passage
+from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
@@ -85,10 +84,8 @@ class Step(Relay):
         keeper = Keeper(course, examiner, logbook, failsafe, remains.told, late=late, stops=on_nonfinite == "stop")
         super().__init__(tape, modules, optimizers, remains, keeper)
         self._current: Recording | None = None
-        self._root: Tensor | None = None  # of the running pass, where its loss was not written down when it began
-        self._been: Set[Address] = frozenset()  # where it lies what that goes through
-        self._read: Set[Address] = frozenset()  # and what another one may come to
         self._cruise = Cruise(tape)
+        self._familiar: Familiar | None = None  # what is known of the running pass, where its loss was not written down when it began
         self._over: list[int] | None = []  # values that it differentiates for the last time, None if they are not known
         self._again: list[int] = []  # those that it may differentiate again
         self._first = False  # the optimizer that steps has no state yet
@@ -129,9 +126,10 @@ class Step(Relay):
         self._go_on()
         if self._course.closed and self._recordings:
             self._failsafe("step-over", self._let_go)
-        stretch = self._stretch(roots, seeds, kept)
+        if len(roots) == 1 and seeds[0] is None and not kept and self._stepping is None and self._repair is None and self._optimizers.any:
+            self._failsafe("cruise", self._cruise.recognise, roots[0])
+        self._familiar = found = self._cruise.take()
         self._failsafe("step-ends", self._look_whether_it_was_dropped)
-        found = self._cruise.recognise(stretch, roots)
         if found is None:
             self._failsafe("tape", self._tape.settle)
         sliced = [] if self._tape.broken or found is not None else [self._sliced(root) for root in roots]
@@ -162,17 +160,12 @@ class Step(Relay):
         if self._repair is not None:
             self._repair.watch(recording)
         recording.watch(self._failsafe, self._tape.account, self._modules.parts)
-        if stretch is not None and found is None:
-            self._failsafe("cruise", self._cruise.learn, stretch, roots[0], recording, self._outlook.dials)
+        if found is None:
+            self._failsafe("cruise", self._cruise.learn, roots[0], recording, self._outlook.dials)
         if not (recording.waits or all(map(bool, recording.flags))):
             self._failsafe("remains", self._remains.look_back)
             if self._consumed.known and not recording.flags[0] and self._repair is None:
                 self._failsafe("loss-hit", self._examine, recording)  # its weights are others when it is over
-
-    def _stretch(self, roots: list[Tensor], seeds: list[Tensor | None], kept: bool) -> Passage | None:
-        """The calls behind a loss, where it may be one that is recognised."""
-        alone = len(roots) == 1 and seeds[0] is None and not kept and self._stepping is None
-        return self._cruise.stretch() if alone and self._repair is None and self._optimizers.any else None
 
     def _recorded(
         self,
@@ -207,13 +200,12 @@ class Step(Relay):
     def _recognised(self, found: Familiar, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
         """A backward pass whose loss is written down when somebody asks."""
         loss = readable([found.root], "losses", self._logbook.gap)[0]
-        been = found.been_through(calls)
-        unwritten = Unwritten(found.root, found.leaves, found.edges, tuple(been.values()), found.made, self._tape.settle)
+        been, still_read = found.been_through(calls), found.still_read()
+        unwritten = Unwritten(found.root, found.leaves, found.edges, been, still_read, found.made, self._tape.settle)
         glimpses = tuple(self._tape.glimpses.values())
         recording = Recording.recognised(
             loss, calls, unwritten, glimpses=glimpses, micro_batch=self.counts.micro_batch, frozen=frozen, tape=self._tape
         )
-        self._root, self._been, self._read = found.root, been.keys(), found.still_read()
         self._modules.came_before(calls)
         self._tape.later(partial(recording.write_down, self._tape, self._failsafe), recording.lose, [found.root])
         return recording
@@ -224,15 +216,15 @@ class Step(Relay):
         if recording is not None and recording.unwritten is not None and raised is None:
             self._has_passed(recording, recording.unwritten)
         else:
-            if self._root is not None:
-                self._over, self._again = self._tape.known_as([self._root]), []  # it has been written down amid its pass
+            if self._familiar is not None:
+                self._over, self._again = self._tape.known_as([self._familiar.root]), []  # it has been written down amid its pass
             own, between = recording.been_through() if recording is not None and self._over else (set(), [])
             waiting = self._tape.forget(over=[*self._over, *between] if self._over else self._over, roots=self._again)
             if recording is None:
                 return
             if self._over is not None:
                 self._modules.wait(recording.calls, waiting, own or set(recording.places.values()))
-        self._root = None
+        self._familiar = None
         self._tape.made_by_backward(recording.inputs())
         self._logbook.differentiated()
         recording.close()
@@ -284,7 +276,7 @@ class Step(Relay):
             return None if known is None else [*known, *recording.been_through()[1]]
 
         self._tape.has_passed(over)
-        self._modules.wait(recording.calls, self._read, self._been)
+        self._modules.wait(recording.calls, unwritten.still_read, unwritten.been.keys())
 
     def _look_at_fine(self, recording: Recording) -> None:
         self._failsafe("deep", self._deep.judge, recording)
@@ -367,7 +359,7 @@ class Step(Relay):
             self._course.line.optimizer = self._optimizers.name(optimizer)
             self._close(stepped)
         if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
-            self._let_go()
+            self._failsafe("step-over", self._let_go)
         self._course.steppers.update(optimizers)
         self._course.took.update(optimizers)
 
