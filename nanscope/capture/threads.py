@@ -187,9 +187,13 @@ class Threads:
 
         closure: it will differentiate itself. Gradients that nobody has made are copies of such that no other optimizer steps on.
         """
+        others = self._others(strand)
+        if not others:
+            strand.of = strand
+            return
         weights = _graded(optimizer)
         seen = {strand: strand.eyes.observer} if strand.eyes is not None else {}
-        seen |= {other: other.eyes.observer for other in self._others(strand) if other.eyes is not None}
+        seen |= {other: other.eyes.observer for other in others if other.eyes is not None}
         made = [one for one, observer in seen.items() if observer.made(weights)] if weights else []
         if not made and weights and not (strand in seen and seen[strand].runs):
             made = [one for one, observer in seen.items() if observer.is_nobodys]

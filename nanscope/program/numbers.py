@@ -97,11 +97,15 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0)
     usable = [_readable(t) for t in tensors]
     special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
-    found = norms_of(special, 2.0)
-    if len({(norm.device, norm.dtype) for norm in found}) > 1:  # a model that lies on several devices, or is in several dtypes
-        device = next((norm.device for norm in found if not norm.is_cpu), found[0].device)
-        found = [norm.to(device, torch.float32) for norm in found]
-    return torch.stack(found).float()
+    return joined(norms_of(special, 2.0))
+
+
+def joined(numbers: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one number each as one, where most of them are: shape [len(numbers)], float32."""
+    if len({(one.device, one.dtype, one.dim()) for one in numbers}) > 1:  # of a model that lies on several devices, or is in several dtypes
+        device = next((one.device for one in numbers if not one.is_cpu), numbers[0].device)
+        numbers = [one.reshape(()).to(device, torch.float32) for one in numbers]
+    return torch.stack(list(numbers)).float()
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanscope.capture.reading import Mean, Reading
 from nanscope.capture.tape import Tape
 from nanscope.objective.mismatch import Mismatch
-from nanscope.program.numbers import norms
+from nanscope.program.numbers import joined, norms
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.step import Stepped
 from nanscope.watching.counts import Counts
@@ -90,7 +90,7 @@ class Line:
         total = torch.linalg.vector_norm(norms(grads))
         taken = [tape.measured.get((grad.data_ptr(), grad.numel())) for grad in grads if type(grad) is Tensor]
         seen = [norm for norm in taken if norm is not None]
-        before = torch.linalg.vector_norm(norms(seen)) if len(seen) == len(grads) and not by_hand else total
+        before = torch.linalg.vector_norm(joined(seen)) if len(seen) == len(grads) and not by_hand else total
         self.norm, self.before = (torch.stack([total, before]) / (scale if isinstance(scale, Tensor) else 1.0)).tolist()  # in one transfer
         return float(self.norm or 0.0)
 
