@@ -204,3 +204,15 @@ def test_a_gradient_behind_a_call_that_nobody_recorded(tmp_path: Path) -> None:
     with nanscope.watch(out=tmp_path) as scope:
         torch.linalg.pinv(weight).sum().backward()
     assert scope.verdict.status is Status.NONFINITE and scope.verdict.incidents[0].reached["gradients"] == [1, 1]
+
+
+def test_models_are_told_in_the_order_in_which_they_were_met() -> None:
+    """Not in that of their addresses, which is another one in each run."""
+    watch, models = ModuleWatch(lambda module: None, lambda: None, Failsafe()), [nn.Linear(1, 1) for _ in range(50)]
+    for model in models[::-1]:
+        watch.seen.add(model)
+    watch.seen.add(models[-1])
+    assert watch.outermost() == models[::-1]
+    assert [one for _, one in watch.parameters().values()] == [one for model in models[::-1] for one in model.parameters()]
+    del models[10:], model
+    assert watch.outermost() == models[::-1]

@@ -216,12 +216,20 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+class Met(weakref.WeakKeyDictionary[nn.Module, None]):
+    """Modules that are not held, in the order in which they were met: who is told of the first one is told of the same one in each run."""
+
+    def add(self, module: nn.Module) -> None:
+        """Meet one."""
+        self.setdefault(module, None)
+
+
 class ModuleWatch:
     """The modules that one thread calls; `suspend` and `resume` are called around every outermost call of one that has weights."""
 
     def __init__(self, suspend: Callable[[nn.Module], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
-        self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.seen = Met()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and all that were called
         self.busy = False  # during a backward pass, and work of our own
         self.account = Balance(KEPT_CALLS * KEPT_BYTES)
@@ -243,8 +251,8 @@ class ModuleWatch:
         self._beside: list[ModuleCall] = []  # of which it has differentiated one output, and not another one
         self._frozen: list[ModuleCall] = []  # without gradient: of a reference model, or before the epochs over a batch
         self._frozen_outputs: dict[Address, tuple[str, Any]] = {}  # class, and weak handle on the tensor
-        self._without: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that made them
-        self._with: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that were called with gradients enabled
+        self._without = Met()  # modules that made them
+        self._with = Met()  # modules that were called with gradients enabled
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
         self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[nn.Module, tuple[generators.Path, ...]] = weakref.WeakKeyDictionary()
