@@ -10,7 +10,7 @@ step that is to be saved) has it written down then, and finds what he would have
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,24 +60,26 @@ class Familiar:
     made: frozenset[int]
     waiting: tuple[Code, ...]
 
-    def been_through(self, calls: Sequence[ModuleCall]) -> dict[Address, Tensor]:
-        """Return where it lies what the pass goes through: what the loss reads, and what led to the models behind that. calls: of these."""
-        found = {place_of(leaf): leaf for leaf in self.leaves}
+    def been_through(self, calls: Sequence[ModuleCall]) -> tuple[dict[Address, Tensor], set[Address]]:
+        """Return where it lies what the pass goes through, and that: what the loss reads, and what led to the models behind that; and where
+        it lies what another pass may come to. calls: of these models."""
+        found, between = {place_of(leaf): leaf for leaf in self.leaves}, set[Code]()
         for call in reversed(calls):
             if not found.keys().isdisjoint(call.outputs):
                 for tensor in tensors_in([call.args, call.kwargs]):
                     found[place_of(tensor)] = tensor
-                    found |= self._read_for(self.stretch.code(tensor))
-        return found
+                    made = self._behind(self.stretch.code(tensor))
+                    between |= made
+                    found |= self._outer(made)
+        waiting = (self._outer(self._behind(code)) for code in self.waiting if code not in between)
+        return found, {place for outer in waiting for place in outer}
 
-    def still_read(self) -> set[Address]:
-        """Return where it lies what another backward pass may come to."""
-        return {place for code in self.waiting for place in self._read_for(code)}
+    def _behind(self, code: Code | None) -> set[Code]:
+        return self.stretch.behind(code) if code is not None and code >= 0 else set()
 
-    def _read_for(self, code: Code | None) -> dict[Address, Tensor]:
-        """What comes from outside of all that was made for a tensor."""
-        outer = [self.stretch.tensor(one) for one in self.stretch.behind(code) if one < 0] if code is not None and code >= 0 else []
-        return {place_of(tensor): tensor for tensor in outer}
+    def _outer(self, codes: Iterable[Code]) -> dict[Address, Tensor]:
+        """Those that come from outside."""
+        return {place_of(tensor): tensor for tensor in (self.stretch.tensor(code) for code in codes if code < 0)}
 
 
 class Cruise:

@@ -124,7 +124,7 @@ class Step(Relay):
         if self._current is not None:
             self._current.let_go()  # what it came to could not be told
         self._go_on()
-        if self._course.closed and self._recordings:
+        if self._course.closed and self._recordings and not self._tape.in_doubt:  # of what was passed over it is asked first
             self._failsafe("step-over", self._let_go)
         if len(roots) == 1 and seeds[0] is None and not kept and self._stepping is None and self._repair is None and self._optimizers.any:
             self._failsafe("cruise", self._cruise.recognise, roots[0])
@@ -200,7 +200,7 @@ class Step(Relay):
     def _recognised(self, found: Familiar, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
         """A backward pass whose loss is written down when somebody asks."""
         loss = readable([found.root], "losses", self._logbook.gap)[0]
-        been, still_read = found.been_through(calls), found.still_read()
+        been, still_read = found.been_through(calls)
         unwritten = Unwritten(found.root, found.leaves, found.edges, been, still_read, found.made, self._tape.settle)
         glimpses = tuple(self._tape.glimpses.values())
         recording = Recording.recognised(
