@@ -308,7 +308,7 @@ LOOPS: tuple[type[Loop], ...] = (
     AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, SeveralOptimizers,
     OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Raises, Dropped,
 )  # fmt: skip
-UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised)  # whose steps need not be recognised
+UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 
 
 def watched(loop: type[Loop], folder: Path, on_nonfinite: OnNonFinite = "record", **options: Any) -> tuple[nanscope.Scope, list[Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from nanscope.capture.values import Fleeting, Values
 
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
 CROWDS = 256  # calls that may go for one result
+LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
 
@@ -35,6 +35,7 @@ class Log:
         self._values, self._callers = values, callers
         self._passing: list[int] = []  # calls that a finished backward pass takes with it
         self._lasting: deque[int] = deque()  # calls without gradient on small tensors: kept until pushed out by newer ones
+        self._large: deque[int] = deque()  # those of them that made something large, and perhaps some that are gone
         self._owned: dict[int, list[int]] = {}  # call → leaves that it was the first to read
         self._searched = 0, 0  # older calls than that number have no room for so many bytes, until the next backward pass
         self._needed: set[int] = set()  # values that calls with a gradient read, and what these were made of
@@ -110,6 +111,8 @@ class Log:
         self.entries[self.count] = entry
         if lasting:
             self._lasting.append(self.count)
+            if self._room(self.count) >= LARGE:
+                self._large.append(self.count)
             if len(self._lasting) > RING and not self._brought(self._lasting[0], self.read):
                 self._push_out(self._lasting.popleft())
         else:
@@ -123,15 +126,22 @@ class Log:
         for a large result, and without them it could not be made again.
         """
         now, (since, least) = (held, *self.read), self._searched
-        young = takewhile(lambda index: size < least or index >= since, reversed(self._lasting))
-        found = [i for i in young if self._room(i) * CROWDS >= size]
-        oldest = next((i for i in reversed(found) if not (self._brought(i, now) or self._brought(i, self._needed))), None)
+        while self._large and self._large[0] not in self.entries:
+            self._large.popleft()
+        oldest = next((index for index in self._large if self._gives(index, size, now)), None)  # behind many small ones, in a sampling loop
+        if oldest is None:
+            young = (index for index in self._lasting if size < least or index >= since)
+            oldest = next((index for index in young if self._gives(index, size, now)), None)
         if oldest is None:
             self._searched = self.count, size
             return False
         self._lasting.remove(oldest)
         self._push_out(oldest)
         return True
+
+    def _gives(self, index: int, size: int, now: Collection[int]) -> bool:
+        """Is it worth it to drop a call for so many bytes, and has nobody a claim on what it made? now: values that are being read."""
+        return self._room(index) * CROWDS >= size and not (self._brought(index, now) or self._brought(index, self._needed))
 
     def _room(self, index: int) -> int:
         """How many bytes are held of what a call made and introduced."""
@@ -209,6 +219,7 @@ class Log:
         self._need_anew()
         if reach >= self.count:
             self._lasting = deque(index for index in self._lasting if index in self.entries)
+            self._large = deque(index for index in self._large if index in self.entries)
         self._values.drop_strays(named, over=False)
 
     def _let_go(self, index: int, readers: Mapping[int, int]) -> None:
@@ -264,7 +275,7 @@ class Log:
 
     def clear(self) -> None:
         """Drop everything."""
-        for known in (self.entries, self._lasting, self._owned, self._needed, self._passing):
+        for known in (self.entries, self._lasting, self._large, self._owned, self._needed, self._passing):
             known.clear()
         self._values.drop_all()
 

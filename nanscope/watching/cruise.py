@@ -1,7 +1,7 @@
 """Cruise: a backward pass whose loss hangs together as one before is recognised, and its loss is not written down.
 
-    step 1, 2   written down: program, glue, gauge                        →  how it hangs together is learnt
-    step 3, …   the same calls at the same lines, on other tensors        →  its edge and its gauge are found by where they stand
+    step 1 to 3  written down: program, glue, gauge                        →  how it hangs together is learnt
+    step 4, …    the same calls at the same lines, on other tensors        →  its edge and its gauge are found by where they stand
 
 What was noted of such a pass stays as it came until its step is over. Whoever asks for more (a loss that is bad, a gradient, a weight, a
 step that is to be saved) has it written down then, and finds what he would have found.
@@ -24,8 +24,8 @@ from nanscope.program.calls import Ref
 from nanscope.torch_inside import writes_counted
 from nanscope.watching.recording import Recording
 
-KEPT = 16  # structures that are known
-IN_VAIN = 8  # structures that are learnt in a row and never met again, until fewer are learnt
+KEPT, MET = 16, 256  # structures that are known, and that were met once
+IN_VAIN = 16  # losses in a row that are not recognised, until fewer are looked at
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 
@@ -90,6 +90,7 @@ class Cruise:
         self._found: Familiar | None = None
         self._stretch: Passage | None = None  # the calls behind the loss that is about to be differentiated
         self._known: dict[Any, Known] = {}
+        self._met: dict[int, None] = {}  # structures that were met once, by their hash
         self._in_vain = self._waits = 0
 
     def recognise(self, root: Tensor) -> None:
@@ -145,6 +146,11 @@ class Cruise:
         self._in_vain += 1
         if self._in_vain > IN_VAIN:
             self._waits = 1 << min(self._in_vain - IN_VAIN, 10)
+        if hash(stretch.key) not in self._met:  # it may never be met again
+            self._met[hash(stretch.key)] = None
+            if len(self._met) > MET:
+                del self._met[next(iter(self._met))]
+            return
         known = self._learnt(stretch, stretch.code(root), recording, dials)
         if known is not None:
             self._known[stretch.key] = known
