@@ -91,7 +91,7 @@ class Tape:
     measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. opaque: of leaves that came out of such calls, what is known of them. notes: calls that wait; whoever asks for what is
-    known, for the log, for doubts or for passes, and whoever writes to memory, has them understood first.
+    known, for the log, for doubts or for passes, and whoever writes to memory that others know, has them understood first.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
