@@ -66,7 +66,7 @@ class Later:
 
     __slots__ = ("act", "holds", "void")
 
-    def __init__(self, act: Callable[[], None], void: Callable[[], None], holds: Sequence[Tensor] = ()) -> None:
+    def __init__(self, act: Callable[[], object], void: Callable[[], object], holds: Sequence[Tensor] = ()) -> None:
         self.act, self.void, self.holds = act, void, holds
 
 
@@ -205,8 +205,8 @@ class Notes:
         return not known and base_of(tensor) is None and storage_uses(tensor) <= ALIASED
 
     def last(self) -> RawCall:
-        """Return the call that was added last."""
-        return RawCall._make(next(one for one in reversed(self.pending) if not isinstance(one, Later)))
+        """Return the call that was just added."""
+        return RawCall._make(self.pending[-1])
 
     def later(self, what: Later) -> None:
         """Have something done when all calls so far have been understood."""

@@ -27,13 +27,13 @@ class Unlike(Exception):
 
 
 class Passage:
-    """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often these had been written to
-    when they were first read."""
+    """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often each tensor had been
+    written to when it was first read, or made."""
 
     def __init__(self, calls: Sequence[Raw]) -> None:
         self.calls = calls
         self.outer: list[Tensor] = []
-        self.versions: list[int] = []
+        self.versions: dict[Code, int] = {}
         self._of_nothing: dict[Code, Tensor] = {}  # what calls have made that have read no tensor
         self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
         self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
@@ -44,9 +44,10 @@ class Passage:
             raise Unlike
         told = self._shape(args, iter(seen))
         codes, first, shared = self._codes, number * RESULTS, operator.view and not operator.mutable
-        for item, (version, *_) in zip(results, made, strict=True):
+        for item, (writes, *_) in zip(results, made, strict=True):
+            version = self.versions[first] = seen[0][0] if shared and seen else writes  # a view counts with its base, when its call is over
             if seen:
-                codes[id(item)] = first, seen[0][0] if shared else version  # a view counts with its base, as soon as its call is over
+                codes[id(item)] = first, version
             elif not item.handle.gone():
                 codes[item.identity] = first, version
             first += 1
@@ -62,8 +63,8 @@ class Passage:
                 known = codes.get(id(arg))
                 if known is None:
                     self.outer.append(arg)
-                    self.versions.append(version)
                     known = codes[id(arg)] = -len(self.outer), version
+                    self.versions[known[0]] = version
                 elif known[1] != version:
                     raise Unlike
                 elif known[0] >= 0 and not self.calls[known[0] // RESULTS][4]:
@@ -97,15 +98,6 @@ class Passage:
         """Return what a call has made of tensors; what it made of nothing nobody holds here."""
         call = self.calls[number]
         return call[3] if call[4] else ()
-
-    def version(self, code: Code) -> int:
-        """Return how often it had been written to when it was first read or made."""
-        return self.versions[-1 - code] if code < 0 else self._version(code // RESULTS, code % RESULTS)
-
-    def _version(self, number: int, result: int) -> int:
-        operator, _, _, _, seen, made, *_ = self.calls[number]
-        version: int = seen[0][0] if seen and operator.view and not operator.mutable else made[result][0]
-        return version
 
     def read(self, number: int) -> list[Code]:
         """Return the tensors that a call was given, as they were then; each as often as it was."""

@@ -153,7 +153,7 @@ class Tape:
         if self.notes.weight > self.notes.most:
             self._understand()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Have all calls so far understood: whatever asks, or changes something, does this first."""
         if self.notes.pending or self._understands:
             self._understand()
@@ -234,19 +234,19 @@ class Tape:
     @property
     def known(self) -> Values:
         """The values, with those of all calls so far."""
-        self._settle()
+        self.settle()
         return self._known
 
     @property
     def log(self) -> Log:
         """The calls, all that were made so far."""
-        self._settle()
+        self.settle()
         return self._log
 
     @property
     def doubts(self) -> Doubts:
         """Those of the trainer's code about its losses."""
-        self._settle()
+        self.settle()
         return self._doubts
 
     @property
@@ -257,7 +257,7 @@ class Tape:
     @property
     def differentiated(self) -> Differentiated:
         """The passes in which the trainer's code took gradients itself."""
-        self._settle()
+        self.settle()
         return self._differentiated
 
     def inside(self, task: int, result: Any) -> None:
@@ -272,7 +272,7 @@ class Tape:
             return None
         with self._lock:
             if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
-                self._settle()  # what makes no value, and of nothing, has no place among the others
+                self.settle()  # what makes no value, and of nothing, has no place among the others
                 self.notes.begin_stretch()
             try:
                 if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
@@ -310,7 +310,7 @@ class Tape:
     def _after(self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if operator.name == ANSWER:
             if not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
-                self._settle()
+                self.settle()
                 self.notes.begin_stretch()
                 self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
@@ -697,7 +697,7 @@ class Tape:
 
         Raises LookupError if the output itself was not kept and cannot be recomputed.
         """
-        self._settle()
+        self.settle()
         return self._slicing.program(output, self.tags)
 
     def behind(self, leaves: Iterable[Leaf]) -> dict[int, Part]:
@@ -735,7 +735,7 @@ class Tape:
         """
         try:
             if not (everything or self.broken):
-                self._settle()
+                self.settle()
         finally:
             left = self._forget(everything or bool(self.broken), over, roots)
         return left
@@ -797,10 +797,6 @@ class Tape:
             for (value, _), version in zip(known, versions, strict=True):
                 value.version = version
 
-    def settle(self) -> None:
-        """Have all calls so far written down."""
-        self._settle()
-
     def later(self, act: Callable[[], None], void: Callable[[], None], holds: Sequence[Tensor]) -> None:
         """Have something done once all calls so far are written down, or something else if they never will be. holds: tensors that it asks
         about."""
@@ -811,16 +807,13 @@ class Tape:
         differentiated then, as in `forget`."""
         self._pass_by()
         number = sequence_number()
-        self.notes.later(Later(lambda: self._forget_late(over(), number), lambda: self._doubts.settle(True, (), number)))
-
-    def _forget_late(self, over: Collection[int] | None, number: int) -> None:
-        self._forget_values(over, (), False, number)
+        self.notes.later(Later(lambda: self._forget_values(over(), (), False, number), lambda: self._doubts.settle(True, (), number)))
 
     def mark(self) -> SoFar:
         """Return how many calls there were so far, for whoever asks later."""
         if not self.notes.pending:
             return SoFar(self._log.count)
-        mark = SoFar(None, self._settle)
+        mark = SoFar(None, self.settle)
         count = partial(self._resolve, mark)
         self.notes.later(Later(count, count))
         return mark

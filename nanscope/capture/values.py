@@ -14,7 +14,7 @@ from nanscope.capture.modules import version_of
 from nanscope.program.local import is_plain, memory_of, refuses
 from nanscope.torch_inside import base_of, uses
 
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
+Lying = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
 
 CONJUGATE = -1  # stands behind the strides of what is to be read as its conjugate
 OURS = 3  # references to a tensor that nobody else holds: that of its value, and two while they are counted
@@ -196,22 +196,22 @@ class Values:
         return any(grad.data_ptr() in places for grad in self.gradients() if is_plain(grad))
 
     def register(
-        self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int, place: Place | None = None
+        self, tensor: Tensor, made: int, diff: bool, view: bool | None, read: list[int], writes: int, lay: Lying | None = None
     ) -> Value:
         """Number a result of a call: autograd gives it its history and its version only after that.
 
         made: number of the call. diff: it has a gradient. view: is it one to autograd? None if it was written in place. read: by the call.
-        writes: how often it had been written to when the call was over. place: where it lay then, and how, if it may lie otherwise by now.
+        writes: how often it had been written to when the call was over. lay: where it lay then, and how, if it may lie otherwise by now.
         """
         pointer = memory_of(tensor)
         history, version = self._will_be(tensor, pointer, diff, view, read, writes)
         self.made_by[self.length] = made
         # torch hands out a copy of what a factory made if somebody else holds it, and a mode of the trainer's would see that being made
         key = key_of(tensor, history)
-        if place is not None and key[1:3] != place[1:]:
-            key = (*place, key[3], history)
+        if lay is not None and key[1:3] != lay[1:]:
+            key = (*lay, key[3], history)
         value = self._number(tensor, key, version, pointer, hold=bool(read))
-        if place is not None:
+        if lay is not None:
             self.just_made[id(tensor)] = value
         return value
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanscope.capture.gauge import Dials
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
+from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
@@ -26,7 +27,6 @@ from nanscope.watching.recording import Recording
 
 KEPT, MET = 16, 256  # structures that are known, and that were met once
 IN_VAIN = 16  # losses in a row that are not recognised, until fewer are looked at
-OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 
 
@@ -111,7 +111,7 @@ class Cruise:
         if known is None or stretch.code(root) != known.root:
             return None
         leaves = {code: stretch.tensor(code) for code in known.leaves}
-        if any(writes_counted(leaf) != stretch.version(code) for code, leaf in leaves.items()):
+        if any(writes_counted(leaf) != stretch.versions[code] for code, leaf in leaves.items()):
             return None
         if not all(code >= 0 or self._tape.is_outer(leaf) for code, leaf in leaves.items()):
             return None
@@ -119,7 +119,7 @@ class Cruise:
             return None
         held = _held(stretch, known)  # before anybody here holds more
         values = {number: stretch.tensor(number - ABOVE) for number in known.dials.wanted(True)}
-        if any(writes_counted(tensor) != stretch.version(number - ABOVE) for number, tensor in values.items()):
+        if any(writes_counted(tensor) != stretch.versions[number - ABOVE] for number, tensor in values.items()):
             return None
         self._known[stretch.key] = self._known.pop(stretch.key)
         self._in_vain = 0
