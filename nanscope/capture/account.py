@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanscope.program.local import memory_of
-
 
 class Balance:
     """Bytes that are held by reference, never more than `budget`. held: now. peak: the most so far.
@@ -72,7 +70,7 @@ class Holding:
         """Count tensors in, all of them or none: False if there is no room. needed: room or not."""
         account = self._account
         new = [piece for tensor in tensors for piece in _pieces(tensor, account.budget)]
-        if not needed and not account.fits(sum(dict(piece for piece in new if not account.knows(piece[0])).values())):
+        if not needed and not account.fits(sum({address: size for address, size in new if not account.knows(address)}.values())):
             return False
         for piece in new:
             account.take(*piece)
@@ -91,13 +89,14 @@ def _pieces(tensor: Tensor, budget: int) -> list[tuple[int, int]]:
 
     A part of something larger than the whole budget counts as the part: a data set that lies in memory is not made anew for each call.
     """
-    if isinstance(tensor, torch.nn.Parameter):
-        return []  # there anyway
-    inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is not None:  # a wrapper of others, such as a shard
-        return [piece for name in inner()[0] if isinstance(part := getattr(tensor, name), Tensor) for piece in _pieces(part, budget)]
+    if type(tensor) is not Tensor:
+        if isinstance(tensor, torch.nn.Parameter):
+            return []  # there anyway
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is not None:  # a wrapper of others, such as a shard
+            return [piece for name in inner()[0] if isinstance(part := getattr(tensor, name), Tensor) for piece in _pieces(part, budget)]
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.data_ptr():
         return []
     storage = tensor.untyped_storage()
     whole = storage.nbytes()
-    return [(memory_of(tensor), whole)] if whole <= budget else [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+    return [(storage.data_ptr(), whole)] if whole <= budget else [(tensor.data_ptr(), tensor.nbytes)]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,8 +189,8 @@ class Gauged:
         self._unseen = unseen
         self._parts = [(part, len(numbers) if len(numbers) > 1 else numbers[0].numel()) for part, numbers in parts]
         every = [one for _, numbers in parts for one in numbers]
-        alike = len({(one.dtype, one.dim()) for one in every}) == 1 and not every[0].dim()
-        flat = torch.stack(every).float() if alike else torch.cat([one.reshape(-1).float() for one in every]) if every else None
+        alike = all(one.dtype is torch.float32 and not one.dim() for one in every)
+        flat = torch.stack(every) if alike and every else torch.cat([one.reshape(-1).float() for one in every]) if every else None
         self.numbers: Tensor | None = flat
 
     @property
@@ -199,14 +200,20 @@ class Gauged:
 
     def told(self, numbers: Sequence[float]) -> Reading:
         """Return the reading. numbers: those that were computed, on the host."""
-        found, start = [], 0
+        extremes: dict[Spot, Extremes] = {}
+        found: dict[str, Any] = {}
+        start = 0
         for part, size in self._parts:
-            found.append(part(numbers[start : start + size]))
+            name, content = part(numbers[start : start + size])
             start += size
-        return reduce(Reading.joined, found, Reading(unseen=self._unseen))
+            if isinstance(content, Extremes):
+                extremes[content.spot] = extremes[content.spot].joined(content) if content.spot in extremes else content
+            else:
+                found[name] = found[name].joined(content) if name in found else content
+        return Reading(tuple(extremes.values()), unseen=self._unseen, **found)
 
 
-_Part = Callable[[Sequence[float]], Reading]  # what some of the numbers say
+_Part = Callable[[Sequence[float]], tuple[str, Extremes | Mean | Mismatch | float | None]]  # what some of the numbers say, of which field
 
 KEPT_DIALS = 64  # structures of programs that are remembered: a loss over sequences of any length has one for each
 
@@ -264,9 +271,9 @@ class _Sheet:
             if operand is not None:
                 yield self._exponent(operand, spot)
         yield from self._clip()
-        yield from self._mean(self._dials.kls, lambda mean: Reading(kl=mean))
-        yield from self._mean(self._dials.entropies, lambda mean: Reading(entropy=mean))
-        yield from self._mean(self._dials.policy, lambda mean: Reading(kl_old=mean), lambda log_ratio: log_ratio.expm1() - log_ratio)
+        yield from self._mean("kl", self._dials.kls)
+        yield from self._mean("entropy", self._dials.entropies)
+        yield from self._mean("kl_old", self._dials.policy, lambda log_ratio: log_ratio.expm1() - log_ratio)
         yield from self._mismatch()
 
     def _value(self, value: int) -> Tensor | None:
@@ -305,32 +312,30 @@ class _Sheet:
     def _exponent(self, operand: Tensor, spot: Spot) -> tuple[_Part, Sequence[Tensor]]:
         limit, split = exponent_limit(operand.dtype), self._counted(operand)
         if split is None:
-            return lambda numbers: Reading((Extremes(spot, limit, *_extent(numbers)),)), torch.aminmax(operand)
+            return lambda told: ("extremes", Extremes(spot, limit, *_extent(told))), torch.aminmax(operand)
         numbers = [one for tokens in split for one in _extremes(operand, tokens)]
-        return lambda told: Reading((Extremes(spot, limit, *_extent(told[:2]), *_extent(told[2:])),)), numbers
+        return lambda told: ("extremes", Extremes(spot, limit, *_extent(told[:2]), *_extent(told[2:]))), numbers
 
     def _clip(self) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
         for value, low, high in self._dials.clips:
             ratio = self._value(value)
             if ratio is not None:
                 out, split = (ratio < low) | (ratio > high), self._counted(ratio)
-                counted = torch.ones_like(out) if split is None else split[0]
-                yield lambda told: Reading(clipped=told[0] / told[1] if told[1] else None), [(out & counted).sum(), counted.sum()]
+                numbers = [_count(out)] if split is None else [_count(out & split[0]), _count(split[0])]
+                yield partial(_clipped, ratio.numel()), numbers
                 return
 
     def _mean(
-        self, candidates: Iterable[int], say: Callable[[Mean], Reading], made: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self, name: str, candidates: Iterable[int], made: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
         """The mean of the first of some values that has a number for each token; where none has, of the first that is one number."""
         held = [tensor for value in candidates if (tensor := self._floating(value)) is not None]
         chosen = next((one for one in held if self._counted(one) is not None), next(iter(held), None))
         if chosen is None:
             return
-        split, numbers = self._counted(chosen), made(chosen)
-        if split is not None:
-            numbers = torch.where(split[0], numbers, 0.0)
-        tokens = numbers.new_full((), numbers.numel()) if split is None else split[0].sum()
-        yield lambda told: say(Mean(told[0], told[1])), [numbers.sum(), tokens]
+        split, numbers, whole = self._counted(chosen), made(chosen), chosen.numel()
+        sums = [numbers.sum()] if split is None else [torch.where(split[0], numbers, 0.0).sum(), _count(split[0])]
+        yield lambda told: (name, Mean(told[0], _tokens(told, whole))), sums
 
     def _mismatch(self) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
         """Of each pair that the loss subtracts, else of the first two that may be one; else of what stood beside the loss."""
@@ -346,7 +351,7 @@ class _Sheet:
             split, mask = self._counted(own), taken.get(Role.MASK)
             whole = mask is not None and _alike(own, mask)  # that of the loss may have lost tokens for this very mismatch
             counted = mask.bool() if whole and mask is not None else None if split is None else split[0]
-            yield lambda told: Reading(mismatch=Mismatch.of(told)), [mismatch_sums(own, other, counted, correction, self._weight(own))]
+            yield lambda told: ("mismatch", Mismatch.of(told)), [mismatch_sums(own, other, counted, correction, self._weight(own))]
 
     def _weight(self, like: Tensor) -> Tensor | None:
         """What the loss multiplies tokens by for what their sampler says, one number a token or a row; None if that is not seen."""
@@ -357,6 +362,20 @@ class _Sheet:
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and (one.shape, one.device) == (other.shape, other.device)
+
+
+def _count(tokens: Tensor) -> Tensor:
+    return tokens.sum(dtype=torch.float32)  # as the numbers that it stands among
+
+
+def _tokens(told: Sequence[float], whole: int) -> float:
+    """How many are counted: all, where it is not told."""
+    return told[1] if len(told) > 1 else whole
+
+
+def _clipped(whole: int, told: Sequence[float]) -> tuple[str, float | None]:
+    tokens = _tokens(told, whole)
+    return "clipped", told[0] / tokens if tokens else None
 
 
 def _extremes(operand: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from nanscope.torch_inside import INSIDE, base_of, writes_counted
 
@@ -63,7 +64,7 @@ def refuses(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Is a tensor memory and nothing else: no wrapper around others, not nested, not sparse, and of a class that answers?"""
     kind = type(tensor)
-    if kind is not Tensor and (is_wrapper(kind) or refuses(tensor)):
+    if kind is not Tensor and kind is not Parameter and (is_wrapper(kind) or refuses(tensor)):
         return False
     return tensor.layout is torch.strided and not tensor.is_nested
 

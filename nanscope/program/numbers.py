@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from nanscope.program.local import local
-from nanscope.torch_inside import norms_of
+from nanscope.torch_inside import norms_of, without_modes
+
+_NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # dtypes that have a norm of their own
+with without_modes():  # else, to whoever imports this under one that hands out tensors without content, they would be of those
+    _ANSWERS = {fine: torch.tensor(fine, device="cpu") for fine in (True, False)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,15 +99,15 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0)
-    usable = [_readable(t) for t in tensors]
-    special = [t if t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() else _widened(t) for t in usable]
-    return joined(norms_of(special, 2.0))
+    parts = [_readable(tensor) for tensor in tensors]
+    return joined(norms_of([part if part.dtype in _NORMED and part.numel() else _widened(part) for part in parts], 2.0))
 
 
 def joined(numbers: Sequence[Tensor]) -> Tensor:
     """Return tensors of one number each as one, where most of them are: shape [len(numbers)], float32."""
-    if len({(one.device, one.dtype, one.dim()) for one in numbers}) > 1:  # of a model that lies on several devices, or is in several dtypes
-        device = next((one.device for one in numbers if not one.is_cpu), numbers[0].device)
+    dtype = numbers[0].dtype
+    if not all(one.dtype is dtype and not one.dim() for one in numbers) or len({one.device for one in numbers}) > 1:
+        device = next((one.device for one in numbers if not one.is_cpu), numbers[0].device)  # of a model that lies on several
         numbers = [one.reshape(()).to(device, torch.float32) for one in numbers]
     return torch.stack(list(numbers)).float()
 
@@ -131,6 +135,8 @@ def is_finite(tensor: Tensor) -> Tensor:
     values = _widened(part) if part.is_complex() or part.dtype.itemsize == 1 or not part.numel() else part
     if not values.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=values.device)
+    if values.is_cpu:  # where an answer waits for nothing, and each call is as dear as reading a small tensor
+        return _ANSWERS[all(math.isfinite(one.item()) for one in (torch.aminmax(values) if values.dim() else (values,)))]
     low, high = torch.aminmax(values)
     return (low * 0 + high * 0) == 0  # each times 0 is 0 if it is finite, else NaN; in fewer calls than `isfinite` makes
 
