@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanscope.capture.notes import Raw, Seen
+from nanscope.torch_inside import writes_counted
 
 RESULTS = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments
@@ -93,6 +94,10 @@ class Passage:
         call = self.calls[code // RESULTS]
         result: Tensor = call[3][code % RESULTS] if call[4] else self._of_nothing[code]
         return result
+
+    def was_written_to(self, code: Code, tensor: Tensor) -> bool:
+        """Has somebody written to a tensor since it was first read, or made? tensor: what stands there."""
+        return writes_counted(tensor) != self.versions[code]
 
     def results(self, number: int) -> Sequence[Tensor]:
         """Return what a call has made of tensors; what it made of nothing nobody holds here."""

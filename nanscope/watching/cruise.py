@@ -22,7 +22,6 @@ from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
-from nanscope.torch_inside import writes_counted
 from nanscope.watching.recording import Recording
 
 KEPT, MET = 16, 256  # structures that are known, and that were met once
@@ -32,14 +31,16 @@ ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A loss that was written down. root: what was differentiated. leaves: what its program reads; edges: those that have a gradient.
-    dials: of the gauge. unseen: an exponent was not held. made: calls of its program. beside: what else had a gradient, and how often it
-    was read. codes: of the trainer's functions, which must not make way for others."""
+    """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its program reads; edges: those that
+    have a gradient. dials: of the gauge, which reads `wanted`. unseen: an exponent was not held. made: calls of its program. beside: what
+    else had a gradient, and how often it was read. codes: of the trainer's functions, which must not make way for others."""
 
+    key: tuple[Any, ...]
     root: Code
     leaves: tuple[Code, ...]
     edges: tuple[Code, ...]
     dials: Dials
+    wanted: tuple[Code, ...]
     unseen: bool
     made: tuple[int, ...]
     beside: tuple[tuple[Code, int], ...]
@@ -89,8 +90,8 @@ class Cruise:
         self._tape = tape
         self._found: Familiar | None = None
         self._stretch: Passage | None = None  # the calls behind the loss that is about to be differentiated
-        self._known: dict[Any, Known] = {}
-        self._met: dict[int, None] = {}  # structures that were met once, by their hash
+        self._known: dict[int, Known] = {}  # by the hash of its key, which a tuple does not remember
+        self._met: dict[int, None] = {}  # structures that were met once, by the same
         self._in_vain = self._waits = 0
 
     def recognise(self, root: Tensor) -> None:
@@ -107,25 +108,25 @@ class Cruise:
         return found
 
     def _recognised(self, stretch: Passage, root: Tensor) -> Familiar | None:
-        known = self._known.get(stretch.key)
-        if known is None or stretch.code(root) != known.root:
+        number = hash(stretch.key)
+        known = self._known.get(number)
+        if known is None or stretch.code(root) != known.root or stretch.key != known.key:
             return None
-        leaves = {code: stretch.tensor(code) for code in known.leaves}
-        if any(writes_counted(leaf) != stretch.versions[code] for code, leaf in leaves.items()):
-            return None
-        if not all(code >= 0 or self._tape.is_outer(leaf) for code, leaf in leaves.items()):
-            return None
-        if any(not leaves[code].requires_grad for code in known.edges):
-            return None
+        leaves = [stretch.tensor(code) for code in known.leaves]
+        for code, leaf in zip(known.leaves, leaves, strict=True):
+            if stretch.was_written_to(code, leaf) or not (code >= 0 or self._tape.is_outer(leaf)):
+                return None
         held = _held(stretch, known)  # before anybody here holds more
-        values = {number: stretch.tensor(number - ABOVE) for number in known.dials.wanted(True)}
-        if any(writes_counted(tensor) != stretch.versions[number - ABOVE] for number, tensor in values.items()):
+        edges = [stretch.tensor(code) for code in known.edges]
+        if not all(edge.requires_grad for edge in edges):
             return None
-        self._known[stretch.key] = self._known.pop(stretch.key)
+        values = {code + ABOVE: stretch.tensor(code) for code in known.wanted}
+        if any(map(stretch.was_written_to, known.wanted, values.values())):
+            return None
+        self._known[number] = self._known.pop(number)  # the last to make way
         self._in_vain = 0
-        made = frozenset(id(stretch.calls[number]) for number in known.made)
-        edges = tuple(leaves[code] for code in known.edges)
-        return Familiar(known, stretch, root, tuple(leaves.values()), edges, values, made, held)
+        made = frozenset(id(stretch.calls[index]) for index in known.made)
+        return Familiar(known, stretch, root, tuple(leaves), tuple(edges), values, made, held)
 
     def stretch(self) -> Passage | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
@@ -146,14 +147,15 @@ class Cruise:
         self._in_vain += 1
         if self._in_vain > IN_VAIN:
             self._waits = 1 << min(self._in_vain - IN_VAIN, 10)
-        if hash(stretch.key) not in self._met:  # it may never be met again
-            self._met[hash(stretch.key)] = None
+        number = hash(stretch.key)
+        if number not in self._met:  # it may never be met again
+            self._met[number] = None
             if len(self._met) > MET:
                 del self._met[next(iter(self._met))]
             return
         known = self._learnt(stretch, stretch.code(root), recording, dials)
         if known is not None:
-            self._known[stretch.key] = known
+            self._known[number] = known
             if len(self._known) > KEPT:
                 del self._known[next(iter(self._known))]
 
@@ -179,11 +181,14 @@ class Cruise:
         times = stretch.times_read()
         outside = (number for number in range(len(stretch.calls)) if number not in set(made))
         beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
+        found = dials.mapped(lambda value: where.get(value, -1))
         return Known(
+            stretch.key,
             root,
             leaves,
             tuple(code for code in edges if code is not None),
-            dials.mapped(lambda value: where.get(value, -1)),
+            found,
+            tuple(number - ABOVE for number in found.wanted(True)),
             any(value not in held for value, _ in dials.exponents),
             made,
             tuple((code, times[code]) for code in beside),
