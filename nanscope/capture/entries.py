@@ -106,6 +106,7 @@ class Operator:
     lets_in: bool  # or these may be cast
     waits: bool  # to note it is enough until somebody asks
     may_wait: bool  # so it is if nobody but calls that wait knows what it writes to
+    lasting: bool  # what it is given lasts for a step anyway: gradients, weights and what an optimizer has of them
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
 
@@ -119,8 +120,8 @@ class Operator:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
         pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
-        waits = name in FLOW and not schema.is_mutable
-        waits |= name.startswith("_foreach_") and (_writes_to_lists(schema) or not schema.is_mutable)
+        lists = name.startswith("_foreach_")
+        waits = not schema.is_mutable if name in FLOW else lists and (_writes_to_lists(schema) or not schema.is_mutable)
         writes_one = schema.is_mutable and name.endswith("_") and name.rstrip("_") in FLOW and not (inside or casts)
         return Operator(
             func,
@@ -137,6 +138,7 @@ class Operator:
             casts or bool(inside),
             waits and name not in AT_ONCE,
             writes_one and name.rstrip("_") not in SHARED,
+            lists,
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),
             name in GRADIENT_NORMS,
         )

@@ -124,7 +124,7 @@ class Notes:
         fresh: list[int] = []
         weight = CALL
         try:
-            read = self._read(args, seen, fresh)
+            read = self._read(args, seen, fresh, operator.lasting)
             if read < 0:
                 return False
             for item in results:
@@ -154,17 +154,18 @@ class Notes:
             if operator.mutable or id(item) not in self._light:  # who hands on an argument has not made that
                 self._light[id(item)] = number
 
-    def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int]) -> int:
+    def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int], lasting: bool) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
-        another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds."""
+        another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds. lasting: see `Operator`."""
         weight = 0
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in self._light:
-                    size = _size_of(arg) if kind is Tensor else 0 if arg.layout is torch.strided else -1  # which the model holds, too
-                    if size >= 0 and kind is Tensor and base_of(arg) is not None:
+                    anyway = lasting or kind is Parameter  # which the model holds, too
+                    size = _size_of(arg) if not anyway else 0 if arg.layout is torch.strided and not arg.is_nested else -1
+                    if size >= 0 and not anyway and base_of(arg) is not None:
                         whole = arg.untyped_storage().nbytes()
                         size = whole if whole <= WHOLE else -1
                     if size < 0:
@@ -175,7 +176,7 @@ class Notes:
                     weight += GRAPH
                 seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
             elif kind not in ATOMS:
-                inner = self._read(arg, seen, fresh) if kind in (list, tuple) else -1
+                inner = self._read(arg, seen, fresh, lasting) if kind in (list, tuple) else -1
                 if inner < 0:
                     return -1
                 weight += inner

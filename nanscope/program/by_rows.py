@@ -192,7 +192,8 @@ class _Execution:
         calls = tuple(c for c in part.calls if any(out in self.plan.by_row for out in c.outs))
         read = sorted({value for c in (*calls, call) for value in c.inputs() if value in values})
         leaves = tuple(leaf.id for leaf in part.leaves if leaf.id in self.plan.by_row)
-        sums = _Sums(self, (*calls, call), leaves, tuple(read), call.grad and self._is_last(call))
+        steps = tuple(_Step.of(c, self.plan) for c in (*calls, replace(call, op=_PARTS.get(call.op, call.op))))
+        sums = _Sums(self, call, steps, leaves, tuple(read), call.grad and self._is_last(call))
         hook = torch.zeros((), requires_grad=True)  # so that a sum of rows that only read leaves has a gradient, too
         with torch.set_grad_enabled(call.grad):
             result: Tensor = _Met.apply(sums, hook, *(values[value] for value in read))  # type: ignore[no-untyped-call]
@@ -209,14 +210,39 @@ def _only(call: Call) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    """One call for some of the rows. cut: values that are not by row, but broadcast against some that are, and give their rows. sized: it
+    is told how many rows there are."""
+
+    call: Call
+    cut: tuple[int, ...]
+    sized: bool
+
+    @staticmethod
+    def of(call: Call, plan: _Plan) -> _Step:
+        dims, whole = plan.shapes[_only(call)].dim(), [value for value in call.inputs() if value not in plan.by_row]
+        cut = (value for value in whole if (shape := plan.shapes[value].shape) and shape[0] == plan.rows and len(shape) == dims)
+        return _Step(call, tuple(cut), call.name in SIZED and isinstance(call.args[1], tuple) and call.args[1][0] == plan.rows)
+
+    def perform(self, values: dict[int, Tensor], rows: slice, dtype: torch.dtype | None, device: torch.device, grad: bool) -> None:
+        """Make it, and add what it makes to the values."""
+        call = replace(self.call, args=_resized(self.call, rows.stop - rows.start)) if self.sized else self.call
+        given = {**values, **{value: values[value][rows] for value in self.cut}} if self.cut else values
+        results = perform(call, given, dtype, device, call.grad and grad)
+        values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class _Sums:
-    """The calls that lead to one sum over the rows, the last of them. leaves: those per row that they read; read: other values.
+    """The calls that lead to one sum over the rows. call: the last of them, in which they meet; steps: all, the last as the sum of a part.
+    leaves: those per row that they read; read: other values.
 
     ending: its gradient will be 1, so that backward need not wait until all rows are summed, and compute them again.
     """
 
     execution: _Execution
-    calls: tuple[Call, ...]
+    call: Call
+    steps: tuple[_Step, ...]
     leaves: tuple[int, ...]
     read: tuple[int, ...]
     ending: bool
@@ -235,15 +261,10 @@ class _Sums:
         diff = {leaf.id for leaf in plan.program.leaves if leaf.diff}
         own = {leaf: execution._leaf(execution.leaves[leaf][rows], leaf in diff and grad) for leaf in self.leaves}
         values = {**dict(zip(self.read, small, strict=True)), **own}
-        count = rows.stop - rows.start
-        for call in self.calls:
-            local = {value: self._rows_of(value, values[value], call, rows) for value in call.inputs()}
-            if call is self.calls[-1]:
-                call = _as_part(call)
-            sized = replace(call, args=_resized(call, plan.rows, count))
-            results = perform(sized, local, execution.dtype, next(iter(own.values())).device, call.grad and grad)
-            values.update((out, result) for out, result in zip(call.outs, results, strict=False) if out is not None)
-        return values[_only(self.calls[-1])], own
+        device = next(iter(own.values())).device
+        for step in self.steps:
+            step.perform(values, rows, execution.dtype, device, grad)
+        return values[_only(self.call)], own
 
     def back(self, rows: slice, small: tuple[Tensor, ...], received: Tensor | None, found: list[Tensor | None]) -> Tensor:
         """Compute what some rows add to the sum, and add their gradients to those of the leaves, and to those of the other values.
@@ -264,24 +285,10 @@ class _Sums:
                 found[position] = tensor.grad if before is None else before + tensor.grad
         return part.detach()
 
-    def _rows_of(self, value: int, tensor: Tensor, call: Call, rows: slice) -> Tensor:
-        """A value that is not by row, but broadcast against some that are, gives its rows."""
-        plan = self.execution.plan
-        if value in plan.by_row or tensor.dim() == 0 or tensor.shape[0] != plan.rows:
-            return tensor
-        result = plan.shapes[_only(call)]
-        return tensor[rows] if tensor.dim() == result.dim() else tensor
 
-
-def _resized(call: Call, rows: int, count: int) -> tuple[Arg, ...]:
-    if call.name not in SIZED or not isinstance(call.args[1], tuple) or call.args[1][0] != rows:
-        return call.args
-    return (call.args[0], (count, *call.args[1][1:]), *call.args[2:])
-
-
-def _as_part(call: Call) -> Call:
-    """Some rows' part of a mean is their sum, to be divided by the number of all."""
-    return replace(call, op=_PARTS.get(call.op, call.op))
+def _resized(call: Call, count: int) -> tuple[Arg, ...]:
+    sizes = call.args[1]
+    return (call.args[0], (count, *sizes[1:]), *call.args[2:]) if isinstance(sizes, tuple) else call.args
 
 
 class _Met(torch.autograd.Function):
@@ -309,7 +316,7 @@ class _Met(torch.autograd.Function):
 
 def _share(sums: _Sums) -> float:
     """What the sum is multiplied by: 1, or of a mean one over the number of its elements."""
-    call, shapes = sums.calls[-1], sums.execution.plan.shapes
+    call, shapes = sums.call, sums.execution.plan.shapes
     if call.name != "mean":
         return 1.0
     operand = shapes[next(iter(call.inputs()))]

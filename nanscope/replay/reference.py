@@ -14,7 +14,7 @@ from torch import Tensor
 from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import elements_at_once, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.numbers import is_finite
+from nanscope.program.numbers import is_finite, largest_in
 from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
@@ -101,7 +101,7 @@ class Healthy:
                 for part, mask, own in zip(_parts(grad), _parts(masks[value]), _parts(other[value]), strict=True):
                     mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
         del other
-        sizes = {value: float(torch.linalg.vector_norm(grad, math.inf)) for value, grad in spared.grads.items() if grad.numel()}
+        sizes = {value: largest_in(grad) for value, grad in spared.grads.items() if grad.numel()}
         if not any(bool(mask.any()) for mask in masks.values()):
             if exact is None:
                 return None

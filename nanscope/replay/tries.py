@@ -26,7 +26,7 @@ from nanscope.locate.twin import absorbed
 from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
-from nanscope.program.numbers import is_finite
+from nanscope.program.numbers import is_finite, largest_in
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
@@ -408,5 +408,5 @@ def _row(name: str, label: str, kind: str, program: Program, run: Run, healthy: 
     grads = results(program, run)
     bad = sum(not bool(is_finite(grad)) for grad in grads.values())
     works = bool(torch.isfinite(loss)) and not bad
-    largest = max((float(torch.linalg.vector_norm(grad, math.inf)) for grad in grads.values() if grad.numel()), default=None)
+    largest = max((largest_in(grad) for grad in grads.values() if grad.numel()), default=None)
     return Row(name, label, kind, float(loss), bad, len(grads), healthy.distortion(grads) if healthy else None, works, note, largest)

@@ -58,7 +58,7 @@ class Distribution:
         least, most = _range(flat, None)
         if math.isnan(least):
             return Distribution(counts, none, none, none, none, none, (none, none), None)
-        hidden = masked if masked is not None and not math.isnan(_range(flat, masked)[0]) else None
+        hidden = masked if masked is not None and _counts_some(flat, masked) else None
         ranked = _sample(flat, hidden)
         if not len(ranked):
             return Distribution(counts, least, most, none, none, none, _range(flat, hidden), None)
@@ -99,6 +99,11 @@ def _ends(piece: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _counts_some(flat: Tensor, masked: Tensor) -> bool:
+    """Is one of those finite that the loss counts?"""
+    return any(bool((torch.isfinite(piece) & ~hidden).any()) for piece, hidden in _pieces(flat, masked) if hidden is not None)
+
+
 def _range(flat: Tensor, hidden: Tensor | None, least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
     """The smallest and the largest finite number between two, NaN where there is none. hidden: what does not count."""
     low, high = math.inf, -math.inf
@@ -135,14 +140,15 @@ def histogram(flat: Tensor, masked: Tensor | None, ends: tuple[float, float]) ->
         return None
     counts, below, above = torch.zeros(2 * BINS + 1, dtype=torch.int64), 0, 0
     for piece, left_out in _pieces(flat, masked):
-        bins = ((piece.double() - low).mul_(BINS / (high - low))).nan_to_num_(0.0).clamp_(0, BINS - 1).long()
-        bins += BINS * left_out if left_out is not None else 0
         own_low, own_high = _ends(piece)
+        fine = None if math.isfinite(own_low) and math.isfinite(own_high) else torch.isfinite(piece)
         if not (low <= own_low and own_high <= high):
-            fine = torch.isfinite(piece)
-            bins[~fine] = 2 * BINS
-            below += int((fine & (piece < low)).sum())
-            above += int((fine & (piece > high)).sum())
-        counts += torch.bincount(bins, minlength=2 * BINS + 1)
+            there = piece if fine is None else piece[fine]
+            below += int((there < low).sum())
+            above += int((there > high).sum())
+        known = piece if fine is None else torch.where(fine, piece, low)
+        bins = torch.sub(known.double(), low).mul_(BINS / (high - low)).clamp_(0, BINS - 1).int()
+        bins = bins if left_out is None else torch.add(bins, left_out, alpha=BINS)
+        counts += torch.bincount(bins if fine is None else torch.where(fine, bins, 2 * BINS), minlength=2 * BINS + 1)
     told = counts.tolist()
     return Histogram(low, high, tuple(told[:BINS]), tuple(told[BINS : 2 * BINS]), below, above)

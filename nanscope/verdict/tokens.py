@@ -20,6 +20,7 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.locate.ids import ids_behind
 from nanscope.locate.trace import Trace
+from nanscope.program.by_rows import execute_ends
 from nanscope.replay.rebind import renamed
 from nanscope.replay.tries import Replay
 from nanscope.roles import Role, last_word
@@ -201,11 +202,17 @@ def _runs(
     tried = [] if fix is None else [replayed.variants[name] for name in (fix, *others) if name in replayed.variants]
     for variant in tried:
         names = renamed(trace.program, variant.program)
+        kept = {*wanted, *(names[one] for one in wanted if one in names)}
         try:
-            run = variant.program.execute(variant.tensors, trace=small, kept={*wanted, *(names[one] for one in wanted if one in names)})
+            if trace.run.lean and not small:  # of the recorded step there are no other gradients to be shown beside
+                values = variant.program.execute(variant.tensors, backward=False, kept=kept).values
+                grads = execute_ends(variant.program, variant.tensors).grads
+            else:
+                run = variant.program.execute(variant.tensors, trace=small, kept=kept)
+                values, grads = run.values, run.grads
         except ProgramError:
             continue
-        yield variant.id, (variant.label, _Renamed(run.values, names), _Renamed(run.grads, names))
+        yield variant.id, (variant.label, _Renamed(values, names), _Renamed(grads, names))
 
 
 class _Renamed(Mapping[int, Tensor]):
