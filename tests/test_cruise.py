@@ -275,6 +275,17 @@ class OfATemporary(MaskedOverflow):
         return scaled
 
 
+class Drawn(MaskedOverflow):
+    """It draws rows that count twice, and looks up which tokens are among some."""
+
+    def loss(self) -> Tensor:
+        total = super().loss()
+        drawn = torch.multinomial(torch.softmax(self.advantages[0], dim=-1), 3)
+        named = torch.isin(torch.arange(TOKENS), drawn).float()
+        weight = math.nan if self.step == BAD + 1 else 1.0
+        return total + weight * ((self.policy(self.given())[1] * named)[:, drawn] ** 2).mean()
+
+
 class Raises(Loop):
     """A backward pass raises, and training goes on without it."""
 
@@ -306,7 +317,7 @@ class Dropped(Loop):
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, SeveralOptimizers,
-    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Raises, Dropped,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

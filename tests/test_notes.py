@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Arg, Ref
 from nanscope.program.program import Program
+from nanscope.torch_inside import drop_storage_handle, storage_gone, storage_handle
 
 Loss = Callable[[TapeMode], Tensor]
 
@@ -184,6 +186,49 @@ def test_what_nobody_holds_is_never_understood() -> None:
     value = tape.find(loss)
     assert value is not None and len(set(numbers)) == 1
     assert len(tape.entries) == 4 and not tape.notes.pending  # those of the loss, and the mask
+
+
+def test_what_a_draw_was_made_of_is_never_understood() -> None:
+    """Tokens that are sampled live on; the scores that each was drawn from do not, however many there are."""
+    tape, read = Tape(), WeakSet[Tensor]()
+    with TapeMode(tape):
+        ids = torch.zeros(4, 1, dtype=torch.int64)
+        for _ in range(50):
+            scores = torch.softmax(torch.rand(4, 16) + ids[:, -1:], dim=-1)
+            read.add(scores)
+            ids = torch.cat([ids, torch.multinomial(scores, 1)], dim=1)
+    del scores
+    (value,) = tape.known_as([ids]) or (None,)
+    assert value is not None and not read
+    program, _ = tape.program(tape.values[value])
+    assert {call.name for call in program.calls} == {"cat", "zeros"}
+    assert [leaf.made_by for leaf in program.leaves if leaf.origin == "opaque"] == ["multinomial"] * 50
+
+
+def test_a_draw_of_numbers_that_may_be_bad_does_not_wait() -> None:
+    """Whole numbers alone are never the first that is not finite."""
+    tape = Tape()
+    with TapeMode(tape):
+        torch.multinomial(torch.rand(3, 5), 2)
+        assert len(tape.notes.pending) > 0
+        torch.bernoulli(torch.rand(3))
+        assert not tape.notes.pending
+
+
+def test_large_gradients_that_a_clip_reads_and_writes_are_let_go_with_the_step(tmp_path: Path) -> None:
+    """They are there until the trainer drops them, and no longer."""
+    policy = nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    assert policy.weight.nbytes > notes.LIGHT
+    with nanscope.watch(policy, out=tmp_path):
+        for step in range(4):
+            policy(torch.randn(2, 1024)).square().mean().backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            kept = storage_handle(policy.weight.grad.untyped_storage())  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert storage_gone(kept) or not step  # in the first step nobody knows whether another optimizer comes
+            drop_storage_handle(kept)
 
 
 def test_what_something_was_made_of_stays_with_it() -> None:

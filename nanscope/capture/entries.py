@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import FLOW, GRADIENT_NORMS, HISTORY_ENDS, SHARED, SILENT
+from nanscope.program.ops import DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, SHARED, SILENT
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     base_of,
@@ -105,6 +105,8 @@ class Operator:
     inside: tuple[Any, ...]  # keys of what it leaves to the calls that it is made of
     lets_in: bool  # or these may be cast
     waits: bool  # to note it is enough until somebody asks
+    counts: bool  # if what it makes are whole numbers, an index or a choice
+    draws: bool  # another one each time: nothing of it is made again
     may_wait: bool  # so it is if nobody but calls that wait knows what it writes to
     lasting: bool  # what it is given lasts for a step anyway: gradients, weights and what an optimizer has of them
     silent: bool  # no value comes of it, nor any answer about one
@@ -121,7 +123,9 @@ class Operator:
         name = schema.name.removeprefix("aten::")
         pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
         lists = name.startswith("_foreach_")
-        waits = not schema.is_mutable if name in FLOW else lists and (_writes_to_lists(schema) or not schema.is_mutable)
+        draws = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags and name not in DATA_FACTORIES
+        counts = name not in FLOW and not schema.is_mutable and (draws or runs_again(func))
+        waits = not schema.is_mutable if name in FLOW else counts or (lists and (_writes_to_lists(schema) or not schema.is_mutable))
         writes_one = schema.is_mutable and name.endswith("_") and name.rstrip("_") in FLOW and not (inside or casts)
         return Operator(
             func,
@@ -137,6 +141,8 @@ class Operator:
             inside,
             casts or bool(inside),
             waits and name not in AT_ONCE,
+            counts,
+            draws,
             writes_one and name.rstrip("_") not in SHARED,
             lists,
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),

@@ -129,7 +129,7 @@ class Notes:
                 return False
             for item in results:
                 size = _size_of(item) if type(item) is Tensor else -1
-                if size < 0:
+                if size < 0 or (operator.counts and item.is_floating_point()):
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
                 writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
@@ -284,7 +284,7 @@ class Notes:
                 left.append(noted)
                 read.update(map(id, noted.holds))
                 continue
-            operator, args, _, results, seen, *_ = noted
+            operator, _, _, results, seen, *_ = noted
             for item in results:
                 if not seen:
                     if not item.handle.expired() or (item.identity in read and not item.handle.gone()):
@@ -300,8 +300,10 @@ class Notes:
                     _count(noted, references, -1)
                     continue
             _count(noted, references, -1)
+            if operator.draws:  # what it was drawn from need not be made again for it
+                noted = (operator, (), *noted[2:])
             left.append(RawCall._make(noted))
-            read.update(map(id, tensors_of(args)))
+            read.update(map(id, tensors_of(noted[1])))
         return left
 
 

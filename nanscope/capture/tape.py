@@ -195,6 +195,9 @@ class Tape:
                 self._known.drop(value.id)
 
     def _write_down(self, note: RawCall) -> None:
+        if note.operator.draws:
+            self._forget_results(note.results, note.operator.name)
+            return
         seen = iter(note.seen)
         try:
             noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
