@@ -171,7 +171,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "calls": len(tape.entries),
         "most in one memory": max(map(len, known.by_storage.values()), default=0),
         "findable": len(known.by_key),
-        "norms": len(tape.norms),
+        "norms": len(tape.clipping.norms),
         "opaque": len(tape._opaque),
         "code": len(tape.callers._authors.known),
         "recordings": len(step._recordings),

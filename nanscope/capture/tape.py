@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
+from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
 from nanscope.capture.entries import (
@@ -75,10 +76,8 @@ Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` 
 BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values, by default
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
-NORMS, LARGEST_NORM = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 NUMBERS = 4  # that went to the host, of which it is remembered what made them
 ROUNDS = 4  # steps that a call may wait for, if somebody holds what it has made
-MEASURED = 1 << 16  # tensors of which a norm is remembered
 
 
 class Tape:
@@ -87,11 +86,10 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
-    broken: why nothing is recorded any more, "" while all is well. norms: those taken without gradient, of gradients by whoever clips them.
-    measured: address and size of a tensor → the first 2-norm that was taken of it so; measured_at: the version that it had then.
-    agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
-    were not finite. opaque: of leaves that came out of such calls, what is known of them. notes: calls that wait; whoever asks for what is
-    known, for the log, for doubts or for passes, and whoever writes to memory that others know, has them understood first.
+    broken: why nothing is recorded any more, "" while all is well. clipping: what was measured of gradients. agreed: by the ranks of the
+    run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and were not finite. opaque: of
+    leaves that came out of such calls, what is known of them. notes: calls that wait; whoever asks for what is known, for the log, for
+    doubts or for passes, and whoever writes to memory that others know, has them understood first.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
@@ -105,9 +103,7 @@ class Tape:
         self._lock = threading.RLock()  # a backward pass in another thread asks, too
         self._understands = False  # what waited has been taken, and is not all written down
         self.tags: dict[str, int] = {}
-        self.norms: deque[Tensor] = deque(maxlen=NORMS)
-        self.measured: dict[tuple[int, int], Tensor] = {}
-        self.measured_at: dict[tuple[int, int], int | None] = {}
+        self.clipping = Clipping()
         self.agreed = Agreed()
         self.numbers: deque[Sliced] = deque(maxlen=NUMBERS)
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
@@ -124,7 +120,6 @@ class Tape:
         self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._rounds = 0  # steps in a row that have left calls which wait
         self._keywords = False  # the call that could not be noted had keyword arguments
-        self._norm_place: tuple[CodeType | None, int] = (None, -1)
         self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
         self._gone_through = 0  # values numbered when it last was
@@ -149,7 +144,7 @@ class Tape:
                 self.after(noting, args, result)
             return
         if operator.norm and not torch.is_grad_enabled():
-            self._noted_norm(self.notes.last())
+            self.clipping.noted(self.notes.last())
         if self.notes.weight > self.notes.most:
             self._understand()
 
@@ -318,14 +313,14 @@ class Tape:
                 self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
             self._known.unfind(tensors_of((args, result)))
-            self.agreed.collective(operator, args, bool(self.norms))
+            self.agreed.collective(operator, args, bool(self.clipping.norms))
         elif noted is None:
             if not self._jagged.after(operator, args, self._keywords, result):
                 counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index
                 self._forget_results(result, "" if counts else operator.name)
             if operator.norm and not torch.is_grad_enabled():
                 parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
-                self._after_norm([part for _, part in parts], self.callers.caller())
+                self.clipping.took([part for _, part in parts], self.callers.caller())
                 for item, part in parts:
                     self.agreed.norm(item, part)
         elif operator.mutable:
@@ -397,28 +392,10 @@ class Tape:
             self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)
         if operator.norm and self._log.noted is None and not torch.is_grad_enabled():
             results = list(tensors_of(result))
-            self._after_norm(results, self.callers.caller())
+            self.clipping.took(results, self.callers.caller())
             of, *rest = noted[0]
             operands = [self._known.by_id[arg.id] for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
-            self._measure([(one.key[0], math.prod(one.shape), one.version) for one in operands], rest, results)
-
-    def _noted_norm(self, note: RawCall) -> None:
-        self._after_norm(note.results, note.place)
-        self._measure([(address, shape.numel(), version) for version, address, shape, _ in note.seen], note.args[1:], note.results)
-
-    def _after_norm(self, results: Iterable[Tensor], place: Place) -> None:
-        self.norms.extend(norm for norm in results if norm.numel() <= LARGEST_NORM)
-        self._norm_place = place
-
-    def _measure(self, operands: Sequence[tuple[int, int, int | None]], rest: Sequence[Any], results: Sequence[Tensor]) -> None:
-        """Remember the norm of each of some tensors. operands: address, size, version. rest: other arguments."""
-        if len(self.measured) > MEASURED:
-            self.measured.clear()  # no backward pass is seen here
-            self.measured_at.clear()
-        if len(operands) == len(results) and (not rest or rest[0] in (2, 2.0, None)):
-            for (address, size, version), norm in zip(operands, results, strict=True):
-                if type(norm) is Tensor and norm.numel() == 1 and (address, size) not in self.measured:
-                    self.measured[address, size], self.measured_at[address, size] = norm, version
+            self.clipping.measure([(one.key[0], math.prod(one.shape), one.version) for one in operands], rest, results)
 
     def _lies_as_numbered(self, noted: Noted) -> bool:
         """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
@@ -595,11 +572,6 @@ class Tape:
         made = (number for value in now if (number := self.known.made_by.get(value)) is not None and number >= since)
         return any(now.isdisjoint(self.log.entries[number].reads()) for number in made)  # a view reads what lies there
 
-    def norm_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the first 2-norm that was taken of a gradient since the last `forget`."""
-        part = local(tensor)
-        return None if part is None or not is_plain(part) else self.measured.get((part.data_ptr(), part.numel()))
-
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -675,21 +647,6 @@ class Tape:
         value = self.values.get(leaf)
         return value is not None and self.agreed.holds(value.storage, by_all=True)
 
-    def take_norms(self, other: Tape) -> None:
-        """Take what was measured of gradients in another thread."""
-        if other.norms:
-            self._norm_place = other._norm_place
-        self.measured, other.measured = other.measured | self.measured, {}
-        self.measured_at, other.measured_at = other.measured_at | self.measured_at, {}
-        self.norms.extend(other.norms)
-        other.norms.clear()
-        self.agreed.join(other.agreed)
-
-    def norm_site(self) -> Site | None:
-        """Return where the last of `norms` was taken."""
-        code, lasti = self._norm_place
-        return None if code is None else site_of(code, lasti)
-
     def tag(self, name: str, tensor: Tensor) -> None:
         """Name a tensor where its variable does not tell what it means."""
         value = self.value_of(tensor)
@@ -754,15 +711,10 @@ class Tape:
         self.callers.forget()
         self._differentiated.forget()
         self.broken = ""
-        self._forget_norms()
+        self.clipping.forget()
         self._opaque = {}
         self.agreed.forget()
         self.notes.begin_stretch()
-
-    def _forget_norms(self) -> None:
-        self.norms.clear()
-        self.measured.clear()
-        self.measured_at.clear()
 
     def _forget_values(self, over: Collection[int] | None, roots: Collection[int], everything: bool, number: int) -> set[Address]:
         read = self._log.forget(self.tags.values(), over)
@@ -837,7 +789,7 @@ class Tape:
         with self._lock:
             if self._understands or not self.notes.pending:
                 return
-            self._forget_norms()
+            self.clipping.forget()
             left = self.notes.close(done)
             self._rounds = self._rounds + 1 if left.calls else 0
             if self._rounds > ROUNDS:

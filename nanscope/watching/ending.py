@@ -45,7 +45,7 @@ class Ending:
             return Stepped.BY_HAND
         if self._moved(left) and not bad:
             return None
-        if bad or scale is not None or counted or self._tape.norms or self._modules.calls:
+        if bad or scale is not None or counted or self._tape.clipping.norms or self._modules.calls:
             return Stepped.BY_TRAINER if self._optimizers.any else Stepped.NONE
         return None
 
@@ -59,14 +59,14 @@ class Ending:
 
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""
-        return count_bad([norm for norm in self._tape.norms if type(norm) is Tensor]) > 0
+        return count_bad([norm for norm in self._tape.clipping.norms if type(norm) is Tensor]) > 0
 
     def norm_may_be_bad(self) -> bool:
         """Does no norm say that the gradients were finite?"""
-        return self.norm_is_bad() or not self._tape.norms
+        return self.norm_is_bad() or not self._tape.clipping.norms
 
     def norm(self, left: Leavings) -> float | None:
         """Return the norm that the trainer took of the gradients before it dropped them, None if it was not seen. left: of them."""
-        norms, measured = self._tape.norms, self._tape.measured
+        norms, measured = self._tape.clipping.norms, self._tape.clipping.measured
         seen = any((one.address, one.size) in measured for one in left)
         return float(norms[-1]) if seen and type(norms[-1]) is Tensor and norms[-1].numel() == 1 else None

@@ -201,9 +201,10 @@ class Examiner:
         if not bad:
             return self._dropped(last, known)
         # a clip multiplies all of them by the norm of one that is bad
-        parameter, spoilt = next((pair for pair in bad if (norm := self.tape.norm_of(pair[1])) is not None and not is_finite(norm)), bad[0])
+        clipping = self.tape.clipping
+        parameter, spoilt = next((pair for pair in bad if (norm := clipping.norm_of(pair[1])) is not None and not is_finite(norm)), bad[0])
         if self._norm_overflowed():
-            overflowed = overflowing_norm(self._deeper(last), self.tape.norm_site())
+            overflowed = overflowing_norm(self._deeper(last), clipping.site())
             if overflowed is not None:
                 return Hit(last, reached, look=NOTHING, seen=overflowed)
         changed = written_look(self.tape, spoilt)
@@ -248,10 +249,11 @@ class Examiner:
 
         known: its own backward was made once more.
         """
-        norm = next((norm for norm in self.tape.norms if not bool(is_finite(norm))), None)
+        norm = next((norm for norm in self.tape.clipping.norms if not bool(is_finite(norm))), None)
         if not has_peers():
             return None
-        norm, seen = (torch.tensor(math.nan), None) if norm is None else (norm, overflowing_norm(self._deeper(last), self.tape.norm_site()))
+        seen = None if norm is None else overflowing_norm(self._deeper(last), self.tape.clipping.site())
+        norm = torch.tensor(math.nan) if norm is None else norm
         seen = seen or arrived("the whole model", norm, REDUCED if known else SPREAD)
         return Hit(last, Reached(last.value, scaled=last.scaled), look=NOTHING, seen=seen)
 
@@ -263,9 +265,9 @@ class Examiner:
     def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:
         """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
         if self._norm_overflowed():
-            seen = overflowing_norm(self._deeper(recording), self.tape.norm_site())
+            seen = overflowing_norm(self._deeper(recording), self.tape.clipping.site())
             if seen is None and has_peers():
-                seen = infinite_norm(self.tape.norm_site())  # that of all ranks, or of a model which one rank cannot run again
+                seen = infinite_norm(self.tape.clipping.site())  # that of all ranks, or of a model which one rank cannot run again
         else:
             seen = next((found for grad in grads[:CLIPPED] if (found := overflowing_clip(self.tape, grad)) is not None), None)
         if seen is None:
@@ -497,7 +499,7 @@ class Examiner:
 
     def _norm_overflowed(self) -> bool:
         """Was a norm of this step's gradients, taken to clip them, not finite?"""
-        return any(not bool(torch.isfinite(norm).all()) for norm in self.tape.norms)
+        return any(not bool(torch.isfinite(norm).all()) for norm in self.tape.clipping.norms)
 
     def _ruined_by_its_norm(self, look: Look) -> bool:
         """Did a clip by norm ruin gradients that backward had made without a NaN?"""

@@ -88,7 +88,7 @@ class Line:
         scale: what the gradients of a fused optimizer are still multiplied by. by_hand: the trainer's norm may be that of scaled gradients.
         """
         total = torch.linalg.vector_norm(norms(grads))
-        taken = [tape.measured.get((grad.data_ptr(), grad.numel())) for grad in grads if type(grad) is Tensor]
+        taken = [tape.clipping.measured.get((grad.data_ptr(), grad.numel())) for grad in grads if type(grad) is Tensor]
         seen = [norm for norm in taken if norm is not None]
         before = torch.linalg.vector_norm(joined(seen)) if len(seen) == len(grads) and not by_hand else total
         self.norm, self.before = (torch.stack([total, before]) / (scale if isinstance(scale, Tensor) else 1.0)).tolist()  # in one transfer

@@ -76,4 +76,5 @@ class Relay:
 
     def measured_in(self, other: Relay) -> None:
         """Another thread has measured the gradients of this one's step."""
-        self._tape.take_norms(other._tape)
+        self._tape.clipping.join(other._tape.clipping)
+        self._tape.agreed.join(other._tape.agreed)

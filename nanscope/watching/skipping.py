@@ -97,9 +97,9 @@ class Skipping:
         left = self._left.get(id(parameter))
         if left == (grad.data_ptr(), grad._version):
             return True  # nobody has written to it since
-        place = grad.data_ptr(), grad.numel()
-        if left is not None and left == (place[0], self._tape.measured_at.get(place)):  # what was measured then is what backward left
-            return not bool(is_finite(self._tape.measured[place]))
+        place, clipping = (grad.data_ptr(), grad.numel()), self._tape.clipping
+        if left is not None and left == (place[0], clipping.measured_at.get(place)):  # what was measured then is what backward left
+            return not bool(is_finite(clipping.measured[place]))
         with contextlib.suppress(ProgramError, LookupError):
             program, tensors = self._tape.program(self._tape.value_of(grad))
             came = [tensors[leaf.id] for leaf in program.leaves if self._tape.is_of_all(leaf.id)]
