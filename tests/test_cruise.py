@@ -46,7 +46,8 @@ class Loop:
         self.mask = (torch.arange(TOKENS) < torch.randint(3, TOKENS, (ROWS, 1))).float()
         self.old, self.advantages, self.returns = torch.randn(3, ROWS, TOKENS) * 0.1
         self.average = torch.zeros(())
-        self.coefficient = 0.01
+        self.coefficient, self.low, self.high = 0.01, 0.8, 1.2
+        self.clipped: list[float] = []  # the part of the tokens that the clip holds back, in each step
 
     @property
     def is_bad(self) -> bool:
@@ -60,12 +61,12 @@ class Loop:
         spread = self.policy.log_std.exp()
         log_ratio = (log_probs - self.old) / spread
         ratio = torch.exp(log_ratio)
-        surrogate = -torch.min(ratio * self.advantages, ratio.clamp(0.8, 1.2) * self.advantages)
+        surrogate = -torch.min(ratio * self.advantages, ratio.clamp(self.low, self.high) * self.advantages)
         value_loss = (values - self.returns) ** 2
         per_token = surrogate + 0.5 * value_loss + self.coefficient * (ratio - 1 - log_ratio)
         with torch.no_grad():
-            clip_fraction = ((ratio - 1).abs() > 0.2).float().mean()
-        assert 0 <= clip_fraction.item() <= 1
+            clipped = ((ratio < self.low) | (ratio > self.high)).float() * self.mask
+        self.clipped.append(clipped.sum().item() / self.mask.sum().item())
         total: Tensor = (per_token * self.mask).sum() / self.mask.sum()
         return total / self.parts
 
@@ -183,11 +184,33 @@ class CarriedOn(Loop):
 
 
 class Annealed(Loop):
-    """A number of the loss is another one in every step."""
+    """Numbers of the loss are others in every step."""
 
     def loss(self) -> Tensor:
         self.coefficient = 0.01 * (1 - self.step / 100) if not self.is_bad else math.nan
+        self.low, self.high = 1 - 0.3 / self.step, 1 + 0.3 / self.step
         return super().loss()
+
+
+class AnnealedAway(MaskedOverflow):
+    """What bounds a ratio bounds it no more from the middle of the run on."""
+
+    def loss(self) -> Tensor:
+        self.low, self.high = (0.8, 1.2) if self.step < BAD - 2 else (-0.2, 0.2)
+        return super().loss()
+
+
+class ScaledAtLast(BadGradient):
+    """A loss that is multiplied, by more and more, until that is a scale against underflow."""
+
+    def loss(self) -> Tensor:
+        return super().loss() * 2.0**self.step
+
+    def between(self) -> None:
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 2.0**self.step
+        super().between()
 
 
 class RunningUp(Loop):
@@ -316,10 +339,10 @@ class Dropped(Loop):
 
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
-    AccumulatedLate, Normalised, CarriedOn, Annealed, RunningUp, SeveralModels, SeveralOptimizers,
+    AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
     OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Raises, Dropped,
 )  # fmt: skip
-UNSTEADY = (Annealed, CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
+UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 
 
 def watched(loop: type[Loop], folder: Path, on_nonfinite: OnNonFinite = "record", **options: Any) -> tuple[nanscope.Scope, list[Tensor]]:
@@ -396,3 +419,15 @@ def test_a_run_is_told_the_same_whether_or_not_its_steps_are_recognised(
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor.nan_to_num(7.0), theirs[name].nan_to_num(7.0)), name
+
+
+@pytest.mark.parametrize("cruises", [True, False])
+def test_the_clip_of_a_step_is_that_of_this_step(cruises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bounds may be annealed: the history counts by those that were in force."""
+    if not cruises:
+        monkeypatch.setattr(Cruise, "stretch", lambda self: None)
+    run = Annealed()
+    with nanscope.watch(run.policy, out=tmp_path) as scope:
+        run.run()
+    told = [entry.clip_fraction for entry in scope.history.entries]
+    assert told == pytest.approx(run.clipped, abs=1e-6) and len({round(part, 6) for part in run.clipped}) > 3

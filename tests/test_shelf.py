@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -99,10 +101,11 @@ def test_a_full_disk_keeps_tensors_in_memory(monkeypatch: pytest.MonkeyPatch) ->
 
     shelf = Shelf(least=1)
     first = shelf.put(torch.ones(100))
+    shelf.settle()
     monkeypatch.setattr(os, "pwrite", full)
-    second = shelf.put(torch.full((100,), math.pi))
-    assert isinstance(first, Put) and isinstance(second, Tensor)
-    assert bool((took(first) == 1).all()) and bool((took(second) == torch.tensor(math.pi)).all())
+    second, third = (shelf.put(torch.full((100,), math.pi)) for _ in range(2))
+    assert isinstance(first, Put) and isinstance(third, Tensor)  # of the second nobody knows so far
+    assert bool((took(first) == 1).all()) and all(bool((took(put) == torch.tensor(math.pi)).all()) for put in (second, third))
 
 
 def test_a_shelf_takes_a_part_of_the_disk_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +124,7 @@ def test_what_is_put_away_twice_is_written_once() -> None:
     assert shelf.put(tensor) is first and shelf.put(tensor.detach()) is first
     assert shelf.put(tensor.t()) is not first and torch.equal(took(shelf.put(tensor.t())), tensor.t())
     before = tensor.clone()
+    shelf.settle()
     tensor.add_(1)
     second = shelf.put(tensor)
     assert second is not first and torch.equal(took(first), before) and torch.equal(took(second), tensor)
@@ -139,5 +143,41 @@ def test_in_inference_mode_nothing_counts_writes() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(64, 64)
         first = shelf.put(tensor)
+        shelf.settle()
         tensor += 1
         assert bool((took(shelf.put(tensor)) == 1).all()) and bool((took(first) == 0).all())
+
+
+def test_a_tensor_stays_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes it waits for that; it is gone with whoever held it, and the file that it goes into is not."""
+    slow, written, original = threading.Event(), list[int](), os.pwrite
+
+    def late(file: int, data: memoryview, offset: int) -> int:
+        assert slow.wait(60)
+        written.append(os.fstat(file).st_nlink)
+        return original(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    shelf = Shelf(least=1)
+    put = shelf.put(torch.arange(5000.0))
+    threading.Timer(0.05, slow.set).start()
+    assert not written and torch.equal(took(put), torch.arange(5000.0)) and written == [0]
+    slow.clear()
+    shelf.put(torch.arange(4000.0))
+    del shelf, put
+    slow.set()
+    deadline = time.monotonic() + 60
+    while len(written) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert written == [0, 0]
+
+
+def test_without_another_thread_it_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that is about to end starts none."""
+
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    put = Shelf(least=1).put(torch.arange(5000.0))
+    assert isinstance(put, Put) and torch.equal(put.take(), torch.arange(5000.0))

@@ -3,8 +3,9 @@
 A GRPO loss with KL over [B, T] log-probabilities, one masked token whose ratio overflows, one backward pass. Each size runs in a process of
 its own. "backward" is what the same backward pass takes without nanscope; "hit" is what it takes with the look at the bad step and its
 snapshot; "verdict" is diagnosing it with every fix executed. What a verb takes stands beside `import torch`, which is the most of it. The
-memory of a verdict is how far the process went beyond what it held when the loss was there; its ratio is to the snapshot, which is in it;
-against it counts the graph of the loss, some 1.5 times the snapshot, which backward frees before the diagnosis needs most.
+memory of a verdict is how far a process went beyond what it held when the loss was there, in one more process, from which what is freed
+is taken at once, for what the C library keeps is nobody's; its ratio is to the snapshot, which is in it; against it counts the graph of
+the loss, some 1.5 times the snapshot, which backward frees before the diagnosis needs most.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nanscope.snapshot.file import load, save
 from nanscope.text import listed
 from nanscope.watching.scope import watch
 
-SHRINKS = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}  # what is freed leaves the process, and is not counted as held
+SHRINKS = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}  # what is freed leaves the process, and is not counted as held; it takes its time
 WRITES = 3  # of the file, and of as many bytes beside it
 IMPORT = "import torch"
 CHECKED = 1 << 18  # tokens of a batch that is checked: every hazard is run on all of it, which takes minutes for a large one
@@ -112,23 +113,22 @@ def asked(sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[list[Figures],
     rows: list[Figures] = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            found = [alone("asked:of_size", *size, str(Path(folder, str(turn))), **SHRINKS) for turn in range(rounds)]
+            found = [alone("asked:of_size", *size, str(Path(folder, str(turn)))) for turn in range(rounds)]
+            most = alone("asked:of_size", *size, str(Path(folder, "memory")), **SHRINKS)["grown"]
             verbs = _verbs(Path(found[0]["file"]), Path(folder), rounds, size[0] * size[1] <= CHECKED)
-            rows += _of(f"{size[0]}x{size[1]}", found, verbs)
+            rows += _of(f"{size[0]}x{size[1]}", found, most, verbs)
     large = [f"{size[0]}x{size[1]}" for size in sizes if size[0] * size[1] > CHECKED]
     said = [f"{listed(large)}: check is left out, it takes minutes"] if large else []
     return rows, ["a recorded step as a file: written by nanscope beside the same bytes, both with fsync", *said]
 
 
-def _of(size: str, found: Sequence[Mapping[str, Any]], verbs: Mapping[str, list[float]]) -> list[Figures]:
-    """Return the rows of one size."""
+def _of(size: str, found: Sequence[Mapping[str, Any]], most: float | None, verbs: Mapping[str, list[float]]) -> list[Figures]:
+    """Return the rows of one size. most: bytes that a verdict takes, None where the system does not tell."""
     seconds = {name: [one["seconds"][name] for one in found] for name in found[0]["seconds"]}
     bare = [[value] for value in seconds["backward, bare"]]
     rows = [Figures(f"{size} {name}", Quartiles.of(values)) for name, values in seconds.items()]
     rows[1] = Figures(rows[1].name, rows[1].seconds, ratios([[value] for value in seconds["hit"]], bare))
-    grown = [one["grown"] for one in found if one["grown"] is not None]
-    if grown:
-        most = float(max(grown))
+    if most is not None:
         rows[2] = Figures(rows[2].name, rows[2].seconds, peak=most, peak_ratio=most / found[0]["bytes"])
     raw, written = ([time for one in found for time in one["writes"][name]] for name in found[0]["writes"])
     rows.append(Figures(f"{size} snapshot, as bytes", Quartiles.of(raw), peak=float(found[0]["bytes"])))

@@ -31,6 +31,7 @@ from nanscope.program.program import Program
 from nanscope.roles import Role
 
 Pair = tuple[int, int]  # ids: log-probs of the trainer, and of the sampler
+Clip = tuple[int, float, float]  # clipped ratio, low, high
 
 WIDEST = 1 << 20  # values that one call reads and makes
 
@@ -39,14 +40,14 @@ WIDEST = 1 << 20  # values that one call reads and makes
 class Dials:
     """Where to read the gauge in a program: ids of values.
 
-    exponents: what e is raised to, and where. masks. clips: (clipped ratio, low, high). policy: exponents of the policy's ratio. kls,
-    entropies: what the loss forms of these. compared: pairs whose difference the loss takes. rollouts, own: what else may be such a pair.
+    exponents: what e is raised to, and where. masks. clips. policy: exponents of the policy's ratio. kls, entropies: what the loss forms
+    of these. compared: pairs whose difference the loss takes. rollouts, own: what else may be such a pair.
     weights: between sampler and trainer.
     """
 
     exponents: tuple[tuple[int, Spot], ...] = ()
     masks: tuple[int, ...] = ()
-    clips: tuple[tuple[int, float, float], ...] = ()
+    clips: tuple[Clip, ...] = ()
     policy: tuple[int, ...] = ()
     kls: tuple[int, ...] = ()
     entropies: tuple[int, ...] = ()
@@ -61,7 +62,6 @@ class Dials:
         namer = Names(program)
         exponents: list[tuple[int, Spot]] = []
         masks: list[int] = []
-        clips: list[tuple[int, float, float]] = []
         policy: list[int] = []
         for call in program.calls:
             value = call.args[0].id if call.args and isinstance(call.args[0], Ref) else None
@@ -70,10 +70,6 @@ class Dials:
                 exponents.append((value, _spot(program, call, namer.name(value))))
                 if any(out is not None and namer.named(out) is Role.RATIO for out in call.outs):
                     policy.append(value)
-            if value is not None and call.name in CLAMPS and len(call.args) == 3:
-                low, high = call.args[1], call.args[2]
-                if isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 < high:
-                    clips.append((value, float(low), float(high)))
         values = [*(leaf.id for leaf in program.leaves), *(out for call in program.calls for out in call.outs if out is not None)]
         roles = {value: namer.named(value) for value in values}
         kls, entropies, rollouts, old, own, weights = (
@@ -83,7 +79,16 @@ class Dials:
         compared = _differences(program, roles)
         once = tuple(dict.fromkeys(masks))
         return Dials(
-            tuple(exponents), once, tuple(clips), tuple(policy), kls, entropies, compared, () if compared else rollouts, old + own, weights
+            tuple(exponents),
+            once,
+            clips_of(program),
+            tuple(policy),
+            kls,
+            entropies,
+            compared,
+            () if compared else rollouts,
+            old + own,
+            weights,
         )
 
     def mapped(self, number: Callable[[int], int]) -> Dials:
@@ -118,6 +123,25 @@ class Dials:
         shapes = {values[value].shape for value in read}
         fitting = tuple(mask for mask in self.masks if mask in values and values[mask].shape in shapes)
         return replace(self, masks=fitting or self.masks)
+
+
+def clips_of(program: Program) -> tuple[Clip, ...]:
+    """What a program clips, and to what: that may be other numbers in each step."""
+    found = (clip_of(value, *call.args[1:]) for call in program.calls if (value := clamped(call)) is not None)
+    return tuple(clip for clip in found if clip is not None)
+
+
+def clamped(call: Call) -> int | None:
+    """Return what a call bounds from both sides, None if it does not."""
+    between = call.name in CLAMPS and len(call.args) == 3
+    return call.args[0].id if between and isinstance(call.args[0], Ref) else None
+
+
+def clip_of(value: int, low: object, high: object) -> Clip | None:
+    """Return what such a call clips, None if its bounds are not those of a ratio."""
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 < high):
+        return None
+    return value, float(low), float(high)
 
 
 def _keeps(program: Program, mask: int) -> bool:
@@ -229,7 +253,7 @@ class Gauge:
         """Compute what there is to read of a step, and fetch nothing. held: what is known of a value, by its id."""
         key = tuple((call.op, call.site) for call in program.calls)
         known, own = self._dials.pop(key, None), Role.ROLLOUT_LOG_PROBS in beside.tensors
-        dials = Dials.of(program) if known is None else known.mapped(partial(_value_at, program))
+        dials = Dials.of(program) if known is None else replace(known.mapped(partial(_value_at, program)), clips=clips_of(program))
         values = {value: tensor for value in dials.wanted(own or known is None) if (tensor := held(value)) is not None}
         if known is None:
             placed, self.dials = _placed(program), dials.pruned(values)

@@ -1,7 +1,8 @@
 """How a stretch of calls hangs together: what a step has in common with those before it that compute the same.
 
 A training loop makes the same calls at the same lines in step after step, on other tensors. What tells two such stretches apart is which
-operator is called where, with what numbers, and which tensor it is given: that of which earlier call, or the how-many-eth from outside.
+operator is called where, with what whole numbers, and which tensor it is given: that of which earlier call, or the how-many-eth from
+outside. A fraction may be another one in each step: a coefficient that is annealed, or that a controller sets.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Passage:
             elif not item.handle.gone():
                 codes[item.identity] = first, version
             first += 1
-        return operator.overload, told, id(code), lasti, grad, module, len(results), tuple(kwargs.items()) if kwargs else ()
+        named = tuple((name, float if type(value) is float else value) for name, value in kwargs.items()) if kwargs else ()
+        return operator.overload, told, id(code), lasti, grad, module, len(results), named
 
     def _shape(self, args: Sequence[Any], seen: Iterator[Seen]) -> tuple[Any, ...]:
         told: list[Any] = []
@@ -74,7 +76,7 @@ class Passage:
             elif kind is list or kind is tuple:
                 told.append((LIST, self._shape(arg, seen)))
             else:
-                told.append(arg)
+                told.append(float if kind is float else arg)
         return tuple(told)
 
     def code(self, tensor: Tensor) -> Code | None:
@@ -98,6 +100,11 @@ class Passage:
     def was_written_to(self, code: Code, tensor: Tensor) -> bool:
         """Has somebody written to a tensor since it was first read, or made? tensor: what stands there."""
         return writes_counted(tensor) != self.versions[code]
+
+    def numbers(self, number: int) -> Sequence[Any]:
+        """Return the arguments of a call as they are, tensors among them."""
+        given: Sequence[Any] = self.calls[number][1]
+        return given
 
     def results(self, number: int) -> Sequence[Tensor]:
         """Return what a call has made of tensors; what it made of nothing nobody holds here."""

@@ -302,8 +302,8 @@ class Values:
     def unfind(self, tensors: Iterator[Tensor]) -> None:
         """Whoever shares memory with these tensors becomes a leaf when it is read next, with the content that it has then."""
         for tensor in tensors:
-            if is_plain(tensor):
-                self.supersede(memory_of(tensor))
+            if is_plain(tensor) and (storage := memory_of(tensor)) in self.by_storage:
+                self.supersede(storage)
 
     def supersede(self, storage: int, but: Collection[int] = ()) -> None:
         """Nobody in this memory is any more what he was. What is known of them stays: calls have read it. but: ids of those who are."""

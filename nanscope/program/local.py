@@ -74,17 +74,23 @@ def local(tensor: Tensor) -> Tensor | None:
 
     What is an ordinary tensor without gradient is returned as it is: this is done twice to every gradient and weight of a step.
     """
-    if not is_plain(tensor):
-        if refuses(tensor):
-            return None
-        with torch.no_grad():
-            opened = _values_of(unwrapped(tensor, wait=True))
+    kind = type(tensor)
+    if not ((kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_nested):  # what most are
+        opened = tensor if is_plain(tensor) else _opened(tensor)
         if opened is None:
             return None
         tensor = opened
     if not has_memory(tensor):
         return None
     return tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
+
+
+def _opened(tensor: Tensor) -> Tensor | None:
+    """The memory in here that a tensor stands for, None if that is not known."""
+    if refuses(tensor):
+        return None
+    with torch.no_grad():
+        return _values_of(unwrapped(tensor, wait=True))
 
 
 def unwrapped(tensor: Tensor, wait: bool = False) -> Tensor | None:

@@ -152,6 +152,7 @@ def run_calls(
                 begin_at_one(root)
             except RuntimeError as error:
                 raise ProgramError(f"backward failed: {str(error).splitlines()[0]}", slug="program-backward-failed") from error
+    shelf.settle()
     return Run(ChainMap(kept, away), grads, back, tuple(back.order), not back.wanted)
 
 

@@ -4,15 +4,18 @@
     put.take()                  # the same bits, shape and strides, mapped: only what is read comes back, and goes again with the tensor
 
 A program of thirty calls on a batch of 512 × 8192 makes thirty tensors of 16 MiB, and as many gradients; a walk through it reads a few
-elements of each. The file has no name any more once it is open: it goes with the last tensor in it, also if the process is killed.
+elements of each. The file has no name any more once it is open: it goes with the last tensor in it, also if the process is killed. One
+tensor at a time is written while the next one is computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,9 +33,36 @@ LIMIT = 16 << 30  # bytes of one shelf; what comes after stays in memory: nobody
 SPARE = 4  # part of the free disk that a shelf may take
 
 
+class _Writing:
+    """A tensor on its way into a file. tensor: is held until it is there, or for good where it could not be written."""
+
+    def __init__(self, tensor: Tensor, file: IO[bytes], offset: int, length: int) -> None:
+        self.tensor: Tensor | None = tensor
+        memory = memoryview((ctypes.c_char * length).from_address(tensor.data_ptr()))  # as numpy would see it, which may be missing
+        self._thread: threading.Thread | None = threading.Thread(target=self._write, args=(memory, file, offset), daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there is no other thread to be had
+            self._thread = None
+            self._write(memory, file, offset)
+
+    def is_over(self) -> bool:
+        """Wait for it: is the tensor in the file?"""
+        if self._thread is not None:
+            self._thread.join()
+        return self.tensor is None
+
+    def _write(self, memory: memoryview, file: IO[bytes], offset: int) -> None:
+        with contextlib.suppress(OSError):
+            written = 0
+            while written < len(memory):
+                written += os.pwrite(file.fileno(), memory[written:], offset + written)
+            self.tensor = None
+
+
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A tensor in a file. offset, length: bytes."""
+    """A tensor in a file, or on its way there. offset, length: bytes."""
 
     file: IO[bytes]
     offset: int
@@ -40,9 +70,12 @@ class Put:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    writing: _Writing
 
     def take(self) -> Tensor:
-        """Return the tensor. It is a mapping of the file: changes to it stay with it."""
+        """Return the tensor. It is a mapping of the file: changes to it stay with it. Where the disk was full it is the tensor itself."""
+        if not self.writing.is_over() and self.writing.tensor is not None:
+            return self.writing.tensor
         memory = mmap.mmap(self.file.fileno(), self.length, access=mmap.ACCESS_COPY, offset=self.offset)
         return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.stride)
 
@@ -75,7 +108,8 @@ class _Memory:
 
 
 class Shelf:
-    """Where one run puts its large values. least: bytes of a tensor from which on it is put away."""
+    """Where one run puts its large values; nobody may write to one of them before `settle`. least: bytes of a tensor from which on it is
+    put away."""
 
     def __init__(self, least: int = LEAST) -> None:
         self._least = least
@@ -83,6 +117,7 @@ class Shelf:
         self._end = 0
         self._room = LIMIT
         self._known: dict[_Place, tuple[Put, _Memory]] = {}  # what has been put away, and is still held as well
+        self._writing: _Writing | None = None  # the last one
 
     def put(self, tensor: Tensor) -> Tensor | Put:
         """Return what stands for the tensor, detached: the tensor itself if it is small, not in main memory, or has holes.
@@ -91,27 +126,33 @@ class Shelf:
         """
         tensor = tensor.detach()
         length = tensor.numel() * tensor.element_size()
-        if length < self._least or not tensor.is_cpu or not _is_dense(tensor) or self._end + length > self._room:
+        if length < self._least or not tensor.is_cpu or not _is_dense(tensor):
             return tensor
         place = _place_of(tensor)
         known = None if place is None else self._known.get(place)
         if known is not None and not known[1].gone():
             return known[0]
+        self.settle()
+        if self._end + length > self._room:
+            return tensor
         try:
             file, offset = self._opened(), self._end
-            memory = memoryview((ctypes.c_char * length).from_address(tensor.data_ptr()))  # as numpy would see it, which may be missing
-            written = 0
-            while written < length:
-                written += os.pwrite(file.fileno(), memory[written:], offset + written)
         except OSError:
             self._room = 0
             return tensor
         give_back()  # what other tensors of this size were in
         self._end = -(-(offset + length) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        put = Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        self._writing = _Writing(tensor, file, offset, length)
+        put = Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._writing)
         if place is not None:
             self._known[place] = put, _Memory(tensor)
         return put
+
+    def settle(self) -> None:
+        """Wait until what was put away is in the file."""
+        writing, self._writing = self._writing, None
+        if writing is not None and not writing.is_over():
+            self._room = 0
 
     def _opened(self) -> IO[bytes]:
         if self._file is None:

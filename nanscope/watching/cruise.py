@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from nanscope.capture.gauge import Dials
+from nanscope.capture.gauge import Clip, Dials, clamped, clip_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.watching.recording import Recording
+from nanscope.watching.scale import BY_HAND
 
 KEPT, MET = 16, 256  # structures that are known, and that were met once
 IN_VAIN = 16  # losses in a row that are not recognised, until fewer are looked at
@@ -32,14 +33,16 @@ ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 @dataclass(frozen=True, slots=True)
 class Known:
     """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its program reads; edges: those that
-    have a gradient. dials: of the gauge, which reads `wanted`. unseen: an exponent was not held. made: calls of its program. beside: what
-    else had a gradient, and how often it was read. codes: of the trainer's functions, which must not make way for others."""
+    have a gradient. dials: of the gauge, but for its clips: these are among `clamps`, what is bounded and by which call. wanted: what the
+    gauge reads. unseen: an exponent was not held. made: calls of its program. beside: what else had a gradient, and how often it was read.
+    codes: of the trainer's functions, which must not make way for others."""
 
     key: tuple[Any, ...]
     root: Code
     leaves: tuple[Code, ...]
     edges: tuple[Code, ...]
     dials: Dials
+    clamps: tuple[tuple[Code, int], ...]
     wanted: tuple[Code, ...]
     unseen: bool
     made: tuple[int, ...]
@@ -49,14 +52,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Familiar:
-    """A backward pass that is about to begin. values: what the gauge reads, by where it stands. waiting: what was computed beside its
-    loss, has a gradient, and is held by somebody."""
+    """A backward pass that is about to begin. dials, values: what the gauge reads, and that by where it stands. waiting: what was computed
+    beside its loss, has a gradient, and is held by somebody."""
 
     known: Known
     stretch: Passage
     root: Tensor
     leaves: tuple[Tensor, ...]
     edges: tuple[Tensor, ...]
+    dials: Dials
     values: dict[int, Tensor]
     made: frozenset[int]
     waiting: tuple[Code, ...]
@@ -110,7 +114,7 @@ class Cruise:
     def _recognised(self, stretch: Passage, root: Tensor) -> Familiar | None:
         number = hash(stretch.key)
         known = self._known.get(number)
-        if known is None or stretch.code(root) != known.root or stretch.key != known.key:
+        if known is None or stretch.code(root) != known.root or stretch.key != known.key or _is_scaled(stretch, known):
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
         for code, leaf in zip(known.leaves, leaves, strict=True):
@@ -126,7 +130,8 @@ class Cruise:
         self._known[number] = self._known.pop(number)  # the last to make way
         self._in_vain = 0
         made = frozenset(id(stretch.calls[index]) for index in known.made)
-        return Familiar(known, stretch, root, tuple(leaves), tuple(edges), values, made, held)
+        dials = replace(known.dials, clips=_clips(stretch, known)) if known.clamps else known.dials
+        return Familiar(known, stretch, root, tuple(leaves), tuple(edges), dials, values, made, held)
 
     def stretch(self) -> Passage | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""
@@ -178,22 +183,38 @@ class Cruise:
         where = {value: code + ABOVE for value, tensor in held.items() if (code := stretch.code(tensor)) is not None}
         if len(where) < len(held):
             return None
+        calls = zip(program.calls, made, strict=True)
+        bounded = [(self._tape.tensor(value), number) for call, number in calls if (value := clamped(call)) is not None]
+        clamps = [(code, n) for tensor, n in bounded if tensor is not None and (code := stretch.code(tensor)) is not None]
         times = stretch.times_read()
         outside = (number for number in range(len(stretch.calls)) if number not in set(made))
         beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
-        found = dials.mapped(lambda value: where.get(value, -1))
+        found = replace(dials.mapped(lambda value: where.get(value, -1)), clips=())
         return Known(
             stretch.key,
             root,
             leaves,
             tuple(code for code in edges if code is not None),
             found,
-            tuple(number - ABOVE for number in found.wanted(True)),
+            tuple(clamps),
+            tuple({*(number - ABOVE for number in found.wanted(True)), *(code for code, _ in clamps)}),
             any(value not in held for value, _ in dials.exponents),
             made,
             tuple((code, times[code]) for code in beside),
             tuple(call[6][0] for call in stretch.calls),
         )
+
+
+def _is_scaled(stretch: Passage, known: Known) -> bool:
+    """Has the last thing that was done to the loss become a multiplication against underflow?"""
+    last = known.root // RESULTS
+    return stretch.calls[last][0].name == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
+
+
+def _clips(stretch: Passage, known: Known) -> tuple[Clip, ...]:
+    """What is clipped to the bounds of a ratio, as they are in this step."""
+    found = (clip_of(code + ABOVE, *stretch.numbers(number)[1:]) for code, number in known.clamps)
+    return tuple(clip for clip in found if clip is not None)
 
 
 def _held(stretch: Passage, known: Known) -> tuple[Code, ...]:

@@ -6,9 +6,8 @@ Nothing in torch tells when gradients are zeroed. So a few of them are looked at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -31,8 +30,7 @@ class Fate(StrEnum):
     UNSEEN = "unseen"
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(NamedTuple):
     """A parameter as a backward pass left it: where its gradient and it lie, and how often gradient and weight had been written to."""
 
     parameter: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,8 @@ class Optimizers:
         self.any = False
         self._names: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
         self._updated: frozenset[int] = frozenset()  # what any of them has updated, by id; replaced, never changed
-        self._free: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()  # models that none of these was part of
+        # models, with what was updated when they were last asked for, and whether that was a part of them
+        self._parts: WeakKeyDictionary[nn.Module, tuple[frozenset[int], bool]] = WeakKeyDictionary()
         self.spoilt: Set[int] = frozenset()  # replaced, never changed: other threads ask
         self._lock = threading.Lock()  # several threads may train
 
@@ -54,12 +55,13 @@ class Optimizers:
 
     def without(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Return those models of which no optimizer has updated a part, though one may train others in the same run."""
-        updated, free = self._updated, []
-        for model in models:
-            if self._free.get(model) is updated or not any(id(parameter) in updated for parameter in model.parameters()):
-                self._free[model] = updated
-                free.append(model)
-        return free
+        return [model for model in models if not self._has_a_part_of(model)]
+
+    def _has_a_part_of(self, model: nn.Module) -> bool:
+        updated, known = self._updated, self._parts.get(model)
+        if known is None or known[0] is not updated:
+            known = self._parts[model] = updated, any(id(parameter) in updated for parameter in model.parameters())
+        return known[1]
 
     def of(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer | None:
         """Return the one that updates one of these, None if none of those seen does."""
@@ -85,13 +87,13 @@ def settings_in_words(settings: Mapping[str, float | Tensor]) -> str:
     return ", ".join(f"{key} = {number(float(value))}" for key, value in settings.items())
 
 
-def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+def updated_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return what an optimizer updates, group by group."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> nn.Module | None:
     """Return the smallest module that the optimizer's first parameter is in: a wrapper of several holds it, too."""
-    first = next(updated_by(optimizer), None)
+    first = next(iter(updated_by(optimizer)), None)
     owners = [module for module in modules if any(one is first for one in module.parameters())]
     return min(owners, key=lambda module: sum(1 for _ in module.parameters()), default=None)

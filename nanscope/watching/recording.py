@@ -321,7 +321,8 @@ class Recording:
             read = [*self.unwritten.been.values(), *given]
         else:
             read = [*self.tensors.values(), *given, *(tensor for glue in self.glue for tensor in glue.tensors.values())]
-        return [one for one in read if is_plain(one) and one.requires_grad and one.is_leaf and not isinstance(one, nn.Parameter)]
+        others = [one for one in read if not isinstance(one, nn.Parameter)]
+        return [one for one in others if is_plain(one) and one.requires_grad and one.is_leaf]
 
     def been_through(self) -> tuple[set[Address], list[int]]:
         """Return where it lies what the pass goes through: what the loss reads, and what led to the models behind that; and its values."""
