@@ -163,7 +163,7 @@ class Notes:
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in self._light:
-                    anyway = lasting or kind is Parameter  # which the model holds, too
+                    anyway = (lasting and not wanted) or kind is Parameter  # which the model holds, too
                     size = _size_of(arg) if not anyway else 0 if arg.layout is torch.strided and not arg.is_nested else -1
                     if size >= 0 and not anyway and base_of(arg) is not None:
                         whole = arg.untyped_storage().nbytes()

@@ -65,12 +65,12 @@ class Leavings:
 
     def __init__(self) -> None:
         self._left: list[Left] = []
-        self.calls = NONE  # that the tape had seen then
+        self.until = NONE  # calls that the tape had seen by then
         self._few: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
     def take(self, recording: Recording, calls: SoFar = NONE) -> None:
         """A backward pass has ended. calls: that the tape has seen."""
-        self.calls = calls
+        self.until = calls
         modules = {id(model): model for call in recording.calls for model in call.models}
         leaves = [tensor for tensor in recording.leaves if tensor.requires_grad and tensor.is_leaf]
         weights = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)][:FEW]

@@ -113,7 +113,7 @@ class Weights:
         self._keeper.save(
             self._last(),
             reached,
-            functools.partial(self._examiner.update, optimizer, first, self._course.left.calls.calls, self._remains.was_fine),
+            functools.partial(self._examiner.update, optimizer, first, self._course.left.until.calls, self._remains.was_fine),
         )
 
     def _of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
