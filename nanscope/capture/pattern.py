@@ -8,7 +8,7 @@ outside. A fraction may be another one in each step: a coefficient that is annea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +18,7 @@ from nanscope.capture.notes import Raw, Seen
 from nanscope.torch_inside import writes_counted
 
 RESULTS = 1 << 10  # of one call, at most
-LIST = "["  # begins what is a list among arguments
-SHAPE = 1  # where a key has the arguments of a call: numbers as they are, tensors as (code, does it want a gradient?)
+LIST = "["  # begins what is a list among arguments; its length follows
 
 Code = int  # of a tensor in a stretch: call × RESULTS + result; from −1 down, those that come from outside, in order
 
@@ -29,55 +28,62 @@ class Unlike(Exception):
 
 
 class Passage:
-    """One of them. key: equal for two that hang together alike. outer: tensors from outside. versions: how often each tensor had been
-    written to when it was first read, or made."""
+    """One of them. key: equal for two that hang together alike. outer: tensors from outside."""
 
     def __init__(self, calls: Sequence[Raw]) -> None:
         self.calls = calls
         self.outer: list[Tensor] = []
-        self.versions: dict[Code, int] = {}
-        self._of_nothing: dict[Code, Tensor] = {}  # what calls have made that have read no tensor
+        self._versions: list[int] = []  # how often these had been written to when they were first read
+        self._of_nothing: dict[Code, Tensor | None] = {}  # what calls have made that have read no tensor, where it is read
         self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
+        self._read: list[list[int]] = []  # of each call what it was given: code × 2, + 1 if it wanted a gradient
         self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
 
     def _told(self, number: int, call: Raw) -> tuple[Any, ...]:
         operator, args, kwargs, results, seen, made, (code, lasti), grad, module = call
         if operator.mutable and not results:
             raise Unlike
-        told = self._shape(args, iter(seen))
-        codes, first, shared = self._codes, number * RESULTS, operator.view and not operator.mutable
-        for item, (writes, *_) in zip(results, made, strict=True):
-            version = self.versions[first] = seen[0][0] if shared and seen else writes  # a view counts with its base, when its call is over
-            if seen:
-                codes[id(item)] = first, version
-            elif not item.handle.gone():
-                codes[item.identity] = first, version
-            first += 1
+        read: list[int] = []
+        others: list[Any] = []
+        self._tell(args, seen, read, others)
+        self._read.append(read)
+        codes, first = self._codes, number * RESULTS
+        if seen:
+            shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
+            for item, lay in zip(results, made, strict=True):
+                codes[id(item)] = first, seen[0][0] if shared else lay[0]
+                first += 1
+        else:
+            for item, lay in zip(results, made, strict=True):
+                self._of_nothing[first] = None
+                if not item.handle.gone():
+                    codes[item.identity] = first, lay[0]
+                first += 1
         named = tuple((name, float if type(value) is float else value) for name, value in kwargs.items()) if kwargs else ()
-        return operator.overload, told, id(code), lasti, grad, module, len(results), named
+        return operator.overload, tuple(read), tuple(others), id(code), lasti, grad, module, len(made), named
 
-    def _shape(self, args: Sequence[Any], seen: Iterator[Seen]) -> tuple[Any, ...]:
-        told: list[Any] = []
-        codes = self._codes
+    def _tell(self, args: Sequence[Any], seen: Sequence[Seen], read: list[int], others: list[Any]) -> None:
+        """Take arguments apart: tensors, and whatever else."""
+        codes, of_nothing = self._codes, self._of_nothing
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
-                version, _, _, wanted = next(seen)
+                version, _, _, wanted = seen[len(read)]
                 known = codes.get(id(arg))
                 if known is None:
                     self.outer.append(arg)
+                    self._versions.append(version)
                     known = codes[id(arg)] = -len(self.outer), version
-                    self.versions[known[0]] = version
                 elif known[1] != version:
                     raise Unlike
-                elif known[0] >= 0 and not self.calls[known[0] // RESULTS][4]:
-                    self._of_nothing[known[0]] = arg
-                told.append((known[0], wanted))
+                elif of_nothing and known[0] in of_nothing:
+                    of_nothing[known[0]] = arg
+                read.append(known[0] * 2 + wanted)
             elif kind is list or kind is tuple:
-                told.append((LIST, self._shape(arg, seen)))
+                others += LIST, len(arg)
+                self._tell(arg, seen, read, others)
             else:
-                told.append(float if kind is float else arg)
-        return tuple(told)
+                others.append(float if kind is float else arg)
 
     def code(self, tensor: Tensor) -> Code | None:
         """Return where a tensor stands, None if it does not."""
@@ -94,12 +100,14 @@ class Passage:
         if code < 0:
             return self.outer[-1 - code]
         call = self.calls[code // RESULTS]
-        result: Tensor = call[3][code % RESULTS] if call[4] else self._of_nothing[code]
+        result: Tensor | None = call[3][code % RESULTS] if call[4] else self._of_nothing[code]
+        if result is None:
+            raise LookupError("nobody has read it")
         return result
 
     def was_written_to(self, code: Code, tensor: Tensor) -> bool:
         """Has somebody written to a tensor since it was first read, or made? tensor: what stands there."""
-        return writes_counted(tensor) != self.versions[code]
+        return writes_counted(tensor) != (self._versions[-1 - code] if code < 0 else self._codes[id(tensor)][1])
 
     def numbers(self, number: int) -> Sequence[Any]:
         """Return the arguments of a call as they are, tensors among them."""
@@ -113,7 +121,7 @@ class Passage:
 
     def read(self, number: int) -> list[Code]:
         """Return the tensors that a call was given, as they were then; each as often as it was."""
-        return list(_read(self.key[number][SHAPE]))
+        return [code >> 1 for code in self._read[number]]
 
     def behind(self, code: Code, leaves: Container[Code] = ()) -> set[Code]:
         """Return all that a tensor was made of, itself included. leaves: it is not asked what these were made of."""
@@ -129,11 +137,3 @@ class Passage:
     def times_read(self) -> Counter[Code]:
         """Return how often each tensor is among arguments."""
         return Counter(code for number in range(len(self.calls)) for code in self.read(number))
-
-
-def _read(shape: Sequence[Any]) -> Iterator[Code]:
-    for one in shape:
-        if type(one) is tuple and one[0] == LIST:
-            yield from _read(one[1])
-        elif type(one) is tuple:
-            yield one[0]
