@@ -143,26 +143,27 @@ class Doubts:
         return bool(self._open)
 
     def is_about_finite(self, tensor: Tensor, maker: Callable[[Tensor], RawCall | None]) -> bool:
-        """Is a truth surely about nothing but finite tensors, so that nothing is in doubt? As far as calls tell that wait to be understood.
+        """Is a truth surely about nothing but finite tensors, so that nothing is in doubt? As far as calls tell that wait to be understood,
+        and those behind them that are written down.
 
         maker: returns the one that made a tensor.
         """
         if self._open:
             return False
-        way, left = [tensor], STEPS
+        way, known, left = [tensor], list[Value](), STEPS
         while way and left:
             one, left = way.pop(), left - 1
             if not is_plain(one):
                 return False
             made = maker(one)
             if one.requires_grad and not (made is not None and made.operator.name == "abs" and one is not tensor):
-                if not (at_hand(one) and one.is_floating_point() and bool(is_finite(one))):
+                if not _is_fine(one):
                     return False
             elif made is not None:
                 way += tensors_of(made.args)
-            elif (known := self._known.find(one)) is not None and known.leaf is None:  # what it was made of is written down already
-                return False
-        return True
+            elif (value := self._known.find(one)) is not None:
+                known.append(value)
+        return all(value.tensor is not None and _is_fine(value.tensor) for first in known for value in self._about(first, left))
 
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
         """An element of a value has gone to the host. place: where in the trainer's code."""
@@ -226,14 +227,15 @@ class Doubts:
             self.open(doubt)
         return doubt
 
-    def _about(self, value: Value) -> list[Value]:
+    def _about(self, value: Value, left: int = STEPS) -> list[Value]:
         """Return the values with a gradient that an answer is about: the last ones that had one, on the way to it.
 
-        There are none where it says whether two results are alike: so asks a test of the code, and no guard of a loss.
+        left: how many values are gone through. There are none where it says whether two results are alike: so asks a test of the code, and
+        no guard of a loss.
         """
         by_id, entries, made_by = self._known.by_id, self._log.entries, self._known.made_by
         found: dict[int, Value] = {}
-        way, left = [value], STEPS
+        way = [value]
         while way and left:
             one, left = way.pop(), left - 1
             made = entries.get(made_by.get(one.id, -1))
@@ -246,6 +248,11 @@ class Doubts:
             else:
                 way += read
         return list(found.values())
+
+
+def _is_fine(tensor: Tensor) -> bool:
+    """Is it surely finite?"""
+    return at_hand(tensor) and tensor.is_floating_point() and bool(is_finite(tensor))
 
 
 def _are_results(compared: Sequence[Value]) -> bool:
