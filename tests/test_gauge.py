@@ -209,3 +209,19 @@ def test_the_line_of_a_step_says_what_was_read(tmp_path: Path) -> None:
     assert entry.kl == pytest.approx((math.exp(-2) + 2 - 1 + math.exp(2) - 2 - 1) / 2, rel=1e-5)
     assert entry.mismatch_mean == entry.mismatch_max == 0.5
     assert entry.mismatch_k1 == pytest.approx(-0.5)
+
+
+def shuffled(logps: Tensor, old: Tensor, mask: Tensor, order: Tensor) -> Tensor:
+    """The loss of a batch whose rows were put in another order."""
+    old, loss_mask = old[order], mask[order]
+    ratio = torch.exp(logps - old)
+    return (torch.clamp(ratio, 0.8, 1.2) * loss_mask).sum() / mask.sum()
+
+
+def test_a_mask_counts_where_it_lies_and_not_where_it_lay() -> None:
+    """That of the batch as it came has the same shape, and other rows."""
+    old, mask = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    logps = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    reading = told(record(shuffled, logps.requires_grad_(), old, mask, torch.tensor([1, 0])))
+    assert (reading.highest, reading.lowest) == (pytest.approx(0.5), pytest.approx(0.3))
+    assert (reading.highest_masked, reading.lowest_masked) == (pytest.approx(0.6), pytest.approx(0.1))

@@ -112,6 +112,11 @@ class Operator:
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
 
+    @property
+    def forms(self) -> tuple[str | None, str]:
+        """As what a call of it may stand in a program."""
+        return self.functional, self.overload
+
     @staticmethod
     def of(func: Any) -> Operator:
         """Look an overload up. Those of torch stay as they are; an extension may go on registering kernels."""

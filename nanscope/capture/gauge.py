@@ -65,7 +65,8 @@ class Dials:
         policy: list[int] = []
         for call in program.calls:
             value = call.args[0].id if call.args and isinstance(call.args[0], Ref) else None
-            masks += [arg.id for arg in call.args if isinstance(arg, Ref) and namer.says_mask(arg.id) and _keeps(program, arg.id)]
+            beside = [arg.id for arg in call.args if isinstance(arg, Ref)]  # what stands alone may be moved on, and lie elsewhere then
+            masks += [arg for arg in beside if len(beside) > 1 and namer.says_mask(arg) and _keeps(program, arg)]
             if value is not None and call.name in NATURAL_EXPONENTIALS:
                 exponents.append((value, _spot(program, call, namer.name(value))))
                 if any(out is not None and namer.named(out) is Role.RATIO for out in call.outs):

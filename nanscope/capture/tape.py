@@ -71,6 +71,10 @@ from nanscope.torch_inside import (
 
 Answer = TypeVar("Answer")
 
+Made = tuple[str, CodeType | None, int]  # a call that has made something: operator, function and instruction
+Chain = tuple[Made, ...]
+KNOWN: Made = ("", None, -1)  # stands for those of an earlier one
+
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
@@ -732,12 +736,34 @@ class Tape:
         quiet = not (self.broken or self.tags or self.numbers or self.in_doubt or self.callers.scaler or self.callers.taken)
         return self.notes.stretch() if quiet and not self._differentiated.any else None
 
-    def is_outer(self, tensor: Tensor) -> bool:
-        """Does a tensor come from outside, as far as calls tell that do not wait any more? Understands nothing."""
-        if not is_plain(tensor) or self.notes.maker(tensor) is not None:
-            return False
-        known = self._known.find(tensor)
-        return known is None or known.leaf is not None
+    def chains(self, tensors: Iterable[Tensor]) -> tuple[Chain, ...] | None:
+        """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
+        None where that cannot be told, or where some of them are not written down. Understands nothing."""
+        found: list[Chain] = []
+        seen: set[int] = set()
+        by_id, made_by, entries = self._known.by_id, self._known.made_by, self._log.entries
+        for tensor in tensors:
+            if not is_plain(tensor) or self.notes.maker(tensor) is not None:
+                return None
+            known = self._known.find(tensor)
+            way = [] if known is None else [known.id]
+            chain: list[Made] = [KNOWN] if known is not None and known.id in seen and known.leaf is None else []
+            while way:
+                one = way.pop()
+                if one in seen:
+                    continue
+                seen.add(one)
+                value = by_id.get(one)
+                if value is None or (value.leaf is not None and value.leaf.origin == "cut"):
+                    return None
+                if value.leaf is None:
+                    entry = entries.get(made_by.get(one, -1))
+                    if entry is None:
+                        return None
+                    chain.append((entry.op, entry.code, entry.lasti))
+                    way += entry.reads()
+            found.append(tuple(chain))
+        return tuple(found)
 
     @contextlib.contextmanager
     def as_read(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -10,7 +10,7 @@ step that is to be saved) has it written down then, and finds what he would have
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from nanscope.capture.gauge import Clip, Dials, clamped, clip_of
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
-from nanscope.capture.tape import Tape
+from nanscope.capture.tape import Chain, Tape
 from nanscope.program.calls import Ref
+from nanscope.roles import Role
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import BY_HAND
 
@@ -32,16 +33,19 @@ ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its program reads; edges: those that
-    have a gradient. dials: of the gauge, but for its clips: these are among `clamps`, what is bounded and by which call. wanted: what the
-    gauge reads. unseen: an exponent was not held. made: calls of its program. beside: what else had a gradient, and how often it was read.
+    """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its calls in there read, those from
+    outside first; origins: calls that these came of. edges: those leaves that have a gradient. dials: of the gauge, but for its clips:
+    these are among `clamps`, what is bounded and by which call. compares: there is something of the sampler. wanted: what the gauge reads.
+    unseen: an exponent was not held. made: calls of its program in there. beside: what else had a gradient, and how often it was read.
     codes: of the trainer's functions, which must not make way for others."""
 
     key: tuple[Any, ...]
     root: Code
     leaves: tuple[Code, ...]
+    origins: tuple[Chain, ...]
     edges: tuple[Code, ...]
     dials: Dials
+    compares: bool
     clamps: tuple[tuple[Code, int], ...]
     wanted: tuple[Code, ...]
     unseen: bool
@@ -116,10 +120,11 @@ class Cruise:
         known = self._known.get(number)
         if known is None or stretch.code(root) != known.root or stretch.key != known.key or _is_scaled(stretch, known):
             return None
+        if not known.compares and Role.ROLLOUT_LOG_PROBS in self._tape.beside:
+            return None
         leaves = [stretch.tensor(code) for code in known.leaves]
-        for code, leaf in zip(known.leaves, leaves, strict=True):
-            if stretch.was_written_to(code, leaf) or not (code >= 0 or self._tape.is_outer(leaf)):
-                return None
+        if any(map(stretch.was_written_to, known.leaves, leaves)) or self._tape.chains(_outer(known.leaves, leaves)) != known.origins:
+            return None
         held = _held(stretch, known)  # before anybody here holds more
         edges = [stretch.tensor(code) for code in known.edges]
         if not all(edge.requires_grad for edge in edges):
@@ -172,37 +177,54 @@ class Cruise:
         if last.name == "mul" and any(isinstance(arg, Ref) and arg.id in recording.tensors for arg in last.args):
             return None  # by what may become a scale against underflow
         codes = {leaf.id: stretch.first(recording.tensors[leaf.id]) for leaf in program.leaves}
-        leaves = tuple(code for code in codes.values() if code is not None)
-        behind = stretch.behind(root, leaves)
-        made = tuple(sorted({code // RESULTS for code in behind.difference(leaves) if code >= 0}))
-        whole = len(leaves) == len(codes) and behind.issuperset(leaves) and min(behind.difference(leaves)) >= 0
-        if not whole or len(made) != len(program.calls):
-            return None  # it reads what was called before, or what is not there any more
-        edges = tuple(codes[leaf.id] for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad)
-        held = {value: tensor for value in dials.wanted(True) if (tensor := self._tape.tensor(value)) is not None}
-        where = {value: code + ABOVE for value, tensor in held.items() if (code := stretch.code(tensor)) is not None}
-        if len(where) < len(held):
+        ends = {code for code in codes.values() if code is not None}
+        behind = stretch.behind(root, ends)
+        leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
+        made = tuple(sorted({code // RESULTS for code in behind.difference(leaves)}))
+        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)))
+        own = list(zip(program.calls[-len(made) :], made, strict=False))
+        if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][0].forms for call, number in own):
             return None
-        calls = zip(program.calls, made, strict=True)
-        bounded = [(self._tape.tensor(value), number) for call, number in calls if (value := clamped(call)) is not None]
-        clamps = [(code, n) for tensor, n in bounded if tensor is not None and (code := stretch.code(tensor)) is not None]
+        before = len(program.calls) > len(made)  # it reads what was computed before: that has no gradient
+        for code, origin in zip(leaves, origins, strict=False):  # those from outside are the first
+            if (origin and (not before or stretch.tensor(code).requires_grad)) or not (origin or code in ends):
+                return None
+        diff = [leaf.id for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad]
+        if not behind.issuperset(codes[leaf] for leaf in (diff if before else codes)):
+            return None  # it reads what is not there any more
+        edges = tuple(at for leaf in diff if (at := codes[leaf]) is not None)
+        compares = bool(dials.rollouts) or Role.ROLLOUT_LOG_PROBS in recording.beside
+        held = {value: tensor for value in dials.wanted(compares) if (tensor := self._tape.tensor(value)) is not None}
+        where = {value: found + ABOVE for value, tensor in held.items() if (found := stretch.code(tensor)) is not None}
+        shapes = {held[value].shape for value in where}
+        if any(value not in dials.masks or held[value].shape in shapes for value in held.keys() - where.keys()):
+            return None  # what it reads stands before, and is not a mask of something else
+        bounded = [(self._tape.tensor(value), number) for call, number in own if (value := clamped(call)) is not None]
+        clamps = [(at, number) for tensor, number in bounded if tensor is not None and (at := stretch.code(tensor)) is not None]
         times = stretch.times_read()
         outside = (number for number in range(len(stretch.calls)) if number not in set(made))
         beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
-        found = replace(dials.mapped(lambda value: where.get(value, -1)), clips=())
+        there = replace(dials.mapped(lambda value: where.get(value, -1)), clips=())
         return Known(
             stretch.key,
             root,
             leaves,
-            tuple(code for code in edges if code is not None),
-            found,
+            origins,
+            edges,
+            there,
+            compares,
             tuple(clamps),
-            tuple({*(number - ABOVE for number in found.wanted(True)), *(code for code, _ in clamps)}),
+            tuple({*(number - ABOVE for number in there.wanted(True)), *(code for code, _ in clamps)}),
             any(value not in held for value, _ in dials.exponents),
             made,
             tuple((code, times[code]) for code in beside),
             tuple(call[6][0] for call in stretch.calls),
         )
+
+
+def _outer(codes: Iterable[Code], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that come from outside."""
+    return (tensor for code, tensor in zip(codes, tensors, strict=True) if code < 0)
 
 
 def _is_scaled(stretch: Passage, known: Known) -> bool:
