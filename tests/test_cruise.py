@@ -336,17 +336,7 @@ class PreparedForSeveral(Prepared):
 
 
 class PreparedInParts(Prepared):
-    """Two backward passes a step."""
-
     parts = 2
-
-    def run(self) -> None:
-        for self.step in range(1, STEPS + 1):
-            self.optimizer.zero_grad()
-            for _ in range(self.parts):
-                self.backward(self.loss())
-            self.between()
-            self.optimizer.step()
 
 
 class Raises(Loop):
