@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,40 @@ def test_a_mask_counts_where_it_lies_and_not_where_it_lay() -> None:
     reading = told(record(shuffled, logps.requires_grad_(), old, mask, torch.tensor([1, 0])))
     assert (reading.highest, reading.lowest) == (pytest.approx(0.5), pytest.approx(0.3))
     assert (reading.highest_masked, reading.lowest_masked) == (pytest.approx(0.6), pytest.approx(0.1))
+
+
+COUNTING = {
+    "multiplied": lambda ratio, mask: (ratio * mask).sum() / mask.sum(),
+    "in another dtype": lambda ratio, mask: (ratio * mask.float()).sum() / mask.sum(),
+    "picked": lambda ratio, mask: ratio[mask.bool()].mean(),
+    "selected": lambda ratio, mask: ratio.masked_select(mask.bool()).mean(),
+    "filled": lambda ratio, mask: ratio.masked_fill(~mask.bool(), 0.0).sum() / mask.sum(),
+    "chosen": lambda ratio, mask: torch.where(mask.bool(), ratio, torch.zeros_like(ratio)).sum() / mask.sum(),
+    "as a product": lambda ratio, mask: torch.einsum("bt,bt->", ratio, mask.float()) / mask.sum(),
+}
+
+
+@pytest.mark.parametrize("count", COUNTING.values(), ids=COUNTING)
+def test_tokens_are_counted_however_a_mask_is_used(count: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As trainers use it."""
+
+    def loss(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.exp(logps - old)
+        return count(ratio, mask)
+
+    logps = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    reading = told(record(loss, logps.requires_grad_(), torch.zeros(2, 3), torch.tensor([[1, 1, 0], [0, 0, 1]])))
+    assert (reading.highest, reading.lowest) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert (reading.highest_masked, reading.lowest_masked) == (pytest.approx(0.5), pytest.approx(0.3))
+
+
+def test_a_mask_of_what_does_not_count_is_none_of_what_does() -> None:
+    """Whose inverse the loss counts by: which tokens those are is not known then, and all are among the counted."""
+
+    def loss(logps: Tensor, old: Tensor, padding_mask: Tensor) -> Tensor:
+        return (torch.exp(logps - old) * ~padding_mask).sum() / (~padding_mask).sum()
+
+    logps = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    padding = torch.tensor([[False, False, True], [True, True, False]])
+    reading = told(record(loss, logps.requires_grad_(), torch.zeros(2, 3), padding))
+    assert (reading.highest, reading.lowest, reading.highest_masked) == (pytest.approx(0.6), pytest.approx(0.1), None)

@@ -23,10 +23,11 @@ from nanscope.capture.reading import Extremes, Mean, Reading, Spot
 from nanscope.locate.names import Names
 from nanscope.objective.mismatch import Mismatch, mismatch_sums
 from nanscope.objective.settings import Correction
-from nanscope.program.calls import Call, Ref
+from nanscope.program.calls import Call, Ref, refs
+from nanscope.program.flow import element_flow
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import exponent_limit
-from nanscope.program.ops import CLAMPS, DIFFERENCES, FILLS, NATURAL_EXPONENTIALS, NEGATIONS, SHIFTS
+from nanscope.program.ops import CLAMPS, DIFFERENCES, FILLS, NATURAL_EXPONENTIALS, NEGATIONS, SHIFTS, Flow
 from nanscope.program.program import Program
 from nanscope.roles import Role
 
@@ -65,8 +66,9 @@ class Dials:
         policy: list[int] = []
         for call in program.calls:
             value = call.args[0].id if call.args and isinstance(call.args[0], Ref) else None
-            beside = [arg.id for arg in call.args if isinstance(arg, Ref)]  # what stands alone may be moved on, and lie elsewhere then
-            masks += [arg for arg in beside if len(beside) > 1 and namer.says_mask(arg) and _keeps(program, arg)]
+            # What is only moved on, or turned round, counts nothing where it lies.
+            lies = call.args if element_flow(call) is Flow.POINTWISE and call.name not in NEGATIONS else call.args[1:]
+            masks += [mask for mask in refs(lies) if namer.says_mask(mask) and _keeps(program, mask)]
             if value is not None and call.name in NATURAL_EXPONENTIALS:
                 exponents.append((value, _spot(program, call, namer.name(value))))
                 if any(out is not None and namer.named(out) is Role.RATIO for out in call.outs):
