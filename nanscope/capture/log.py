@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ RING = 4096  # calls without gradient that are remembered (generation makes mill
 CROWDS = 256  # calls that may go for one result
 LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
+
+Made = tuple[str, CodeType | None, int]  # a call that has made something: operator, function and instruction
+Chain = tuple[Made, ...]
+BEFORE: Made = ("", None, -1)  # stands in a chain for the calls of an earlier one
 
 
 class Log:
@@ -174,6 +179,27 @@ class Log:
                     seen.add(read)
                     stack.append(read)
         return True
+
+    def chain(self, value: Value, seen: set[int]) -> Chain | None:
+        """Return the calls that a value came of, nothing if it is a leaf; None where something of it is not there any more. seen: values
+        that were gone through before, whose calls are left out."""
+        if value.leaf is None and value.id in seen:
+            return (BEFORE,)
+        found: list[Made] = []
+        way = [value.id]
+        while way:
+            one = way.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            known = self._values.by_id.get(one)
+            entry = self.entries.get(self._values.made_by.get(one, -1))
+            if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
+                return None
+            if entry is not None:
+                found.append((entry.op, entry.code, entry.lasti))
+                way += entry.reads()
+        return tuple(found)
 
     def _brought(self, index: int, values: Collection[int]) -> bool:
         """Did a call make or introduce one of these values?"""

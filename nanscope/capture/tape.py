@@ -47,7 +47,7 @@ from nanscope.capture.entries import (
 )
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
-from nanscope.capture.log import REMEMBERED, RING, Log
+from nanscope.capture.log import REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Later, Notes, Raw, RawCall, Seen, SoFar
 from nanscope.capture.sites import NOWHERE, Callers, Place
@@ -70,10 +70,6 @@ from nanscope.torch_inside import (
 )
 
 Answer = TypeVar("Answer")
-
-Made = tuple[str, CodeType | None, int]  # a call that has made something: operator, function and instruction
-Chain = tuple[Made, ...]
-KNOWN: Made = ("", None, -1)  # stands for those of an earlier one
 
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
@@ -741,28 +737,14 @@ class Tape:
         None where that cannot be told, or where some of them are not written down. Understands nothing."""
         found: list[Chain] = []
         seen: set[int] = set()
-        by_id, made_by, entries = self._known.by_id, self._known.made_by, self._log.entries
         for tensor in tensors:
             if not is_plain(tensor) or self.notes.maker(tensor) is not None:
                 return None
             known = self._known.find(tensor)
-            way = [] if known is None else [known.id]
-            chain: list[Made] = [KNOWN] if known is not None and known.id in seen and known.leaf is None else []
-            while way:
-                one = way.pop()
-                if one in seen:
-                    continue
-                seen.add(one)
-                value = by_id.get(one)
-                if value is None or (value.leaf is not None and value.leaf.origin == "cut"):
-                    return None
-                if value.leaf is None:
-                    entry = entries.get(made_by.get(one, -1))
-                    if entry is None:
-                        return None
-                    chain.append((entry.op, entry.code, entry.lasti))
-                    way += entry.reads()
-            found.append(tuple(chain))
+            chain = () if known is None else self._log.chain(known, seen)
+            if chain is None:
+                return None
+            found.append(chain)
         return tuple(found)
 
     @contextlib.contextmanager

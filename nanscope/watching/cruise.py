@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.capture.gauge import Clip, Dials, clamped, clip_of
+from nanscope.capture.log import Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
-from nanscope.capture.tape import Chain, Tape
+from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.roles import Role
 from nanscope.watching.recording import Recording
