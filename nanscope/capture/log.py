@@ -180,9 +180,10 @@ class Log:
                     stack.append(read)
         return True
 
-    def chain(self, value: Value, seen: set[int]) -> Chain | None:
+    def chain(self, value: Value, seen: set[int], since: int) -> Chain | None:
         """Return the calls that a value came of, nothing if it is a leaf; None where something of it is not there any more. seen: values
-        that were gone through before, whose calls are left out."""
+        that were gone through before, whose calls are left out. since: so are calls that have made a value with that number, or a higher
+        one."""
         if value.leaf is None and value.id in seen:
             return (BEFORE,)
         found: list[Made] = []
@@ -197,7 +198,7 @@ class Log:
             if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
                 return None
             if entry is not None:
-                found.append((entry.op, entry.code, entry.lasti))
+                found += [(entry.op, entry.code, entry.lasti)] if one < since else ()
                 way += entry.reads()
         return tuple(found)
 

@@ -732,16 +732,21 @@ class Tape:
         quiet = not (self.broken or self.tags or self.numbers or self.in_doubt or self.callers.scaler or self.callers.taken)
         return self.notes.stretch() if quiet and not self._differentiated.any else None
 
-    def chains(self, tensors: Iterable[Tensor]) -> tuple[Chain, ...] | None:
+    @property
+    def numbered(self) -> int:
+        """How many values were numbered, calls that wait left out."""
+        return self._known.length
+
+    def chains(self, tensors: Iterable[Tensor], since: int) -> tuple[Chain, ...] | None:
         """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
-        None where that cannot be told, or where some of them are not written down. Understands nothing."""
+        None where that cannot be told, or where some of them are not written down. Understands nothing. since: see `Log.chain`."""
         found: list[Chain] = []
         seen: set[int] = set()
         for tensor in tensors:
             if not is_plain(tensor) or self.notes.maker(tensor) is not None:
                 return None
             known = self._known.find(tensor)
-            chain = () if known is None else self._log.chain(known, seen)
+            chain = () if known is None else self._log.chain(known, seen, since)
             if chain is None:
                 return None
             found.append(chain)

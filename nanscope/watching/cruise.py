@@ -99,13 +99,14 @@ class Cruise:
         self._tape = tape
         self._found: Familiar | None = None
         self._stretch: Passage | None = None  # the calls behind the loss that is about to be differentiated
+        self._numbered = 0  # values before that
         self._known: dict[int, Known] = {}  # by the hash of its key, which a tuple does not remember
         self._met: dict[int, None] = {}  # structures that were met once, by the same
         self._in_vain = self._waits = 0
 
     def recognise(self, root: Tensor) -> None:
         """A backward pass is about to begin: find out whether its loss is known. root: that."""
-        self._found, self._stretch = None, self.stretch()
+        self._found, self._stretch, self._numbered = None, self.stretch(), self._tape.numbered
         if self._stretch is not None:
             self._found = self._recognised(self._stretch, root)
 
@@ -124,7 +125,10 @@ class Cruise:
         if not known.compares and Role.ROLLOUT_LOG_PROBS in self._tape.beside:
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
-        if any(map(stretch.was_written_to, known.leaves, leaves)) or self._tape.chains(_outer(known.leaves, leaves)) != known.origins:
+        if (
+            any(map(stretch.was_written_to, known.leaves, leaves))
+            or self._tape.chains(_outer(known.leaves, leaves), self._numbered) != known.origins
+        ):
             return None
         held = _held(stretch, known)  # before anybody here holds more
         edges = [stretch.tensor(code) for code in known.edges]
@@ -182,7 +186,7 @@ class Cruise:
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
         made = tuple(sorted({code // RESULTS for code in behind.difference(leaves)}))
-        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)))
+        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._numbered)
         own = list(zip(program.calls[-len(made) :], made, strict=False))
         if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][0].forms for call, number in own):
             return None
