@@ -339,6 +339,18 @@ class PreparedInParts(Prepared):
     parts = 2
 
 
+class OfArrays(MaskedOverflow):
+    """A buffer of arrays, as samplers fill it: each step makes its tensors anew."""
+
+    def loss(self) -> Tensor:
+        old, advantages = self.old, self.advantages
+        self.old, self.advantages = torch.tensor(old.tolist()), torch.tensor(advantages.numpy().copy())
+        try:
+            return super().loss()
+        finally:
+            self.old, self.advantages = old, advantages
+
+
 class Raises(Loop):
     """A backward pass raises, and training goes on without it."""
 
@@ -370,7 +382,7 @@ class Dropped(Loop):
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
-    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, Raises, Dropped,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, OfArrays, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

@@ -33,7 +33,7 @@ LIMIT = 16 << 30  # bytes of one shelf; what comes after stays in memory: nobody
 SPARE = 4  # part of the free disk that a shelf may take
 
 
-class _Writing:
+class _Underway:
     """A tensor on its way into a file. tensor: is held until it is there, or for good where it could not be written."""
 
     def __init__(self, tensor: Tensor, file: IO[bytes], offset: int, length: int) -> None:
@@ -70,7 +70,7 @@ class Put:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    writing: _Writing
+    writing: _Underway
 
     def take(self) -> Tensor:
         """Return the tensor. It is a mapping of the file: changes to it stay with it. Where the disk was full it is the tensor itself."""
@@ -117,7 +117,7 @@ class Shelf:
         self._end = 0
         self._room = LIMIT
         self._known: dict[_Place, tuple[Put, _Memory]] = {}  # what has been put away, and is still held as well
-        self._writing: _Writing | None = None  # the last one
+        self._writing: _Underway | None = None  # the last one
 
     def put(self, tensor: Tensor) -> Tensor | Put:
         """Return what stands for the tensor, detached: the tensor itself if it is small, not in main memory, or has holes.
@@ -142,7 +142,7 @@ class Shelf:
             return tensor
         give_back()  # what other tensors of this size were in
         self._end = -(-(offset + length) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        self._writing = _Writing(tensor, file, offset, length)
+        self._writing = _Underway(tensor, file, offset, length)
         put = Put(file, offset, length, tensor.dtype, tuple(tensor.shape), tensor.stride(), self._writing)
         if place is not None:
             self._known[place] = put, _Memory(tensor)

@@ -125,10 +125,8 @@ class Cruise:
         if not known.compares and Role.ROLLOUT_LOG_PROBS in self._tape.beside:
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
-        if (
-            any(map(stretch.was_written_to, known.leaves, leaves))
-            or self._tape.chains(_outer(known.leaves, leaves), self._numbered) != known.origins
-        ):
+        origins = self._tape.chains(_outer(known.leaves, leaves), self._numbered)
+        if origins != known.origins or any(map(stretch.was_written_to, known.leaves, leaves)):
             return None
         held = _held(stretch, known)  # before anybody here holds more
         edges = [stretch.tensor(code) for code in known.edges]
