@@ -286,6 +286,8 @@ class ModuleWatch:
             (self._with if torch.is_grad_enabled() else self._without).add(module)
             self.seen.add(module)
         elif weighted:
+            self._suspend(module)  # before our own calls, which nobody else may be there to see
+            self._open, self._depth = module, 1
             with unseen():
                 if module not in self._met:
                     self._met.add(module)
@@ -293,8 +295,6 @@ class ModuleWatch:
                 found = (*generators.given([args, keywords_of(frame)]), *generators.held(self._holds.get(module, ())))
                 self._began = _began(module.training, found)
                 self._note_parts(torch.is_grad_enabled())
-            self._suspend(module)
-            self._open, self._depth = module, 1
 
     def _note_parts(self, grad: bool) -> None:
         """Note what autograd makes in which part of a model that is called now, or nothing."""
@@ -306,10 +306,11 @@ class ModuleWatch:
 
     def _end(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._open = None
+        began, self._began = self._began, None
         try:
-            if self._began is not None and output is not None:
+            if began is not None and output is not None:
                 with unseen():
-                    call = self._call_of(module, self._began, args, kwargs, output)
+                    call = self._call_of(module, began, args, kwargs, output)
                     if call is not None:
                         self._remember(call)
         finally:
