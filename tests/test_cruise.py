@@ -213,6 +213,13 @@ class ScaledAtLast(BadGradient):
         super().between()
 
 
+class ScaledInPlace(ScaledAtLast):
+    def loss(self) -> Tensor:
+        loss = BadGradient.loss(self)
+        loss *= 2.0**self.step
+        return loss
+
+
 class RunningUp(Loop):
     """An exponent grows from step to step, and overflows in the bad one."""
 
@@ -339,6 +346,16 @@ class PreparedInParts(Prepared):
     parts = 2
 
 
+class Bounded(Prepared):
+    """A bound in the preparation of the batch that becomes one as a ratio has it."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        low, high = (-5.0, 5.0) if self.step < BAD - 2 else (0.5, 1.5)
+        self.advantages = self.advantages.clamp(low, high)
+        self.mask[0, 0] = 1.0
+
+
 class OfArrays(MaskedOverflow):
     """A buffer of arrays, as samplers fill it: each step makes its tensors anew."""
 
@@ -382,7 +399,7 @@ class Dropped(Loop):
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
-    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, OfArrays, Raises, Dropped,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, Bounded, ScaledInPlace, OfArrays, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,14 @@ def test_a_hook_that_is_looked_into_was_called_as_often_as_ever(tmp_path: Path, 
     assert (plain.calls, plain.total) == (watched.calls, watched.total)
     pairs = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
     assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
+
+
+def test_a_hook_on_the_loss_itself_is_found(tmp_path: Path) -> None:
+    """Its gradient is one number, of no dimension."""
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        loss = model(x).square().mean()
+        loss.register_hook(lambda grad: grad * math.inf)
+        loss.backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.op == "mul" and "grad * math.inf" in incident.sentence and not scope.verdict.gaps

@@ -220,15 +220,26 @@ def test_large_gradients_that_a_clip_reads_and_writes_are_let_go_with_the_step(t
     policy = nn.Linear(1024, 1024)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
     assert policy.weight.nbytes > notes.LIGHT
+    norms = []  # that are to be logged
     with nanscope.watch(policy, out=tmp_path):
-        for step in range(4):
+        for step in range(8):
             policy(torch.randn(2, 1024)).square().mean().backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            norms.append(nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
             kept = storage_handle(policy.weight.grad.untyped_storage())  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
             assert storage_gone(kept) or not step  # in the first step nobody knows whether another optimizer comes
             drop_storage_handle(kept)
+
+
+def test_large_tensors_in_lists_do_not_wait_for_ever() -> None:
+    """Where no step comes, somebody may keep norms of ever new ones."""
+    tape, norms = Tape(BUDGET), []
+    with TapeMode(tape):
+        for _ in range(100):
+            large = torch.rand(notes.LIGHT // 2)  # 4 MB
+            norms.append(torch._foreach_norm([large]))
+            assert len(tape.notes.pending) <= notes.ANYWAY * tape.notes.most // large.nbytes + 1
 
 
 def test_what_something_was_made_of_stays_with_it() -> None:

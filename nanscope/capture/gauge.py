@@ -10,7 +10,7 @@ A trend towards zero headroom is the warning before the incident: exp overflows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -128,10 +128,11 @@ class Dials:
         return replace(self, masks=fitting or self.masks)
 
 
-def clips_of(program: Program) -> tuple[Clip, ...]:
-    """What a program clips, and to what: that may be other numbers in each step."""
+def clips_of(program: Program, among: Container[int] | None = None) -> tuple[Clip, ...]:
+    """What a program clips, and to what: that may be other numbers in each step. among: values; by default those that are bounded as a
+    ratio is."""
     found = (clip_of(value, *call.args[1:]) for call in program.calls if (value := clamped(call)) is not None)
-    return tuple(clip for clip in found if clip is not None)
+    return tuple(clip for clip in found if clip is not None and (_bounds_a_ratio(clip) if among is None else clip[0] in among))
 
 
 def clamped(call: Call) -> int | None:
@@ -141,10 +142,14 @@ def clamped(call: Call) -> int | None:
 
 
 def clip_of(value: int, low: object, high: object) -> Clip | None:
-    """Return what such a call clips, None if its bounds are not those of a ratio."""
-    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 < high):
-        return None
-    return value, float(low), float(high)
+    """Return what such a call clips, None if its bounds are no numbers."""
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    return (value, float(low), float(high)) if numbers else None  # type: ignore[arg-type]
+
+
+def _bounds_a_ratio(clip: Clip) -> bool:
+    _, low, high = clip
+    return 0 < low < 1 < high
 
 
 def _keeps(program: Program, mask: int) -> bool:
@@ -256,7 +261,9 @@ class Gauge:
         """Compute what there is to read of a step, and fetch nothing. held: what is known of a value, by its id."""
         key = tuple((call.op, call.site) for call in program.calls)
         known, own = self._dials.pop(key, None), Role.ROLLOUT_LOG_PROBS in beside.tensors
-        dials = Dials.of(program) if known is None else replace(known.mapped(partial(_value_at, program)), clips=clips_of(program))
+        dials = Dials.of(program) if known is None else known.mapped(partial(_value_at, program))
+        if dials.clips:
+            dials = replace(dials, clips=clips_of(program, [value for value, _, _ in dials.clips]))
         values = {value: tensor for value in dials.wanted(own or known is None) if (tensor := held(value)) is not None}
         if known is None:
             placed, self.dials = _placed(program), dials.pruned(values)
@@ -346,7 +353,7 @@ class _Sheet:
     def _clip(self) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
         for value, low, high in self._dials.clips:
             ratio = self._value(value)
-            if ratio is not None:
+            if ratio is not None and _bounds_a_ratio((value, low, high)):
                 out, split = (ratio < low) | (ratio > high), self._counted(ratio)
                 numbers = [_count(out)] if split is None else [_count(out & split[0]), _count(split[0])]
                 yield partial(_clipped, ratio.numel()), numbers

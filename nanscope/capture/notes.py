@@ -29,6 +29,7 @@ LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no lon
 WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
 CALL = WEIGHT >> 10  # and what a call weighs by itself
+ANYWAY = 8  # times as much may wait of what lasts for a step anyway
 GRAPH = WEIGHT >> 6  # and one for each argument with a gradient, which may keep the activations of a model
 ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
 FRAMES = 3  # of ours between a call and its noting
@@ -165,6 +166,8 @@ class Notes:
                 if id(arg) not in self._light:
                     anyway = (lasting and not wanted) or kind is Parameter  # which the model holds, too
                     size = _size_of(arg) if not anyway else 0 if arg.layout is torch.strided and not arg.is_nested else -1
+                    if size == 0 and kind is Tensor:  # but not for ever, where no step comes
+                        size = arg.nbytes // ANYWAY
                     if size >= 0 and not anyway and base_of(arg) is not None:
                         whole = arg.untyped_storage().nbytes()
                         size = whole if whole <= WHOLE else -1
@@ -243,7 +246,7 @@ class Notes:
         one = None
         self.pending.reverse()
         closed.later.reverse()
-        left = [tuple(call) for call in reversed(self.take()) if not isinstance(call, Later)]
+        left = [_without_what_is_over(call) for call in reversed(self.take()) if not isinstance(call, Later)]
         read = (tensor for call in left for tensor in tensors_of(call[1]))
         self.over = {id(tensor): tensor for tensor in read if id(tensor) in over}
         closed.calls = bool(left)
@@ -305,6 +308,11 @@ class Notes:
             left.append(RawCall._make(noted))
             read.update(map(id, tensors_of(noted[1])))
         return left
+
+
+def _without_what_is_over(call: RawCall) -> Raw:
+    """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that."""
+    return tuple(call._replace(args=()) if call.operator.lasting else call)
 
 
 def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:

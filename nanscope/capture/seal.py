@@ -44,7 +44,7 @@ MARK = 0xFF  # in every byte a float of any size is NaN
 
 def is_marked(tensor: Tensor) -> Tensor:
     """Return which elements hold what memory without content was filled with."""
-    return (tensor.contiguous().view(torch.uint8).reshape(*tensor.shape, -1) == MARK).all(-1)
+    return (tensor.reshape(-1).view(torch.uint8).reshape(*tensor.shape, tensor.dtype.itemsize) == MARK).all(-1)
 
 
 class Written(NotIsolated):

@@ -202,7 +202,8 @@ class Cruise:
         shapes = {held[value].shape for value in where}
         if any(value not in dials.masks or held[value].shape in shapes for value in held.keys() - where.keys()):
             return None  # what it reads stands before, and is not a mask of something else
-        bounded = [(self._tape.tensor(value), number) for call, number in own if (value := clamped(call)) is not None]
+        clipped = {value for value, _, _ in dials.clips}
+        bounded = [(self._tape.tensor(value), number) for call, number in own if (value := clamped(call)) in clipped and value is not None]
         clamps = [(at, number) for tensor, number in bounded if tensor is not None and (at := stretch.code(tensor)) is not None]
         times = stretch.times_read()
         outside = (number for number in range(len(stretch.calls)) if number not in set(made))
@@ -233,11 +234,11 @@ def _outer(codes: Iterable[Code], tensors: Iterable[Tensor]) -> Iterator[Tensor]
 def _is_scaled(stretch: Passage, known: Known) -> bool:
     """Has the last thing that was done to the loss become a multiplication against underflow?"""
     last = known.root // RESULTS
-    return stretch.calls[last][0].name == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
+    return stretch.calls[last][0].name.rstrip("_") == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
 
 
 def _clips(stretch: Passage, known: Known) -> tuple[Clip, ...]:
-    """What is clipped to the bounds of a ratio, as they are in this step."""
+    """What is clipped, to the bounds of this step."""
     found = (clip_of(code + ABOVE, *stretch.numbers(number)[1:]) for code, number in known.clamps)
     return tuple(clip for clip in found if clip is not None)
 
