@@ -356,6 +356,15 @@ class Bounded(Prepared):
         self.mask[0, 0] = 1.0
 
 
+class KeptForSeveral(PreparedForSeveral):
+    """Its batch is prepared by nothing that writes, right before a loss, and kept for the next ones."""
+
+    def prepare(self) -> None:
+        rewards = torch.zeros(ROWS) if self.step <= BAD < self.step + self.lasts else torch.randn(ROWS)
+        centred = rewards - rewards.mean()
+        self.advantages = (centred / centred.std()).unsqueeze(1).expand(ROWS, TOKENS)
+
+
 class OfArrays(MaskedOverflow):
     """A buffer of arrays, as samplers fill it: each step makes its tensors anew."""
 
@@ -399,7 +408,7 @@ class Dropped(Loop):
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
-    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, Bounded, ScaledInPlace, OfArrays, Raises, Dropped,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

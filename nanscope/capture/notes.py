@@ -312,7 +312,7 @@ class Notes:
 
 def _without_what_is_over(call: RawCall) -> Raw:
     """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that."""
-    return tuple(call._replace(args=()) if call.operator.lasting else call)
+    return (call.operator, (), *call[2:]) if call.operator.lasting else tuple(call)
 
 
 def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:

@@ -37,8 +37,8 @@ class Known:
     """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its calls in there read, those from
     outside first; origins: calls that these came of. edges: those leaves that have a gradient. dials: of the gauge, but for its clips:
     these are among `clamps`, what is bounded and by which call. compares: there is something of the sampler. wanted: what the gauge reads.
-    unseen: an exponent was not held. made: calls of its program in there. beside: what else had a gradient, and how often it was read.
-    codes: of the trainer's functions, which must not make way for others."""
+    unseen: an exponent was not held. made: calls of its program in there that have a gradient; others may be come back for. beside: what
+    else had a gradient, and how often it was read. codes: of the trainer's functions, which must not make way for others."""
 
     key: tuple[Any, ...]
     root: Code
@@ -220,7 +220,7 @@ class Cruise:
             tuple(clamps),
             tuple({*(number - ABOVE for number in there.wanted(True)), *(code for code, _ in clamps)}),
             any(value not in held for value, _ in dials.exponents),
-            made,
+            tuple(number for number in made if any(one.requires_grad for one in stretch.results(number))),
             tuple((code, times[code]) for code in beside),
             tuple(call[6][0] for call in stretch.calls),
         )
