@@ -143,8 +143,9 @@ def clamped(call: Call) -> int | None:
 
 def clip_of(value: int, low: object, high: object) -> Clip | None:
     """Return what such a call clips, None if its bounds are no numbers."""
-    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
-    return (value, float(low), float(high)) if numbers else None  # type: ignore[arg-type]
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+        return None
+    return value, float(low), float(high)
 
 
 def _bounds_a_ratio(clip: Clip) -> bool:

@@ -164,13 +164,14 @@ class Notes:
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in self._light:
-                    anyway = (lasting and not wanted) or kind is Parameter  # which the model holds, too
-                    size = _size_of(arg) if not anyway else 0 if arg.layout is torch.strided and not arg.is_nested else -1
-                    if size == 0 and kind is Tensor:  # but not for ever, where no step comes
-                        size = arg.nbytes // ANYWAY
-                    if size >= 0 and not anyway and base_of(arg) is not None:
-                        whole = arg.untyped_storage().nbytes()
-                        size = whole if whole <= WHOLE else -1
+                    if kind is Parameter or (lasting and not wanted):  # which the model holds, too; but not for ever, where no step comes
+                        size = 0 if kind is Parameter else arg.nbytes // ANYWAY
+                        size = size if arg.layout is torch.strided and not arg.is_nested else -1
+                    else:
+                        size = _size_of(arg)
+                        if size >= 0 and base_of(arg) is not None:
+                            whole = arg.untyped_storage().nbytes()
+                            size = whole if whole <= WHOLE else -1
                     if size < 0:
                         return -1
                     weight += size

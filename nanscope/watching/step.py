@@ -365,8 +365,7 @@ class Step(Relay):
 
     def _let_go(self) -> None:
         """The step is over, and whoever may ask about it has asked."""
-        made = [one.unwritten.made for one in self._recordings if one.unwritten is not None]
-        done = made[0] if len(made) == 1 else frozenset().union(*made)
+        done = frozenset().union(*(one.unwritten.made for one in self._recordings if one.unwritten is not None))
         self._recordings.let_go()
         self._tape.close(done)
         self._modules.came_before(())
