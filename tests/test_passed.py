@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ GUARDS: dict[str, Callable[[Tensor], bool]] = {
     "unequal": lambda loss: bool(loss != loss),
     "math": lambda loss: math.isnan(loss.item()),
     "detached": lambda loss: not math.isfinite(float(loss.detach().float())),
+    "counted": lambda loss: int(torch.isfinite(loss).sum()) < loss.numel(),
+    "how many": lambda loss: torch.isfinite(loss).float().mean().item() < 1.0,
+    "chosen": lambda loss: bool([1, 0][torch.isfinite(loss).long()]),
     "stacked": lambda loss: bool(torch.stack([loss, loss]).mean().isnan()),
 }
 
@@ -309,6 +313,131 @@ def test_a_number_that_is_read_and_not_tested_is_worth_a_word(tmp_path: Path) ->
                 loss.backward()
     assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"]
     assert "was NaN, and nothing was differentiated that it went into" in scope.verdict.sentence
+
+
+TOKENS: dict[str, Callable[[Tensor], bool]] = {
+    "isfinite": lambda losses: not torch.isfinite(losses).all(),
+    "isnan": lambda losses: bool((torch.isnan(losses) | torch.isinf(losses)).any().item()),
+    "counted": lambda losses: torch.count_nonzero(torch.isfinite(losses)).item() != losses.numel(),
+}
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_loss_whose_tokens_are_asked_about(tmp_path: Path, name: str) -> None:
+    """What the guard asks of each token it asks of the mean that it then throws away."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            losses = torch.log(model(torch.randn(6, 4)).pow(2) * (step != 3))
+            loss = (losses * torch.tensor([1.0, 1, 1, 1, 1, 0])[:, None]).sum() / 5
+            if TOKENS[name](losses):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.origin.op, incident.reached["stepped"]) == (3, "log", BY_TRAINER), scope.verdict.sentence
+    assert (scope.steps, scope.bad_steps, scope.verdict.gaps, scope.notes) == (5, 1, (), [])
+
+
+UNHEARD: dict[str, Callable[[Tensor], bool]] = {  # what leaves torch in a way that no call tells of
+    "numpy": lambda loss: not np.isfinite(loss.detach().numpy()),
+    "numpy of the answer": lambda loss: not torch.isfinite(loss).numpy(),
+    "a list": lambda loss: not torch.isfinite(loss).tolist(),
+    "printed": lambda loss: "nan" in repr(loss),
+    "compared": lambda loss: not torch.equal(loss, loss),
+    "a threshold": lambda loss: not loss.item() < 1e4,
+}
+
+
+@pytest.mark.usefixtures("read")
+@pytest.mark.parametrize("many", [1, 400])
+@pytest.mark.parametrize("name", UNHEARD)
+def test_a_loss_that_is_thrown_away_is_worth_a_word(tmp_path: Path, name: str, many: int) -> None:
+    """However the loop came to know of it: nobody calls such a run healthy and says no more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 9):
+            value = model(torch.randn(many, 4)).pow(2).mean()
+            loss = torch.log(value * 0) * 0 if step == 6 else value
+            if UNHEARD[name](loss):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert scope.verdict.healthy and scope.bad_steps == 0
+    assert "(test_passed.py:" in scope.verdict.sentence, scope.verdict.sentence
+    assert "was NaN, and nothing was differentiated that it went into" in scope.verdict.sentence
+
+
+def evaluated(model: nn.Module, loss: Tensor) -> None:
+    model.eval()
+    torch.log(model(torch.randn(6, 4)).pow(2) * -1).mean()
+    model.train()
+
+
+def beside(model: nn.Module, loss: Tensor) -> None:
+    torch.log(loss * -1)
+
+
+def beside_the_model(model: nn.Module, loss: Tensor) -> None:
+    torch.log(model.out * -1 - model.out.pow(2)).mean()  # type: ignore[operator, union-attr]
+
+
+def fine(model: nn.Module, loss: Tensor) -> None:
+    model(torch.randn(6, 4)).pow(2).mean()
+
+
+def of_weights(model: nn.Module, loss: Tensor) -> None:
+    torch.log(torch.stack([parameter.pow(2).sum() for parameter in model.parameters()]).sum() * -1)
+
+
+def without(model: nn.Module, loss: Tensor) -> None:
+    with torch.no_grad():
+        torch.log(model(torch.randn(6, 4)).pow(2) * -1).mean()
+
+
+THROWN = [evaluated, beside, beside_the_model, fine, of_weights, without]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("does", THROWN, ids=lambda does: does.__name__)
+def test_what_is_thrown_away_and_is_no_loss_is_quiet(tmp_path: Path, does: Callable[[nn.Module, Tensor], None], late: bool) -> None:
+    """A metric of what is differentiated, of an evaluation, or of the weights; and a forward pass in which nothing is wrong."""
+    model = nn.Linear(4, 1)
+    model.register_forward_hook(lambda module, _, out: setattr(module, "out", out))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(6):
+            loss = model(torch.randn(6, 4)).pow(2).mean()
+            if not late:
+                does(model, loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if late:
+                does(model, loss)
+    assert scope.verdict.healthy and (scope.steps, scope.notes) == (6, []), scope.verdict.sentence
+
+
+def test_a_loss_that_is_differentiated_after_another_one_is_not_thrown_away(tmp_path: Path) -> None:
+    """It waits while the first is differentiated, and is told once when it is."""
+    actor, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 6):
+            value_loss = torch.log(critic(torch.randn(6, 4)).pow(2) * (step != 3)).mean() * 0.1
+            loss = actor(torch.randn(6, 4)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            value_loss.backward()
+            optimizer.step()
+            critic.load_state_dict({name: torch.ones_like(weight) for name, weight in critic.state_dict().items()})
+    assert [incident.step for incident in scope.verdict.incidents] == [3] and scope.notes == [], scope.verdict.sentence
 
 
 @pytest.mark.usefixtures("read")

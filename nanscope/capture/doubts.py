@@ -7,7 +7,7 @@ host anyway, so to listen costs nothing: a number that is finite is forgotten at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -22,6 +22,7 @@ from nanscope.capture.modules import Address
 from nanscope.capture.notes import RawCall
 from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values
+from nanscope.program.calls import Ref
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import is_finite
 from nanscope.program.ops import CHECKS, EQUALITIES, Flow, base_name, flow_of
@@ -30,7 +31,10 @@ from nanscope.torch_inside import base_of, number_of, sequence_number
 
 STEPS = 32  # values that are gone through from an answer back to what it is about
 SMALL = 64  # elements of a tensor that is held until somebody asks for its extremes
+ABSOLUTE = "aten.abs.default"
 FULL = 16  # places at which something is in doubt at a time
+
+WEIGHTS = ("parameter", "data")  # a leaf with a gradient is one of a model that is seen, or of none
 
 Sliced = tuple[Program, dict[int, Tensor]]
 Place = tuple[CodeType | None, int]
@@ -61,9 +65,9 @@ class Settled:
 class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
-    extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
-    code that read the number tests numbers. since: the backward pass before it. program, tensors, places: as a recording has them, where
-    there was room. Who takes it closes it.
+    extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or a
+    number that a check had given, or the code that read the number tests numbers. since: the backward pass before it. program, tensors,
+    places: as a recording has them, where there was room. Who takes it closes it.
     """
 
     value: Value
@@ -165,8 +169,42 @@ class Doubts:
                 known.append(value)
         return all(value.tensor is not None and _is_fine(value.tensor) for first in known for value in self._about(first, left))
 
+    def is_of_a_check(self, tensor: Tensor, maker: Callable[[Tensor], RawCall | None]) -> bool:
+        """Was a number made of what a check for what is finite has given, of values with a gradient: how many of them are?
+
+        maker: as above.
+        """
+        way, left = [tensor], STEPS
+        while way and left:
+            one, left = way.pop(), left - 1
+            if not is_plain(one) or one.requires_grad:
+                continue
+            made = maker(one)
+            if made is not None:
+                if _is_check(made.operator.overload, made.args):
+                    return True
+                way += tensors_of(made.args)
+            elif (value := self._known.find(one)) is not None and self._is_checked(value, left):
+                return True
+        return False
+
+    def _is_checked(self, value: Value, left: int) -> bool:
+        """The same of what is written down."""
+        way = [value]
+        while way and left:
+            one, left = way.pop(), left - 1
+            made = None if one.diff else self._log.entries.get(self._known.made_by.get(one.id, -1))
+            if made is not None:
+                if _is_check(made.op, made.args):
+                    return True
+                way += [self._known.by_id[read] for read in made.reads() if read in self._known.by_id]
+        return False
+
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
-        """An element of a value has gone to the host. place: where in the trainer's code."""
+        """An element of a value has gone to the host: a truth, a number that is not finite, or one that a check for that has given.
+
+        place: where in the trainer's code.
+        """
         held = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
         about = [(held.get(one.id), one) for one in self._about(value)]  # a value is in doubt once, however many places ask about it
         doubts = [doubt for known, one in about if (doubt := known or self._doubt(one)) is not None]
@@ -174,9 +212,10 @@ class Doubts:
             return
         where = apart(*place())
         truth = type(answer) is bool
+        tests = math.isfinite(answer) or (where[1] is not None and not CHECKS.isdisjoint(where[1].co_names))
         for doubt in doubts:
             doubt.truth |= truth
-            doubt.tested |= truth or (where[1] is not None and not CHECKS.isdisjoint(where[1].co_names))
+            doubt.tested |= tests
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()
@@ -198,6 +237,42 @@ class Doubts:
         found = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
         self._open = {}
         return list(found.values())
+
+    def thrown_away(self, used: Set[int], last: bool, ours: Mapping[int, int]) -> list[Doubt]:
+        """Return the numbers with a gradient, made since the last backward pass, that nobody can differentiate any more, of which no other
+        was made, and that are not finite, or may not be: asked about or not.
+
+        used: values that are differentiated now, and those that these were made of; what was made of one of them is left out. last: nothing
+        will be differentiated any more, whoever holds it. ours: references to tensors that nobody comes back by, by identity.
+        """
+        by_id, made_by, entries = self._known.by_id, self._known.made_by, self._log.entries
+        numbered = range(self._since.values, self._known.length)
+        calls = ((one, entries.get(made_by.get(one, -1))) for one in numbered)
+        made = {one: call for one, call in calls if call is not None and call.op != ABSOLUTE}  # `isfinite` takes it of what it asks about
+        new = [value for one in made if (value := by_id.get(one)) is not None and value.diff]
+        ends = {value.id: value for value in new if math.prod(value.shape) == 1 and value.dtype.is_floating_point}
+        if not ends.keys() - used:
+            return []
+        for value in new:
+            for read in made[value.id].reads():
+                ends.pop(read, None)
+        left = [value for value in ends.values() if value.id not in used and (last or self._is_gone(value, ours))]
+        found = (self._doubt(value) for value in left if used.isdisjoint(self._had_a_gradient(value)))
+        return [doubt for doubt in found if doubt is not None][:FULL]
+
+    def _is_gone(self, value: Value, ours: Mapping[int, int]) -> bool:
+        besides = ours.get(id(value.tensor), 0)
+        return not self._known.is_wanted(value, besides) or self._known.is_saved(value, besides)
+
+    def _had_a_gradient(self, value: Value) -> set[int]:
+        """What a value was made of, as far as that was made in the step, and has a gradient."""
+        found, way = {value.id}, [value]
+        while way:
+            made = self._log.entries.get(self._known.made_by.get(way.pop().id, -1))
+            read = [] if made is None else [one for number in made.reads() if (one := self._known.by_id.get(number)) is not None]
+            way += [one for one in read if one.diff and one.id not in found and (one.leaf is None or one.leaf.origin not in WEIGHTS)]
+            found.update(one.id for one in way)
+        return found
 
     def open(self, doubt: Doubt) -> None:
         """Hold the program of a value, where there is room for it."""
@@ -242,7 +317,7 @@ class Doubts:
             read = [] if made is None else [by_id[known] for known in made.reads() if known in by_id]
             if made is not None and base_name(made.op) in EQUALITIES and _are_results(read):
                 return []
-            absolute = made is not None and made.op == "aten.abs.default" and one is not value  # `isfinite` takes it of what it asks about
+            absolute = made is not None and made.op == ABSOLUTE and one is not value  # `isfinite` takes it of what it asks about
             if one.diff and not absolute:
                 found[one.id] = one
             else:
@@ -253,6 +328,17 @@ class Doubts:
 def _is_fine(tensor: Tensor) -> bool:
     """Is it surely finite?"""
     return at_hand(tensor) and tensor.is_floating_point() and bool(is_finite(tensor))
+
+
+def _is_check(op: str, args: Sequence[Any]) -> bool:
+    """Does a call ask of each element whether it is finite? `isfinite` is made of `x == x` and of `x != inf`."""
+    name = base_name(op)
+    if name not in EQUALITIES or len(args) < 2:
+        return name in CHECKS
+    one, other = args[:2]
+    if isinstance(other, float):
+        return math.isinf(other)
+    return one is other or (isinstance(one, Ref) and one == other)
 
 
 def _are_results(compared: Sequence[Value]) -> bool:

@@ -271,16 +271,18 @@ class Notes:
             if isinstance(one, Later):
                 one.void()
 
-    def take(self) -> list[RawCall | Later]:
+    def take(self, ends: bool = False) -> list[RawCall | Later]:
         """Return what waits, the last first, but for what has come to nothing: nobody holds what it has made, nor what was made of that.
 
-        Another thread may add a call meanwhile: that waits for the next time.
+        ends: numbers with a gradient of which none was made are returned all the same: one may be a loss that was thrown away. Another
+        thread may add a call meanwhile: that waits for the next time.
         """
         pending = self.pending[:]
         del self.pending[: len(pending)]
         self._light, self._fleeting, self.weight, self._start = {}, {}, 0, 0
         left: list[RawCall | Later] = []
         read: set[int] = set()  # tensors that what is left reads
+        went_on: set[int] = set()  # those of which something was made that has a gradient
         references = _written(pending)
         while pending:
             noted = pending.pop()  # with which go its references to its arguments, unless it is left
@@ -299,6 +301,10 @@ class Notes:
                     break
                 if not operator.view and storage_uses(item) > ALIASED:
                     break  # by another tensor that torch made without a call, as `x.data`
+                if ends and item.requires_grad:
+                    if id(item) not in went_on and item.numel() == 1:
+                        break
+                    went_on.update(map(id, tensors_of(noted[1])))
             else:
                 if results:
                     _count(noted, references, -1)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from nanscope.capture.entries import tensors_of
 from nanscope.capture.notes import Raw, Seen
 from nanscope.torch_inside import writes_counted
 
@@ -133,6 +134,10 @@ class Passage:
                 found.add(one)
                 waiting += self.read(one // RESULTS) if one >= 0 and one not in leaves else ()
         return found
+
+    def references(self) -> Counter[int]:
+        """Return how often each tensor is referred to by the calls, by identity."""
+        return Counter(id(item) for call in self.calls for item in (*tensors_of(call[1]), *(call[3] if call[4] else ())))
 
     def times_read(self) -> Counter[Code]:
         """Return how often each tensor is among arguments."""

@@ -176,19 +176,19 @@ class Values:
             value.tensor, value.copied = copy(), True
             self.account.take(memory_of(value.tensor), value.tensor.untyped_storage().nbytes())
 
-    def is_wanted(self, value: Value) -> bool:
-        """May somebody else come back with the tensor of this value?"""
+    def is_wanted(self, value: Value, besides: int = 0) -> bool:
+        """May somebody else come back with the tensor of this value? besides: references to it that are of no account."""
         if value.copied or (self.by_key.get(value.key) != value.id and value.history not in self._mixed):
             return False
         tensor = value.tensor
         if tensor is None:
             return value.guard is not None and not value.guard.gone()
-        return sys.getrefcount(tensor) > OURS or uses(tensor) > 1
+        return sys.getrefcount(tensor) > OURS + besides or uses(tensor) > 1
 
-    def is_saved(self, value: Value) -> bool:
+    def is_saved(self, value: Value, besides: int = 0) -> bool:
         """Is a tensor out of the reach of Python, and only saved by a graph for its backward pass? That counts as one reference."""
         tensor = value.tensor
-        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 and uses(tensor) > 1
+        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 + besides and uses(tensor) > 1
 
     def has_gradient(self, values: Iterable[Value]) -> bool:
         """Is one of these the gradient of a weight? That holds it as a graph would, and an optimizer comes back for it."""

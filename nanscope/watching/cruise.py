@@ -10,7 +10,7 @@ step that is to be saved) has it written down then, and finds what he would have
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,6 +140,10 @@ class Cruise:
         made = frozenset(id(stretch.calls[index]) for index in known.made)
         dials = replace(known.dials, clips=_clips(stretch, known)) if known.clamps else known.dials
         return Familiar(known, stretch, root, tuple(leaves), tuple(edges), dials, values, made, held)
+
+    def references(self) -> Mapping[int, int]:
+        """Return how often tensors are referred to by what is held of a loss that was not recognised, by identity."""
+        return {} if self._stretch is None else self._stretch.references()
 
     def stretch(self) -> Passage | None:
         """Return the calls since the last backward pass, None if they are not all there, or not to be compared with others."""

@@ -6,18 +6,21 @@
 A metric that goes by unused looks much the same. So what was differentiated, or went into what was, is nobody's loss passed over; what was
 read and not tested is worth a word; and of what was computed beside a loss that was differentiated nobody knows what it is. Two values of
 one forward pass that are tested are one loss that is passed over.
+
+How the code came to know is not always seen: `np.isfinite(loss.detach().numpy())` makes no call that tells. So a number that is not finite,
+at the end of a forward pass in training mode that is gone and of which nothing was differentiated, is worth a word, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from nanscope.capture.doubts import Doubt, is_weight, read_by
-from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.doubts import WEIGHTS, Doubt, is_weight, read_by
+from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
@@ -26,7 +29,7 @@ from nanscope.torch_inside import base_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 
-WEIGHTS = ("parameter", "data")  # a leaf with a gradient is one of a model that is seen, or of none
+NOBODYS: Mapping[int, int] = {}
 
 
 class PassedOver:
@@ -36,16 +39,22 @@ class PassedOver:
         self._tape, self._modules, self._logbook = tape, modules, logbook
         self._told: set[int] = set()  # values, the last time that there were any
 
-    def losses(self, programs: Sequence[Program], step: int, refused: bool = False) -> list[tuple[Recording, bool]]:
+    def losses(
+        self, programs: Sequence[Program], step: int, refused: bool = False, last: bool = False, ours: Mapping[int, int] = NOBODYS
+    ) -> list[tuple[Recording, bool]]:
         """Return the losses that were passed over since the last time, and whether what is differentiated now was begun before they were.
 
         programs: of what is differentiated now. step: the running one. refused: an exception ends the block, and what was tested last, and
-        was bad, is why, be it a loss or what one was to be made of.
+        was bad, is why, be it a loss or what one was to be made of. last: nothing will be differentiated any more.
+        ours: references to tensors that nobody comes back by, by identity.
         """
-        doubts = self._tape.doubts.take() if self._tape.in_doubt else []
+        used = {value for program in programs for value in read_by(program)}
+        asked = self._tape.doubts.take() if self._tape.in_doubt else []
+        unasked = bool(programs) or (last and not refused and step > 1)
+        thrown = self._thrown_away(used, asked, last, ours) if asked or unasked else []
+        doubts = [*(doubt for doubt in thrown if doubt.tested or unasked), *asked]
         if not doubts:
             return []
-        used = {value for program in programs for value in read_by(program)}
         left = [doubt for doubt in doubts if doubt.value.id not in used]
         fine = torch.stack([is_finite(doubt.extremes) for doubt in left]).tolist() if left else []
         bad = [doubt for doubt, flag in zip(left, fine, strict=True) if not flag]
@@ -59,9 +68,39 @@ class PassedOver:
                 found.append((recording, begun < doubt.value.id))
                 told |= {doubt.value.id, *(read_by(doubt.program) if doubt.program is not None else ())}
         self._told = {doubt.value.id for doubt in bad} or self._told
-        for doubt in doubts:
+        for doubt in (*thrown, *asked):
             doubt.close()
         return found
+
+    def _thrown_away(self, used: set[int], asked: Sequence[Doubt], last: bool, ours: Mapping[int, int]) -> list[Doubt]:
+        """Return the numbers of forward passes of which nothing is differentiated, and that nobody has asked about. If somebody has about
+        what they were made of, it is for them: whether `per_token_loss` is finite is a question about its mean."""
+        known = {doubt.value.id: doubt for doubt in asked}
+        found = [doubt for doubt in self._tape.doubts.thrown_away(used, last, ours) if doubt.value.id not in known]
+        if not found:
+            return []
+        calls, _ = self._modules.so_far()
+        at_work = self._came_of(calls, (value for value in used if value in self._tape.values)).keys()
+        left = []
+        for doubt in found:
+            self._tape.doubts.open(doubt)
+            own = read_by(doubt.program) if doubt.program is not None else set()
+            models = self._came_of(calls, own)
+            evaluates = bool(models) and all(call.training is False for call in models.values())
+            leaves = doubt.program.leaves if doubt.program is not None else ()
+            of_weights = all(leaf.origin == "parameter" for leaf in leaves if leaf.id in own)
+            if evaluates or of_weights or not at_work.isdisjoint(models):
+                doubt.close()
+                continue
+            doubt.truth = any(known[value].truth for value in own & known.keys())
+            doubt.tested = any(known[value].tested for value in own & known.keys())
+            left.append(doubt)
+        return left
+
+    def _came_of(self, calls: Sequence[ModuleCall], values: Iterable[int]) -> dict[int, ModuleCall]:
+        """Which calls of models have made one of some values, by number?"""
+        places = set(self._tape.places(values).values())
+        return {call.number: call for call in calls if not places.isdisjoint(call.outputs)}
 
     def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int, refused: bool) -> Recording | None:
         """Return a loss that was passed over; what is none, or may be none, is told in another way. told: values behind the others."""

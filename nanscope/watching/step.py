@@ -416,7 +416,7 @@ class Step(Relay):
         self._course.raised = False
         self._look_whether_it_was_dropped(last=True)
         self._failsafe("spared", self._spared.settle, None)
-        self._failsafe("passed-over", self._keep_passed_over, [], bool(raised))
+        self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
@@ -512,12 +512,12 @@ class Step(Relay):
         if self._course.bad:
             self._keeper.stop_if_asked()
 
-    def _keep_passed_over(self, programs: list[Program], refused: bool = False) -> None:
+    def _keep_passed_over(self, programs: list[Program], refused: bool = False, last: bool = False) -> None:
         """A loss that was passed over is a micro-batch of the running step, or a step of its own. programs: what is differentiated now.
 
-        refused: an exception ends the block.
+        refused: an exception ends the block. last: it ends.
         """
-        for recording, joins in self._passed.losses(programs, self.number, refused):
+        for recording, joins in self._passed.losses(programs, self.number, refused, last, self._cruise.references()):
             alone = self._course.closed and not joins
             if self._course.closed:
                 self._open()
