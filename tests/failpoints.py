@@ -90,22 +90,20 @@ def planted(point: Point, only_first: bool) -> Iterator[list[int]]:
         replacement.__set_name__(holder, point.name)
     else:
         replacement = wrap(original)
-    places = [(holder, point.name)]
-    if not point.owner:  # it may have been imported by name
-        places = [
-            (module, name)
-            for path, module in list(sys.modules.items())
-            if path == "nanscope" or path.startswith("nanscope.")
-            for name, value in list(vars(module).items())
-            if value is original
-        ]
+    places = _places(original) if not point.owner else [(holder, point.name)]  # a function may have been imported by name
     for place, name in places:
         setattr(place, name, replacement)
     try:
         yield hits
     finally:
-        for place, name in places:
+        for place, name in [*places, *_places(replacement)]:  # and may have been since, by a module that was first needed now
             setattr(place, name, original)
+
+
+def _places(value: object) -> list[tuple[Any, str]]:
+    """Where in the modules of ours a function has a name."""
+    modules = [module for path, module in list(sys.modules.items()) if path == "nanscope" or path.startswith("nanscope.")]
+    return [(module, name) for module in modules for name, known in list(vars(module).items()) if known is value]
 
 
 def is_plain(point: Point) -> bool:

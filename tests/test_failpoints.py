@@ -6,8 +6,10 @@ Each function that a watched run calls is made to raise, at its first call or at
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
+import nanscope.text
 from nanscope.watching.acting import OnNonFinite
 from tests.conftest import NIGHTLY, left_installed
 from tests.failpoints import Planted, Point, called, is_plain, planted
@@ -162,6 +165,16 @@ DOORS = {
     "watching.scope.Scope.__exit__",
     "watching.scope.Scope.tag",
 }
+
+
+def test_a_failure_is_taken_back_where_it_was_imported_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a module that is loaded while it is planted: every test after that would run with it."""
+    monkeypatch.delitem(sys.modules, "nanscope.report.clean", raising=False)
+    with planted(Point("nanscope.text", "", "number"), only_first=False):
+        clean = importlib.import_module("nanscope.report.clean")
+        with pytest.raises(Planted):
+            clean.number(1.0)
+    assert clean.number(1.0) == nanscope.text.number(1.0)
 
 
 def trained(training: Callable[[nn.Module], None], around: AbstractContextManager[object]) -> tuple[BaseException | None, list[bytes]]:
