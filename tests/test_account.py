@@ -109,3 +109,19 @@ def test_a_later_step_is_recorded_whole_where_the_first_is(rows: int, tensors: i
             optimizer.step()
     origin = scope.verdict.incidents[0].origin
     assert (origin.op, origin.index, origin.masked) == ("exp", (1, tokens - 1), True)
+
+
+@pytest.mark.parametrize("times", [7, 8])
+def test_what_is_too_large_to_be_kept_is_said_and_how_to_keep_it(times: int, tmp_path: Path) -> None:
+    """A loss over more tokens than the budget has room for: nobody takes that for code that cannot be seen."""
+    rows, tokens = 16, 1024
+    policy = Shift()
+    with nanscope.watch(out=tmp_path, budget=times * rows * tokens * 4) as scope:
+        grpo(policy, rows, tokens, dies=True).backward()
+    incident = scope.verdict.incidents[0]
+    said = [note.text for note in incident.notes if note.slug == "not_kept"]
+    if times == 8:
+        assert (incident.origin.op, said) == ("exp", [])
+        return
+    assert incident.origin.op == "cut" and len(said) == 1 and "no tensor larger than 0.0573 MB" in said[0]
+    assert "calls that were not kept" in scope.verdict.sentence and "A larger budget= would have kept them" in scope.verdict.sentence

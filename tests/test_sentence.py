@@ -154,7 +154,7 @@ WHAT = {  # what happened: observation -> sentence
         seen("opaque", NAN, variable="h"), "h was NaN at [0, 1] of [2, 3] when it came out of code that was not recorded, read at loss.py:12.",
     ),
     "out of what was not recorded, and nobody knows where": (
-        seen("cut", -INF, file=None), "a value was −inf at [0, 1] of [2, 3] when it came out of code that was not recorded.",
+        seen("cut", -INF, file=None), "a value was −inf at [0, 1] of [2, 3] when it came out of calls that were not kept.",
     ),
     # another rank
     "arrived": (

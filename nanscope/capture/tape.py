@@ -581,6 +581,11 @@ class Tape:
         return self.account.budget
 
     @property
+    def limits(self) -> tuple[int, int]:
+        """The bytes of the largest tensor that may be held, and of the largest of three dimensions and more."""
+        return self._known.limits
+
+    @property
     def held(self) -> int:
         """Bytes that are held by reference."""
         return self.account.held

@@ -34,8 +34,8 @@ class Fleeting:
 class Values:
     """All values that are known, found by the memory that a tensor lies in and the history that its gradient takes.
 
-    account: of what is held by reference. A single tensor may take an eighth of its budget. wide: bytes of a single one of three
-    dimensions and more, by default the same. evict: makes room for a value, by its id, and so many bytes; False if there is none.
+    account: of what is held by reference. limits: bytes that a single tensor may take of it, an eighth of its budget, and that one of three
+    dimensions and more may, wide, by default the same. evict: makes room for a value, by its id, and so many bytes; False if there is none.
     away: results for which there is no room, or no longer; they are found again while somebody else holds them. comes_again: can one of
     these be made again?
     """
@@ -53,8 +53,8 @@ class Values:
         self.comes_again: Callable[[Value], bool] = lambda value: True
         self.just_made: dict[int, Value] = {}  # by identity: it may lie otherwise by now, or somewhere else
         self.gradients: Callable[[], Iterable[Tensor]] = tuple  # of the models that are trained
-        self._largest = account.budget // 8
-        self._wide = self._largest if wide is None else wide
+        largest = account.budget // 8
+        self.limits = largest, largest if wide is None else wide
         self._owners: dict[int, int] = {}  # history that views seem to have → the one that they have, by whoever was seen first
         self._mixed: set[int] = set()  # seeming histories of several owners: there only the tensor itself tells
 
@@ -101,7 +101,7 @@ class Values:
         account, size = self.account, 0
         if not account.knows(value.storage):
             size = tensor.untyped_storage().nbytes()
-            if size > (self._wide if tensor.dim() > 2 else self._largest):
+            if size > self.limits[tensor.dim() > 2]:
                 return False
             if account.held + size > account.budget and not self._make_room(value, size):
                 return False

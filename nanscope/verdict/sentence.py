@@ -71,7 +71,9 @@ def _unseen(snapshot: Snapshot) -> str:
 
 
 def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
-    """Why nothing is told of the inside of a model, "" where something is, or nobody knows."""
+    """Why nothing is told of the inside of a model, or of what was too large, "" where something is, or nobody knows."""
+    if seen.origin.op == "cut" and any(slug == "not_kept" for slug, _ in snapshot.notes):
+        return "A larger budget= would have kept them"
     note = next((text for slug, text in snapshot.notes if slug == "not_run_again"), "")
     reason = note.partition("the model could not be run again on a copy: ")[2].partition("; what is told")[0]
     return f"The model was not run again: {reason}" if reason and seen.origin.op in FED else ""
@@ -231,8 +233,9 @@ def _made_here(seen: Observation) -> str:
         where = _where(p.file, p.line)
         return f"{subject} gave {number(p.value)}{_at(p)}, {where}: {name} is compiled, and run as it is written it gives {number(instead)}"
     if p.op in ("opaque", "cut"):
+        code = "code that was not recorded" if p.op == "opaque" else "calls that were not kept"
         where = f", read at {_where(p.file, p.line)}" if p.file else ""
-        return f"{p.variable or 'a value'} was {number(p.value)}{_at(p)}{_inside(p)} when it came out of code that was not recorded{where}"
+        return f"{p.variable or 'a value'} was {number(p.value)}{_at(p)}{_inside(p)} when it came out of {code}{where}"
     if seen.kind is Kind.CLIP and math.isfinite(p.value):
         is_large = f"the gradient of {p.variable or 'a weight'} is {number(p.value)}{_at(p)}"
         return f"{is_large}, and the norm of all gradients overflows, {_where(p.file, p.line)}"

@@ -473,6 +473,8 @@ class Examiner:
         notes = [*logged_loss(trainer, snapshot.reached.loss, loss_bad), *look.notes]
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := sampled(framework)) is not None:
             notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
+        if look.location is not None and look.location.origin.op == "cut":
+            notes.append(("not_kept", self._too_large()))
         described = replace(
             snapshot,
             program=look.program,
@@ -489,6 +491,13 @@ class Examiner:
         )
         beside = {**recording.beside, **picked_ids(look)} if self.save_tokens else recording.beside
         return with_beside(to_save(described, look, self.save_tokens), beside, self.save_tokens)
+
+    def _too_large(self) -> str:
+        single, wide = (f"{size / 1e6:.3g} MB" for size in self.tape.limits)
+        return (
+            f"what it was made of was not kept: together no more than budget= ({self.tape.budget / 1e6:.3g} MB), and no tensor larger than "
+            f"{single} ({wide} with three dimensions); watch(budget=…), 8 (32) times the largest, keeps it"
+        )
 
     def worded(self, snapshot: Snapshot) -> Snapshot:
         """Return a bad step with the text of the token ids in it, where these were asked for."""
