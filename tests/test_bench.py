@@ -219,6 +219,13 @@ def test_a_verdict_is_measured_and_is_of_the_line() -> None:
     assert all(row.seconds is not None and row.seconds.median > 0 for row in found)
 
 
+def test_more_tokens_than_are_usually_held() -> None:
+    """Each size in a process with the budget for it; per token, and the memory of a verdict beside its file."""
+    rows, _ = asked.tokens([(8, 128), (16, 128)], 1)
+    assert [row.name for row in rows] == [f"{size} {what}, a token" for what in ("hit", "verdict") for size in ("8x128", "16x128")]
+    assert rows[0].ratio is not None and rows[0].ratio.median == 1 and rows[3].seconds is not None and rows[3].seconds.median > 0
+
+
 def test_what_grows_is_held_against_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sizes of each kind; the ratio of the smaller one is 1, and all runs have the verdict or the steps that they should."""
     for name, sizes in (

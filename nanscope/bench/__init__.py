@@ -19,5 +19,6 @@ NAMES = (
     "trl",
     "ddp",
     "verdict",
+    "tokens",
     "growth",
 )  # what can be measured, known without torch

@@ -14,6 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nanscope.bench.measure import MIB, Figures, Quartiles, alone, ended, forget_peak, memory, python, ratios, rotated
+from nanscope.capture.tape import BUDGET
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.file import load, save
 from nanscope.text import listed
@@ -29,6 +32,7 @@ from nanscope.watching.scope import watch
 SHRINKS = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}  # what is freed leaves the process, and is not counted as held; it takes its time
 WRITES = 3  # of the file, and of as many bytes beside it
 IMPORT = "import torch"
+HELD = 128  # bytes a token: a tensor of float32 may take an eighth of the budget
 CHECKED = 1 << 18  # tokens of a batch that is checked: every hazard is run on all of it, which takes minutes for a large one
 
 
@@ -52,8 +56,8 @@ def loss_of(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, adv
     return ((per_token_loss + 0.04 * per_token_kl) * mask).sum() / mask.sum()
 
 
-def of_size(rows: int, tokens: int, folder: str) -> dict[str, Any]:
-    """Run one bad step in this process, leave its snapshot in a folder, and return seconds and bytes.
+def of_size(rows: int, tokens: int, folder: str, budget: int = BUDGET) -> dict[str, Any]:
+    """Run one bad step in this process, leave its snapshot in a folder, and return seconds and bytes. budget: of bytes that are held.
 
     Raises NanscopeError if the origin is not the token that is far off.
     """
@@ -61,7 +65,7 @@ def of_size(rows: int, tokens: int, folder: str) -> dict[str, Any]:
     began = time.perf_counter()
     loss_of(*tensors).backward()  # type: ignore[no-untyped-call]
     backward = time.perf_counter() - began
-    with watch(out=folder) as scope:
+    with watch(out=folder, budget=budget) as scope:
         loss = loss_of(*tensors)
         before = memory("VmRSS")
         forget_peak()
@@ -120,6 +124,24 @@ def asked(sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[list[Figures],
     large = [f"{size[0]}x{size[1]}" for size in sizes if size[0] * size[1] > CHECKED]
     said = [f"{listed(large)}: check is left out, it takes minutes"] if large else []
     return rows, ["a recorded step as a file: written by nanscope beside the same bytes, both with fsync", *said]
+
+
+def tokens(sizes: Sequence[tuple[int, int]], rounds: int) -> tuple[list[Figures], list[str]]:
+    """Measure a bad step of each size, by turns, each time in a process of its own that may hold all of it."""
+    named = {f"{rows}x{length}": (rows, length) for rows, length in sizes}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in named}
+    for turn in range(rounds):
+        for name in rotated(named, turn):
+            with tempfile.TemporaryDirectory() as folder:
+                found[name].append(alone("asked:of_size", *named[name], folder, max(BUDGET, HELD * prod(named[name])), **SHRINKS))
+    figures = []
+    for what in ("hit", "verdict"):
+        times = {name: [[one["seconds"][what] / prod(named[name])] for one in ones] for name, ones in found.items()}
+        for name, per in times.items():
+            row = Figures(f"{name} {what}, a token", Quartiles.of([one for (one,) in per]), ratios(per, times[next(iter(named))]))
+            grown, file = found[name][-1]["grown"], found[name][-1]["bytes"]
+            figures.append(replace(row, peak=grown, peak_ratio=grown / file) if what == "verdict" and grown is not None else row)
+    return figures, ["ratios are to the smallest batch; how far a process went beyond what it held before is to the size of its snapshot"]
 
 
 def _of(size: str, found: Sequence[Mapping[str, Any]], most: float | None, verbs: Mapping[str, list[float]]) -> list[Figures]:

@@ -56,6 +56,7 @@ def _trl(rounds: int, quick: bool) -> Result:
 
 
 SMALL, LARGE = (64, 1024), (512, 8192)  # batches, rows and tokens
+HUGE = (LARGE, (1024, 16384), (4096, 16384))
 
 SUBJECTS: dict[str, Subject] = {
     "call": Subject(
@@ -109,6 +110,11 @@ SUBJECTS: dict[str, Subject] = {
         lambda rounds, quick: asked.asked([SMALL] if quick else [SMALL, LARGE], rounds),
         rounds=(1, 1),
         usual=(True, True),
+    ),
+    "tokens": Subject(
+        "bad steps of 4, 16 and 64 million tokens and their verdicts, each in a process that may hold them; takes 8 GB",
+        lambda rounds, quick: asked.tokens(HUGE[:2] if quick else HUGE, rounds),
+        rounds=(1, 2),
     ),
     "growth": Subject(
         "does it grow in step with the work? What a call, token, layer, step, rank takes as there are more",
