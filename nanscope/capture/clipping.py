@@ -1,7 +1,11 @@
-"""What the trainer measures of gradients before it clips them: the norms that it takes without gradient, of which tensors, and where."""
+"""What the trainer measures of gradients before it clips them: the norms that it takes without gradient, of which tensors, and where.
+
+And by what it then multiplies them all: who knows both need not read the gradients once more to know the norm that they have now.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +17,7 @@ from nanscope.capture.sites import NOWHERE, Place
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Site
 from nanscope.program.local import is_plain, local
+from nanscope.torch_inside import writes_counted
 
 NORMS, LARGEST = 4096, 64  # norms that are remembered, and elements of one: they are taken of a tensor, or of each of its rows
 MEASURED = 1 << 16  # tensors of which a norm is remembered
@@ -32,11 +37,18 @@ class Clipping:
         self.measured: dict[Where, Tensor] = {}
         self.measured_at: dict[Where, int | None] = {}
         self._place: Place = NOWHERE  # where the last one was taken
+        self._written = False  # something was that may be a gradient, by whatever name
+        self._factor: Tensor | None = None  # of all gradients, since their norms were taken
+        self._scaled: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity, and how often they had been written to before
+        self._told: int | None = None  # how often they had been since then, when their norm was asked for
 
     def noted(self, call: RawCall) -> None:
-        """A norm was taken by a call that waits."""
-        self.took(call.results, call.place)
-        self.measure([(address, shape.numel(), version) for version, address, shape, _ in call.seen], call.args[1:], call.results)
+        """A call that waits has taken norms, or has written to tensors."""
+        if call.operator.norm:
+            self.took(call.results, call.place)
+            self.measure([(address, shape.numel(), version) for version, address, shape, _ in call.seen], call.args[1:], call.results)
+        elif not call.results:
+            self._scale(call)
 
     def took(self, norms: Iterable[Tensor], place: Place) -> None:
         """Norms were taken of something. place: in the trainer's code."""
@@ -52,6 +64,42 @@ class Clipping:
             for (address, size, version), norm in zip(operands, norms, strict=True):
                 if type(norm) is Tensor and norm.numel() == 1 and (address, size) not in self.measured:
                     self.measured[address, size], self.measured_at[address, size] = norm, version
+
+    def _scale(self, call: RawCall) -> None:
+        """A list of tensors was written to: multiplied by one number after their norms were taken, or nobody knows what they are now."""
+        grads, *rest = call.args
+        at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in call.seen[: len(grads)]]
+        by_one = call.operator.name == "_foreach_mul_" and len(rest) == 1 and type(rest[0]) is Tensor and rest[0].numel() == 1
+        if self._written or not by_one or None in at:
+            self.wrote()
+        else:
+            self._written, self._factor = True, rest[0]
+            self._scaled = {id(grad): (weakref.ref(grad), writes or 0) for grad, writes in zip(grads, at, strict=True)}
+
+    def wrote(self) -> None:
+        """Something was written to, which may be a gradient by another name."""
+        self._written, self._factor, self._scaled, self._told = True, None, {}, None
+
+    def norm_after(self, grads: Sequence[Tensor], before: Tensor) -> Tensor | None:
+        """Return the norm of gradients, as far as any call has told, without reading them; None where that takes a reading. before: that
+        which was taken of them."""
+        self._told = self._writes_since(grads)
+        # an operator on lists counts once or twice
+        return before * self._factor if self._factor is not None and self._told in (1, 2) else None
+
+    def tells(self, grads: Sequence[Tensor]) -> bool:
+        """Was the norm of these gradients told without reading them, and has nobody been seen to write to them since?"""
+        return self._told is not None and self._writes_since(grads) == self._told
+
+    def _writes_since(self, grads: Sequence[Tensor]) -> int | None:
+        """How often was each of them written to after its norm was taken? None if not all as often, or if that is not known."""
+        since: set[int] = set()
+        for grad in grads if len(self._scaled) >= len(grads) else ():
+            known, writes = self._scaled.get(id(grad), (None, 0))
+            if known is None or known() is not grad:
+                return None
+            since.add(writes_counted(grad) - writes)
+        return since.pop() if len(since) == 1 else None
 
     def norm_of(self, tensor: Tensor) -> Tensor | None:
         """Return the first 2-norm that was taken of a gradient."""
@@ -71,9 +119,11 @@ class Clipping:
         self.measured_at, other.measured_at = other.measured_at | self.measured_at, {}
         self.norms.extend(other.norms)
         other.norms.clear()
+        self.wrote()
 
     def forget(self) -> None:
         """Another backward pass is over, or the step."""
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
+        self._written, self._factor, self._scaled, self._told = False, None, {}, None

@@ -143,7 +143,7 @@ class Tape:
             if noting is not None:
                 self.after(noting, args, result)
             return
-        if operator.norm and not torch.is_grad_enabled():
+        if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
             self.clipping.noted(self.notes.last())
         if self.notes.weight > self.notes.most:
             self._understand()
@@ -268,6 +268,8 @@ class Tape:
             return operator, None, None
         if operator.silent or (operator.name in DATA_FACTORIES and operator.mutable and self._fills_what_nobody_knows(args)):
             return None
+        if operator.mutable:
+            self.clipping.wrote()
         with self._lock:
             if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
                 self.settle()  # what makes no value, and of nothing, has no place among the others
@@ -314,6 +316,7 @@ class Tape:
                 self._answered(args[0], result)
         elif noted is None and operator.overload.startswith("c10d."):
             self._known.unfind(tensors_of((args, result)))
+            self.clipping.wrote()
             self.agreed.collective(operator, args, bool(self.clipping.norms))
         elif noted is None:
             if not self._jagged.after(operator, args, self._keywords, result):

@@ -228,6 +228,13 @@ class Examiner:
         named = self.modules.parameters()
         return in_its_weight(late(name_of(parameter, named) or "a weight", spoilt, UNMADE, weight=parameter), parameter, named)
 
+    def overwritten(self, last: Recording, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Hit:
+        """Gradients are bad that were fine when they were clipped: what was written to them since was not seen."""
+        parameter, spoilt = next(pair for pair in zip(parameters, grads, strict=True) if not bool(is_finite(pair[1])))
+        named = self.modules.parameters()
+        seen = in_its_weight(late(name_of(parameter, named) or "a weight", spoilt, WRITTEN, weight=parameter), parameter, named)
+        return Hit(last, Reached(last.value, len(grads), count_bad(grads), scaled=last.scaled), look=NOTHING, seen=seen)
+
     def raised(self, recording: Recording, error: BaseException) -> tuple[Hit | None, bool]:
         """Return what a backward pass met that raised: a flag that was reached says it, or the same pass made once more.
 

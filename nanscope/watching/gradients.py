@@ -63,6 +63,14 @@ class Gradients:
             self.keep()
         self._mark(total, bad)
 
+    def overwritten(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made weights non-finite: was it the gradients, which nobody had read since a clip told their norm?"""
+        parameters, grads = self.of(optimizer)
+        if self._course.recordings and self._examiner.tape.clipping.tells(grads) and count_bad(grads):
+            hit = self._examiner.overwritten(self._course.recordings[-1], parameters, grads)
+            self._failsafe("gradient-hit", self._keeper.keep, hit)
+            self._mark(len(grads), count_bad(grads))
+
     def keep(self, parameters: Sequence[nn.Parameter] = (), grads: Sequence[Tensor] = ()) -> None:
         """Gradients of the step are bad, and nothing that was seen of it said so before. grads: those that are still there."""
         recordings = self._course.recordings

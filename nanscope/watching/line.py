@@ -82,17 +82,25 @@ class Line:
         beyond = self.reading is not None and self.reading.headroom is not None and self.reading.headroom < 0
         return beyond or (self.loss is not None and abs(self.loss) > HUGE)
 
-    def measure(self, grads: list[Tensor], tape: Tape, scale: object, by_hand: bool) -> float:
+    def measure(self, grads: list[Tensor], tape: Tape, scale: object, by_hand: bool, read: bool) -> float:
         """Take the norm of the gradients that reach an optimizer, and that which the trainer's clip took before; return the first.
 
         scale: what the gradients of a fused optimizer are still multiplied by. by_hand: the trainer's norm may be that of scaled gradients.
+        read: they are read, although a clip may have told what their norm is: nobody may have written to them unseen.
         """
-        total = torch.linalg.vector_norm(norms(grads))
         taken = [tape.clipping.measured.get((grad.data_ptr(), grad.numel())) for grad in grads if type(grad) is Tensor]
         seen = [norm for norm in taken if norm is not None]
-        before = torch.linalg.vector_norm(joined(seen)) if len(seen) == len(grads) and not by_hand else total
-        self.norm, self.before = (torch.stack([total, before]) / (scale if isinstance(scale, Tensor) else 1.0)).tolist()  # in one transfer
+        before = torch.linalg.vector_norm(joined(seen)) if len(seen) == len(grads) and not by_hand else None
+        after = None if before is None or read else tape.clipping.norm_after(grads, before)
+        if after is None or not self._tell(after, before, scale):  # a norm may overflow where no gradient has
+            self._tell(torch.linalg.vector_norm(norms(grads)), before, scale)
         return float(self.norm or 0.0)
+
+    def _tell(self, total: Tensor, before: Tensor | None, scale: object) -> bool:
+        """Take both norms over in one transfer, and return whether the first is finite."""
+        both = torch.stack([total, total if before is None else before]) / (scale if isinstance(scale, Tensor) else 1.0)
+        self.norm, self.before = both.tolist()
+        return math.isfinite(self.norm or 0.0)
 
     def entry(self, counts: Counts, rank: int, stepped: Stepped, bad: bool, ruined: str = "") -> Entry:
         """Return the line; the step is over. ruined: by what, where all of it stayed finite."""

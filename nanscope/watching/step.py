@@ -103,7 +103,7 @@ class Step(Relay):
         self._bare: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._absorbed = Absorbed(examiner, logbook)
         self._gradients = Gradients(keeper, examiner, logbook, failsafe)
-        self._weights = Weights(remains, keeper, examiner, logbook, failsafe)
+        self._weights = Weights(remains, self._gradients, keeper, examiner, logbook, failsafe)
         self._spared = Spared(keeper, examiner, logbook, self._weights.or_buffers_bad, on_nonfinite != "record")
         self._consumed = Consumed()
         self._deep = Deep(awake, examiner, keeper, logbook)
@@ -321,7 +321,8 @@ class Step(Relay):
             return
         by_hand = any(recording.scale is not None and recording.scale.scaler is None for recording in self._recordings)
         line = Line() if self._course.closed else self._course.line  # of two optimizers the first has closed the step
-        total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand)
+        acts = self._skipping is not None or self._keeper.stops
+        total = line.measure(grads, self._tape, getattr(optimizer, "grad_scale", None), by_hand, read=acts)
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_step, self.number, parameters, grads, total)
         self._gradients.judge(optimizer, parameters, grads, total)
@@ -557,7 +558,7 @@ class Step(Relay):
     def _look_at_a_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has let a closure differentiate, and takes its step on that without asking again."""
         parameters, grads = self._gradients.of(optimizer)
-        if grads and not math.isfinite(self._course.line.measure(grads, self._tape, None, False)) and count_bad(grads):
+        if grads and not math.isfinite(self._course.line.measure(grads, self._tape, None, by_hand=False, read=True)) and count_bad(grads):
             self._look_at_waiting(optimizer)  # what went bad first is told first
             if self._skipping is not None and not self._skipping.skips:
                 self._logbook.refuse_to_skip(self.counts.number, IN_A_CLOSURE)

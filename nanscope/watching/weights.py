@@ -15,6 +15,7 @@ from nanscope.snapshot.observation import Observation, Phase
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.watching.course import Course
 from nanscope.watching.examine import Examiner
+from nanscope.watching.gradients import Gradients
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.optimizers import updated_by
@@ -26,8 +27,11 @@ from nanscope.watching.remains import AT_END, Remains
 class Weights:
     """Asked when an optimizer has stepped, when the loop has written to its weights itself, and when the block ends."""
 
-    def __init__(self, remains: Remains, keeper: Keeper, examiner: Examiner, logbook: Logbook, failsafe: Failsafe) -> None:
-        self._remains, self._keeper, self._examiner, self._logbook, self._failsafe = remains, keeper, examiner, logbook, failsafe
+    def __init__(
+        self, remains: Remains, gradients: Gradients, keeper: Keeper, examiner: Examiner, logbook: Logbook, failsafe: Failsafe
+    ) -> None:
+        self._remains, self._gradients = remains, gradients
+        self._keeper, self._examiner, self._logbook, self._failsafe = keeper, examiner, logbook, failsafe
 
     @property
     def _course(self) -> Course:
@@ -46,6 +50,9 @@ class Weights:
             self._failsafe("remains", self._keep_buffer)
         self._remains.optimizers.wrote(optimizers, bad)
         self._are(bad, _all_of(optimizers), optimizers)
+        for one in optimizers if bad else ():
+            if not (self._course.bad or self._course.foreign):
+                self._gradients.overwritten(one)
         if bad and not (self._course.bad or self._course.foreign):
             self._keep_update(optimizers, first, len(weights), bad)
         return len(weights), bad

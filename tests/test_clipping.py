@@ -1,0 +1,162 @@
+"""What a clip measures and multiplies by tells the norm of the gradients, and whoever writes to them after that is noticed all the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nanscope
+from nanscope.watching import line
+from nanscope.watching.acting import OnNonFinite
+
+Then = Callable[[nn.Module], None]
+
+
+def train(
+    out: Path, then: Then = lambda model: None, at: int = 4, on_nonfinite: OnNonFinite = "record", most: float = 0.1
+) -> nanscope.Scope:
+    """Train a few steps, whose gradients are clipped; in one of them something is done after that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=out, on_nonfinite=on_nonfinite) as scope:
+        for step in range(1, 7):
+            loss = model(torch.randn(6, 4)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), most)
+            if step == at:
+                then(model)
+            optimizer.step()
+    return scope
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has one entry for each time that gradients are read for their norm: how many."""
+    found: list[int] = []
+    norms = line.norms
+
+    def counted(grads: list[Tensor]) -> Tensor:
+        found.append(len(grads))
+        return norms(grads)
+
+    monkeypatch.setattr(line, "norms", counted)
+    return found
+
+
+@pytest.mark.parametrize("most", [0.1, 1e6])
+def test_the_norm_is_what_the_clip_has_left(tmp_path: Path, read: list[int], most: float) -> None:
+    """To rounding, and nobody has read the gradients for it: one pass over them less."""
+    exact: list[float] = []
+    scope = train(tmp_path / "told", lambda model: exact.append(norm_of(model)), most=most)
+    assert read == []
+    entry = scope.history.entries[3]
+    assert (entry.grad_norm if entry.grad_norm_clipped is None else entry.grad_norm_clipped) == pytest.approx(exact[0], rel=1e-5)
+    assert (entry.grad_norm_clipped is None) == (most > 1) and scope.verdict.healthy
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip", "repair"])
+def test_who_acts_before_the_step_reads_them(tmp_path: Path, read: list[int], mode: OnNonFinite) -> None:
+    """What nobody was seen to write must not get into the weights."""
+    train(tmp_path, on_nonfinite=mode)
+    assert read == [4] * 6
+
+
+def norm_of(model: nn.Module) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([grad_of(weight).flatten() for weight in model.parameters()])))
+
+
+def grad_of(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def first(model: nn.Module) -> Tensor:
+    return grad_of(next(model.parameters()))
+
+
+def plainly(model: nn.Module) -> None:
+    first(model)[1, 2] = math.nan
+
+
+def by_another_name(model: nn.Module) -> None:
+    first(model).data[1, 2] = math.nan
+
+
+def unseen(model: nn.Module) -> None:
+    first(model).numpy()[1, 2] = math.nan
+
+
+def as_lists(model: nn.Module) -> None:
+    torch._foreach_mul_([grad_of(weight) for weight in model.parameters()], torch.tensor(math.nan))
+
+
+def as_lists_by_another_name(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([grad_of(weight).data for weight in model.parameters()], math.nan)
+
+
+def clipped_again(model: nn.Module) -> None:
+    plainly(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def replaced(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    weight.grad = grad_of(weight) * math.nan
+
+
+def by_address(model: nn.Module) -> None:
+    grad = first(model)
+    torch.from_numpy(grad.numpy()).fill_(math.nan)
+
+
+WAYS = [plainly, by_another_name, unseen, as_lists, as_lists_by_another_name, clipped_again, replaced, by_address]
+
+
+@pytest.mark.parametrize("then", WAYS, ids=lambda then: then.__name__)
+def test_gradients_that_are_written_to_after_the_clip(tmp_path: Path, then: Then) -> None:
+    """It is told of the gradients, and not of the update that they went into."""
+    scope = train(tmp_path, then)
+    incident = scope.verdict.incidents[0]
+    assert incident.step == 4 and incident.reached["gradients"][0] > 0 and incident.phase == "backward", scope.verdict.sentence
+    assert "exp_avg" not in scope.verdict.sentence and (scope.steps, scope.bad_steps) == (6, 3), scope.verdict.sentence
+
+
+class SpoilsGradients(torch.optim.SGD):
+    """Writes to the gradients itself."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad.mul_(math.inf)
+        super().step()
+
+
+def test_an_optimizer_that_writes_to_gradients_itself(tmp_path: Path) -> None:
+    """They were fine when it began."""
+    model = nn.Linear(4, 1)
+    optimizer = SpoilsGradients(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert scope.verdict.incidents[0].phase == "optimizer", scope.verdict.sentence
+
+
+@pytest.mark.parametrize("scale", [1e30, math.inf])
+def test_a_norm_that_overflows(tmp_path: Path, read: list[int], scale: float) -> None:
+    """Only its own reading tells whether a gradient has."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        (model(torch.ones(6, 4)) * scale).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert read == [2] and not scope.verdict.healthy, scope.verdict.sentence
