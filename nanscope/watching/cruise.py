@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from nanscope.capture.gauge import Clip, Dials, clamped, clip_of
+from nanscope.capture.gauge import Dials
 from nanscope.capture.log import Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.notes import OURS
@@ -24,32 +24,27 @@ from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.roles import Role
+from nanscope.watching.dialled import Dialled
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import BY_HAND
 
 KEPT, MET = 16, 256  # structures that are known, and that were met once
 IN_VAIN = 16  # losses in a row that are not recognised, until fewer are looked at
-ABOVE = 1 << 20  # numbers of values begin at 0, and codes below
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """A loss that was written down. key: of its stretch. root: what was differentiated. leaves: what its calls in there read, those from
-    outside first; origins: calls that these came of. edges: those leaves that have a gradient. dials: of the gauge, but for its clips:
-    these are among `clamps`, what is bounded and by which call. compares: there is something of the sampler. wanted: what the gauge reads.
-    unseen: an exponent was not held. made: calls of its program in there that have a gradient; others may be come back for. beside: what
-    else had a gradient, and how often it was read. codes: of the trainer's functions, which must not make way for others."""
+    outside first; origins: calls that these came of. edges: those leaves that have a gradient. dialled: what the gauge reads. made: calls
+    of its program in there that have a gradient; others may be come back for. beside: what else had a gradient, and how often it was read.
+    codes: of the trainer's functions, which must not make way for others."""
 
     key: tuple[Any, ...]
     root: Code
     leaves: tuple[Code, ...]
     origins: tuple[Chain, ...]
     edges: tuple[Code, ...]
-    dials: Dials
-    compares: bool
-    clamps: tuple[tuple[Code, int], ...]
-    wanted: tuple[Code, ...]
-    unseen: bool
+    dialled: Dialled
     made: tuple[int, ...]
     beside: tuple[tuple[Code, int], ...]
     codes: tuple[Any, ...]
@@ -57,8 +52,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Familiar:
-    """A backward pass that is about to begin. dials, values: what the gauge reads, and that by where it stands. waiting: what was computed
-    beside its loss, has a gradient, and is held by somebody."""
+    """A backward pass that is about to begin. dials, values: of its gauge, and what that reads. waiting: what was computed beside its loss,
+    has a gradient, and is held by somebody."""
 
     known: Known
     stretch: Passage
@@ -122,7 +117,7 @@ class Cruise:
         known = self._known.get(number)
         if known is None or stretch.code(root) != known.root or stretch.key != known.key or _is_scaled(stretch, known):
             return None
-        if not known.compares and Role.ROLLOUT_LOG_PROBS in self._tape.beside:
+        if not known.dialled.is_all(self._tape.beside):
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
         origins = self._tape.chains(_outer(known.leaves, leaves), self._numbered)
@@ -132,14 +127,13 @@ class Cruise:
         edges = [stretch.tensor(code) for code in known.edges]
         if not all(edge.requires_grad for edge in edges):
             return None
-        values = {code + ABOVE: stretch.tensor(code) for code in known.wanted}
-        if any(map(stretch.was_written_to, known.wanted, values.values())):
+        values = known.dialled.values(stretch)
+        if values is None:
             return None
         self._known[number] = self._known.pop(number)  # the last to make way
         self._in_vain = 0
         made = frozenset(id(stretch.calls[index]) for index in known.made)
-        dials = replace(known.dials, clips=_clips(stretch, known)) if known.clamps else known.dials
-        return Familiar(known, stretch, root, tuple(leaves), tuple(edges), dials, values, made, held)
+        return Familiar(known, stretch, root, tuple(leaves), tuple(edges), known.dialled.of(stretch), values, made, held)
 
     def references(self) -> Mapping[int, int]:
         """Return how often tensors are referred to by what is held of a loss that was not recognised, by identity."""
@@ -200,30 +194,19 @@ class Cruise:
         if not behind.issuperset(codes[leaf] for leaf in (diff if before else codes)):
             return None  # it reads what is not there any more
         edges = tuple(at for leaf in diff if (at := codes[leaf]) is not None)
-        compares = bool(dials.rollouts) or Role.ROLLOUT_LOG_PROBS in recording.beside
-        held = {value: tensor for value in dials.wanted(compares) if (tensor := self._tape.tensor(value)) is not None}
-        where = {value: found + ABOVE for value, tensor in held.items() if (found := stretch.code(tensor)) is not None}
-        shapes = {held[value].shape for value in where}
-        if any(value not in dials.masks or held[value].shape in shapes for value in held.keys() - where.keys()):
-            return None  # what it reads stands before, and is not a mask of something else
-        clipped = {value for value, _, _ in dials.clips}
-        bounded = [(self._tape.tensor(value), number) for call, number in own if (value := clamped(call)) in clipped and value is not None]
-        clamps = [(at, number) for tensor, number in bounded if tensor is not None and (at := stretch.code(tensor)) is not None]
+        dialled = Dialled.learnt(dials, stretch, self._tape, own, Role.ROLLOUT_LOG_PROBS in recording.beside)
+        if dialled is None:
+            return None
         times = stretch.times_read()
-        outside = (number for number in range(len(stretch.calls)) if number not in set(made))
+        outside = sorted(set(range(len(stretch.calls))).difference(made))
         beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
-        there = replace(dials.mapped(lambda value: where.get(value, -1)), clips=())
         return Known(
             stretch.key,
             root,
             leaves,
             origins,
             edges,
-            there,
-            compares,
-            tuple(clamps),
-            tuple({*(number - ABOVE for number in there.wanted(True)), *(code for code, _ in clamps)}),
-            any(value not in held for value, _ in dials.exponents),
+            dialled,
             tuple(number for number in made if any(one.requires_grad for one in stretch.results(number))),
             tuple((code, times[code]) for code in beside),
             tuple(call[6][0] for call in stretch.calls),
@@ -239,12 +222,6 @@ def _is_scaled(stretch: Passage, known: Known) -> bool:
     """Has the last thing that was done to the loss become a multiplication against underflow?"""
     last = known.root // RESULTS
     return stretch.calls[last][0].name.rstrip("_") == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
-
-
-def _clips(stretch: Passage, known: Known) -> tuple[Clip, ...]:
-    """What is clipped, to the bounds of this step."""
-    found = (clip_of(code + ABOVE, *stretch.numbers(number)[1:]) for code, number in known.clamps)
-    return tuple(clip for clip in found if clip is not None)
 
 
 def _held(stretch: Passage, known: Known) -> tuple[Code, ...]:

@@ -52,7 +52,7 @@ class Outlook:
         recording.beside, self.dials = self._tape.beside, None
         beside = Beside(recording.beside, lambda: correction_of(recording))
         if recording.unwritten is not None and found is not None:
-            gauged = read_gauge(found.dials, found.values, beside, found.known.unseen)
+            gauged = read_gauge(found.dials, found.values, beside, found.known.dialled.unseen)
         elif recording.program is not None:
             gauged = self._gauge.read(recording.program, self._tape.tensor, beside)
             self.dials = self._gauge.dials
