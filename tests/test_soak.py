@@ -172,7 +172,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "most in one memory": max(map(len, known.by_storage.values()), default=0),
         "findable": len(known.by_key),
         "norms": len(tape.clipping.norms),
-        "opaque": len(tape._opaque),
+        "opaque": len(tape._opaques),
         "code": len(tape.callers._authors.known),
         "recordings": len(step._recordings),
         "module calls": len(scope._modules.calls),

@@ -1189,7 +1189,7 @@ def test_a_loop_without_a_backward_pass_grows_neither_the_tape_nor_its_work(
             before, most = tape.length, 0
             for _ in range(150):
                 step()
-                most = max(most, len(tape.values), len(tape.known.by_key), *map(len, tape.known.by_storage.values()), len(tape._opaque))
+                most = max(most, len(tape.values), len(tape.known.by_key), *map(len, tape.known.by_storage.values()), len(tape._opaques))
             known.append(most)
             numbered.append(tape.length - before)
     assert not tape.broken

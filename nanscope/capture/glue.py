@@ -71,7 +71,7 @@ def glue_within(tape: Tape, tensors: Iterable[Tensor]) -> dict[Address, Glue]:
     """Return what the forward of a custom function did to make these, as far as it is plain torch, by where they lie."""
     found: dict[Address, Glue] = {}
     for tensor in tensors:
-        value = tape.within(tensor)
+        value = tape.storages.within(tensor)
         glue = _made(tape, value, place_of(tensor)) if value is not None else None
         if glue is not None and glue.program.calls:
             found[glue.place] = glue
@@ -97,7 +97,7 @@ def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
     ]:
         leaf = bad[0].id
         looked.add(leaf)
-        within = tape.within(tensors[leaf])
+        within = tape.storages.within(tensors[leaf])
         with contextlib.suppress(LookupError):
             part, own = tape.program(within) if within is not None else (EMPTY, {})
             if part.calls:

@@ -31,7 +31,6 @@ from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
 from nanscope.capture.entries import (
     ANSWER,
     PLAIN,
-    Handle,
     Noted,
     Opaque,
     Operator,
@@ -40,9 +39,7 @@ from nanscope.capture.entries import (
     Unseen,
     Value,
     history_of,
-    is_intact,
     node_of,
-    still_there,
     tensors_of,
 )
 from nanscope.capture.jagged import Jagged
@@ -50,13 +47,14 @@ from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Later, Notes, Raw, RawCall, Seen, SoFar
+from nanscope.capture.opaques import Opaques
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
-from nanscope.capture.source import site_of
+from nanscope.capture.storages import Storages
 from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
-from nanscope.program.calls import Arg, Leaf, Ref, Site
+from nanscope.program.calls import Arg, Leaf, Ref
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import first_nonfinite, tensor_bytes
 from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES
@@ -113,11 +111,10 @@ class Tape:
         self._jagged = Jagged(self._log, self._known, self.find, self._leaf)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
-        self._log.lost = self._note_lost
-        self._lost: dict[Address, tuple[str, Handle]] = {}  # results of calls that had to make room, as long as they are there
-        self._opaque: dict[Address, tuple[Opaque, Handle]] = {}  # results of calls that cannot be replayed, until they are read
+        self._opaques = Opaques(PATIENCE)
+        self._log.lost = self._opaques.lose
+        self._storages = Storages(self._known, self._log, self.operators, self._opaques)
         self.opaque: dict[int, Opaque] = {}
-        self._crowd = PATIENCE  # when there are so many of them, those are looked for that are gone
         self._rounds = 0  # steps in a row that have left calls which wait
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
@@ -253,6 +250,12 @@ class Tape:
         return self._doubts.is_open
 
     @property
+    def storages(self) -> Storages:
+        """What lies where, of all calls so far."""
+        self.settle()
+        return self._storages
+
+    @property
     def differentiated(self) -> Differentiated:
         """The passes in which the trainer's code took gradients itself."""
         self.settle()
@@ -295,7 +298,7 @@ class Tape:
         tensor = args[0] if args and type(args[0]) is Tensor else None
         if tensor is None or not is_plain(tensor) or self._known.by_storage.get(memory_of(tensor)) or not self.notes.is_new(tensor):
             return False
-        self._opaque.pop(key_of(tensor, PLAIN)[:4], None)
+        self._opaques.take(tensor)
         return True
 
     def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
@@ -418,20 +421,11 @@ class Tape:
 
     def _note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
         placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
-        self._opaque[key_of(tensor, PLAIN)[:4]] = Opaque(op, read, self._place() if placed else NOWHERE), Handle(tensor)
-        if len(self._opaque) > self._crowd:
-            self._opaque = still_there(self._opaque)
-            self._crowd = PATIENCE + 2 * len(self._opaque)
+        self._opaques.note(tensor, Opaque(op, read, self._place() if placed else NOWHERE))
 
     def _place(self) -> Place:
         """Where the call is made that is being understood."""
         return self.callers.caller() if self._log.noted is None else self._log.noted.place
-
-    def _note_lost(self, tensor: Tensor, op: str) -> None:
-        if len(self._lost) >= RING:
-            self._lost = still_there(self._lost)
-        if is_plain(tensor) and len(self._lost) < RING:
-            self._lost[key_of(tensor, PLAIN)[:4]] = op, Handle(tensor)
 
     def came_out(self, name: str, tensors: Iterable[Tensor]) -> bool:
         """Note what code has made that is compiled, and that nobody recorded; False if all of it was. name: of the code."""
@@ -449,7 +443,7 @@ class Tape:
     def computed(self, tensor: Tensor) -> Value | None:
         """Return what the tape knows of a tensor that was computed outside of a module; None for one that came in, or out of a module."""
         value = self.find(tensor)
-        if value is None and self._opaque and is_plain(tensor) and key_of(tensor, PLAIN)[:4] in self._opaque:
+        if value is None and self._opaques.has(tensor):
             value = self._leaf(tensor)
         return None if value is None or (value.leaf is not None and value.leaf.origin != "opaque") else value
 
@@ -463,8 +457,7 @@ class Tape:
         # A view that was made under no_grad says that it wants a gradient, and gets none.
         wanted = tensor.requires_grad if was is None else was[0] != PLAIN
         diff = wanted and not (node is None and base is not None and base.requires_grad)
-        made = self._opaque.pop(key_of(tensor, PLAIN)[:4], None) if self._opaque else None
-        call = made[0] if made is not None and not made[1].expired() else None
+        call = self._opaques.take(tensor)
         opaque = "" if call is None else call.op
         module = "" if opaque else (self.module_outputs(tensor) or "")
         parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
@@ -473,8 +466,8 @@ class Tape:
             kind, made_by = "data", "empty"
         elif derived is not None:
             kind, made_by = "opaque", "backward"
-        elif self._lost and not (module or parameter) and (lost := self._lost.get(key_of(tensor, PLAIN)[:4])) and not lost[1].expired():
-            kind, made_by = "cut", lost[0]
+        elif not (module or parameter) and (lost := self._opaques.lost(tensor)):
+            kind, made_by = "cut", lost
         elif opaque:
             kind, made_by = "opaque", opaque
         elif module:
@@ -501,80 +494,10 @@ class Tape:
             if (grad := tensor.grad) is not None and is_plain(grad) and grad.layout is torch.strided:
                 self._note_opaque(grad, "backward")
 
-    def within(self, tensor: Tensor) -> Value | None:
-        """Return what was computed without gradient in the place of a tensor: what a custom function returns, or saves, its forward has
-        made so. None if that was not seen."""
-        if not is_plain(tensor):
-            return None
-        place, version, own = key_of(tensor, PLAIN)[:4], version_of(tensor), self.find(tensor)
-        there = [value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place and not value.diff]
-        if own is not None and own.id not in self.known.made_by:
-            there = [value for value in there if value.id < own.id]  # what was made of it since, as what autograd has saved, is later
-        made = [value for value in there if value.id in self.known.made_by and value.version in (None, version)]
-        return max(made, key=lambda value: value.id, default=None)
-
     def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
         """Return the ids of values, None if one of them is not known."""
         found = [self.find(tensor) for tensor in tensors]
         return None if None in found else [value.id for value in found if value is not None]
-
-    def made_within(self, tensor: Tensor) -> list[Value]:
-        """Return what was made in the memory of a tensor, the latest first, and of the whole of it before that of parts: whatever has been
-        written to it since that has no other form. To a weight no write to a view of it is one, as far as autograd knows."""
-        part = local(tensor)
-        if part is None:
-            return []
-        place, size = key_of(part, PLAIN)[:4], part.numel() * part.element_size()
-        known = (value for number in self.known.made_by if (value := self.values.get(number)) is not None)
-        there = {value.id: value for value in known if place[0] <= value.key[0] < place[0] + size}
-        return sorted((there[value] for value in self._computed(there)), key=lambda value: (value.key[:4] == place, value.id), reverse=True)
-
-    def is_unwritten(self, tensor: Tensor) -> bool:
-        """Was memory seen to be made for it, and nobody to write to it since? Known until the next `forget`."""
-        if not is_plain(tensor) or version_of(tensor):
-            return False
-        made = self._opaque.get(key_of(tensor, PLAIN)[:4])
-        if made is not None and made[0].op.startswith(tuple(UNWRITTEN_FACTORIES)) and not made[1].expired():
-            return True
-        read = (value for value in self.known.relatives(memory_of(tensor)) if value.leaf is not None and value.leaf.made_by == "empty")
-        return any(is_intact(value) for value in read)
-
-    def written_at(self, tensor: Tensor, since: int = 0, last: bool = True) -> Site | None:
-        """Return where what a tensor holds was computed or written to; None if that was not seen, or before so many calls were.
-
-        last: nobody has written to it unseen after that.
-        """
-        if not is_plain(tensor):
-            return None
-        place, version = key_of(tensor, PLAIN)[:4], version_of(tensor)
-        found = (value for value in self.known.relatives(memory_of(tensor)) if value.key[:4] == place)
-        there = [value.id for value in found if value.version == version or not last]
-        made = max((self.known.made_by[value] for value in self._computed(there)), default=-1)
-        entry = self.log.entries.get(made) if made >= since else None
-        return None if entry is None or entry.code is None else site_of(entry.code, entry.lasti)
-
-    def _computed(self, values: Iterable[int]) -> list[int]:
-        """Of some values, those that a call has made, and that are not only another look at what lay there; what is copied into a tensor
-        looks like that, and lay somewhere else."""
-        views = {operator.overload for operator in self.operators.values() if operator.view and not operator.mutable}
-        made = [value for value in values if self.known.made_by.get(value) in self.entries]
-
-        def is_view(value: int) -> bool:
-            entry = self.entries[self.known.made_by[value]]
-            read = (self.values.get(one) for one in entry.reads())
-            return entry.op in views and any(one is not None and one.storage == self.values[value].storage for one in read)
-
-        return [value for value in made if not is_view(value)]
-
-    def was_written(self, tensor: Tensor, since: int) -> bool:
-        """Was something seen to be written to the memory of a tensor after so many calls, under whatever name, or to be made there?
-
-        `p.data.add_(…)` does not count as a write to p.
-        """
-        there = self.known.relatives(memory_of(tensor)) if is_plain(tensor) else []
-        now = {value.id for value in there}
-        made = (number for value in now if (number := self.known.made_by.get(value)) is not None and number >= since)
-        return any(now.isdisjoint(self.log.entries[number].reads()) for number in made)  # a view reads what lies there
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -721,7 +644,7 @@ class Tape:
         self._differentiated.forget()
         self.broken = ""
         self.clipping.forget()
-        self._opaque = {}
+        self._opaques.forget()
         self.agreed.forget()
         self.notes.begin_stretch()
 
@@ -855,7 +778,7 @@ class Tape:
         self.tags = {name: i for name, i in self.tags.items() if i in self._known.by_id}
         self.opaque = {i: call for i, call in self.opaque.items() if i in self._known.by_id}
         self._differentiated.keep(self._known.by_id)
-        self._lost = still_there(self._lost)
+        self._opaques.sweep()
         if over:
             self._usual = max(self._known.length - self._over, self._usual - self._usual // 8)
             self._over = self._known.length

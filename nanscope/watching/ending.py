@@ -55,7 +55,7 @@ class Ending:
 
     def _moved(self, left: Leavings) -> bool:
         """Has somebody written to the weights since the backward pass?"""
-        return left.weights_moved() or any(self._tape.was_written(parameter, left.until.calls) for parameter in left.parameters)
+        return left.weights_moved() or any(self._tape.storages.was_written(parameter, left.until.calls) for parameter in left.parameters)
 
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""

@@ -408,7 +408,7 @@ class Examiner:
         named = self.modules.parameters()
         parameter = next(weight for weight in updated_by(optimizer) if not bool(is_finite(weight)))
         name = name_of(parameter, named)
-        recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.was_written(parameter, calls) else None
+        recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.storages.was_written(parameter, calls) else None
         look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)
         blank, unfit = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
         infinite = settings_in_words(unfit)

@@ -130,7 +130,8 @@ class Remains:
                 self._writers.setdefault(id(tensor), self._written_at(tensor, self._last_fine(tensor)[1]))
 
     def _written_at(self, tensor: Tensor, since: int) -> Site | None:
-        return self._tape.written_at(tensor, since, last=isinstance(tensor, nn.Parameter))  # a model goes on with its buffers unseen
+        # a model goes on with its buffers unseen
+        return self._tape.storages.written_at(tensor, since, last=isinstance(tensor, nn.Parameter))
 
     def _last_fine(self, weight: Tensor) -> tuple[int | None, int]:
         """The last step after which a weight is known to have been finite, and calls until then."""

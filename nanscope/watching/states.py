@@ -32,4 +32,4 @@ def is_fresh(tape: Tape, tensor: Tensor) -> bool:
     """Was memory seen to be made that nobody has written to since, or does it hold what torch fills such memory with?"""
     filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     part = local(tensor)
-    return tape.is_unwritten(tensor) or (filled and part is not None and bool(torch.isnan(part).any()))
+    return tape.storages.is_unwritten(tensor) or (filled and part is not None and bool(torch.isnan(part).any()))

@@ -58,7 +58,7 @@ def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADI
     """Walk through what the trainer did to a gradient between backward and the optimizer, or to a weight; None if the tape did not see
     it made."""
     found: list[Look] = []
-    for value in (tape.value_of(tensor), *tape.made_within(tensor)[:WRITES]):
+    for value in (tape.value_of(tensor), *tape.storages.made_within(tensor)[:WRITES]):
         with contextlib.suppress(ProgramError, LookupError):
             program, tensors = tape.program(value)
             if program.calls and (look := walked(replace(program, computes=computes), tensors)) is not None:
