@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,19 @@ def test_the_norm_is_what_the_clip_has_left(tmp_path: Path, read: list[int], mos
     entry = scope.history.entries[3]
     assert (entry.grad_norm if entry.grad_norm_clipped is None else entry.grad_norm_clipped) == pytest.approx(exact[0], rel=1e-5)
     assert (entry.grad_norm_clipped is None) == (most > 1) and scope.verdict.healthy
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-5), (torch.bfloat16, 1e-2)])
+def test_gradients_of_two_dtypes(tmp_path: Path, read: list[int], dtype: torch.dtype, precision: float) -> None:
+    """The clip has a list for each; in bfloat16 a norm is to three digits, whoever takes it."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1, dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model[1](model[0](torch.randn(6, 4)).to(dtype)).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        exact = float(torch.linalg.vector_norm(torch.cat([grad_of(weight).double().flatten() for weight in model.parameters()])))
+        optimizer.step()
+    assert read == [] and scope.history.entries[0].grad_norm_clipped == pytest.approx(exact, rel=precision)
 
 
 @pytest.mark.parametrize("mode", ["stop", "skip", "repair"])
@@ -129,25 +142,34 @@ def test_gradients_that_are_written_to_after_the_clip(tmp_path: Path, then: Then
     assert "exp_avg" not in scope.verdict.sentence and (scope.steps, scope.bad_steps) == (6, 3), scope.verdict.sentence
 
 
-class SpoilsGradients(torch.optim.SGD):
-    """Writes to the gradients itself."""
+class SpoilsGradients(torch.optim.Optimizer):
+    """Writes to the gradients itself. inner: that then takes the step, if any."""
 
+    def __init__(self, params: Iterable[nn.Parameter], inner: torch.optim.Optimizer | None = None) -> None:
+        super().__init__(params, {})
+        self.inner = inner
+
+    @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.grad.mul_(math.inf)
-        super().step()
+                weight.sub_(weight.grad if self.inner is None else 0.0)
+        if self.inner is not None:
+            self.inner.step()
 
 
-def test_an_optimizer_that_writes_to_gradients_itself(tmp_path: Path) -> None:
-    """They were fine when it began."""
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_optimizer_that_writes_to_gradients_itself(tmp_path: Path, wraps: bool) -> None:
+    """They were fine when it began; one that is called by it is given what is not."""
+    torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    optimizer = SpoilsGradients(model.parameters(), lr=0.1)
+    optimizer = SpoilsGradients(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1) if wraps else None)
     with nanscope.watch(model, out=tmp_path) as scope:
         model(torch.randn(6, 4)).pow(2).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert scope.verdict.incidents[0].phase == "optimizer", scope.verdict.sentence
+    assert scope.verdict.incidents[0].phase == ("backward" if wraps else "optimizer"), scope.verdict.sentence
 
 
 @pytest.mark.parametrize("scale", [1e30, math.inf])

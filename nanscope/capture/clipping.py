@@ -40,7 +40,7 @@ class Clipping:
         self._written = False  # something was that may be a gradient, by whatever name
         self._factor: Tensor | None = None  # of all gradients, since their norms were taken
         self._scaled: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity, and how often they had been written to before
-        self._told: int | None = None  # how often they had been since then, when their norm was asked for
+        self._told: dict[int, int] = {}  # and since then, when their norm was asked for
 
     def noted(self, call: RawCall) -> None:
         """A call that waits has taken norms, or has written to tensors."""
@@ -70,26 +70,30 @@ class Clipping:
         grads, *rest = call.args
         at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in call.seen[: len(grads)]]
         by_one = call.operator.name == "_foreach_mul_" and len(rest) == 1 and type(rest[0]) is Tensor and rest[0].numel() == 1
-        if self._written or not by_one or None in at:
+        again = self._written and (not by_one or rest[0] is not self._factor or any(id(grad) in self._scaled for grad in grads))
+        if again or not by_one or None in at:
             self.wrote()
-        else:
+        else:  # of each dtype there is a list of its own
             self._written, self._factor = True, rest[0]
-            self._scaled = {id(grad): (weakref.ref(grad), writes or 0) for grad, writes in zip(grads, at, strict=True)}
+            self._scaled |= {id(grad): (weakref.ref(grad), writes or 0) for grad, writes in zip(grads, at, strict=True)}
 
     def wrote(self) -> None:
         """Something was written to, which may be a gradient by another name."""
-        self._written, self._factor, self._scaled, self._told = True, None, {}, None
+        self._written, self._factor, self._scaled, self._told = True, None, {}, {}
 
     def norm_after(self, grads: Sequence[Tensor], before: Tensor) -> Tensor | None:
-        """Return the norm of gradients, as far as any call has told, without reading them; None where that takes a reading. before: that
-        which was taken of them."""
-        self._told = self._writes_since(grads)
-        # an operator on lists counts once or twice
-        return before * self._factor if self._factor is not None and self._told in (1, 2) else None
+        """Return the norm of gradients, as far as any call has told, without reading them; None where that takes a reading, as where an
+        optimizer asks that another one calls: what that wrote nobody has seen. before: that which was taken of them."""
+        since = self._writes_since(grads)
+        if self._factor is None or since not in (1, 2) or any(id(grad) in self._told for grad in grads):
+            return None  # an operator on lists counts once or twice
+        self._told |= {id(grad): since for grad in grads}
+        return before * self._factor
 
     def tells(self, grads: Sequence[Tensor]) -> bool:
         """Was the norm of these gradients told without reading them, and has nobody been seen to write to them since?"""
-        return self._told is not None and self._writes_since(grads) == self._told
+        since = self._writes_since(grads)
+        return since is not None and all(self._told.get(id(grad)) == since for grad in grads)
 
     def _writes_since(self, grads: Sequence[Tensor]) -> int | None:
         """How often was each of them written to after its norm was taken? None if not all as often, or if that is not known."""
@@ -126,4 +130,4 @@ class Clipping:
         self.norms.clear()
         self.measured.clear()
         self.measured_at.clear()
-        self._written, self._factor, self._scaled, self._told = False, None, {}, None
+        self._written, self._factor, self._scaled, self._told = False, None, {}, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import overload
 
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ class Recordings(Sequence[Recording]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[Recording]:  # that of any sequence ends by raising, in every step
+        return iter(self._held)
 
     @overload
     def __getitem__(self, index: int) -> Recording: ...
