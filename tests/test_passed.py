@@ -396,12 +396,19 @@ def of_weights(model: nn.Module, loss: Tensor) -> None:
     torch.log(torch.stack([parameter.pow(2).sum() for parameter in model.parameters()]).sum() * -1)
 
 
+BARE = nn.Parameter(torch.tensor(-1.0))
+
+
+def of_a_bare_weight(model: nn.Module, loss: Tensor) -> None:
+    torch.log(BARE)
+
+
 def without(model: nn.Module, loss: Tensor) -> None:
     with torch.no_grad():
         torch.log(model(torch.randn(6, 4)).pow(2) * -1).mean()
 
 
-THROWN = [evaluated, beside, beside_the_model, fine, of_weights, without]
+THROWN = [evaluated, beside, beside_the_model, fine, of_weights, of_a_bare_weight, without]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -80,7 +80,7 @@ class PassedOver:
         if not found:
             return []
         calls, _ = self._modules.so_far()
-        at_work = self._came_of(calls, (value for value in used if value in self._tape.values)).keys()
+        at_work = self._came_of(calls, used).keys()
         left = []
         for doubt in found:
             self._tape.doubts.open(doubt)
@@ -88,7 +88,7 @@ class PassedOver:
             models = self._came_of(calls, own)
             evaluates = bool(models) and all(call.training is False for call in models.values())
             leaves = doubt.program.leaves if doubt.program is not None else ()
-            of_weights = all(leaf.origin == "parameter" for leaf in leaves if leaf.id in own)
+            of_weights = all(leaf.diff and leaf.origin in WEIGHTS for leaf in leaves if leaf.id in own)
             if evaluates or of_weights or not at_work.isdisjoint(models):
                 doubt.close()
                 continue
@@ -99,7 +99,7 @@ class PassedOver:
 
     def _came_of(self, calls: Sequence[ModuleCall], values: Iterable[int]) -> dict[int, ModuleCall]:
         """Which calls of models have made one of some values, by number?"""
-        places = set(self._tape.places(values).values())
+        places = set(self._tape.places(value for value in values if value in self._tape.values).values())
         return {call.number: call for call in calls if not places.isdisjoint(call.outputs)}
 
     def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int, refused: bool) -> Recording | None:
