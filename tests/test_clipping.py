@@ -61,6 +61,67 @@ def test_the_norm_is_what_the_clip_has_left(tmp_path: Path, read: list[int], mos
     assert (entry.grad_norm_clipped is None) == (most > 1) and scope.verdict.healthy
 
 
+def refreshed(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.grad = grad_of(weight) / 1.0
+
+
+def by_a_number_that_changes(model: nn.Module) -> None:
+    refreshed(model)
+    norms_and(model, torch.tensor(0.5)).mul_(100.0)
+
+
+def uphill(model: nn.Module) -> None:
+    refreshed(model)
+    norms_and(model, torch.tensor(-0.5))
+
+
+def one_of_them_twice(model: nn.Module) -> None:
+    refreshed(model)
+    grads = [grad_of(weight) for weight in model.parameters()]
+    torch._foreach_norm(grads)
+    torch._foreach_mul_([*grads, grads[0]], torch.tensor(0.5))
+
+
+def made_larger(model: nn.Module) -> None:
+    refreshed(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for weight in model.parameters():
+        grad_of(weight).mul_(100)
+
+
+def logged_and_changed(model: nn.Module) -> None:
+    refreshed(model)
+    torch._foreach_norm([grad_of(weight) for weight in model.parameters()])
+    for weight in model.parameters():
+        grad_of(weight).mul_(0.5)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def norms_and(model: nn.Module, factor: Tensor) -> Tensor:
+    """Take norms, multiply, and return by what."""
+    grads = [grad_of(weight) for weight in model.parameters()]
+    torch._foreach_norm(grads)
+    torch._foreach_mul_(grads, factor)
+    return factor
+
+
+CHANGES = [refreshed, by_a_number_that_changes, uphill, one_of_them_twice, made_larger, logged_and_changed]
+
+
+@pytest.mark.parametrize("then", CHANGES, ids=lambda then: then.__name__)
+def test_the_norm_of_what_is_changed_otherwise(tmp_path: Path, then: Then) -> None:
+    """It is that which the optimizer is given."""
+    exact: list[float] = []
+
+    def changed(model: nn.Module) -> None:
+        then(model)
+        exact.append(norm_of(model))
+
+    entry = train(tmp_path, changed).history.entries[3]
+    assert (entry.grad_norm_clipped or entry.grad_norm) == pytest.approx(exact[0], rel=1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-5), (torch.bfloat16, 1e-2)])
 def test_gradients_of_two_dtypes(tmp_path: Path, read: list[int], dtype: torch.dtype, precision: float) -> None:
     """The clip has a list for each; in bfloat16 a norm is to three digits, whoever takes it."""
@@ -120,6 +181,14 @@ def clipped_again(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def own(model: nn.Module) -> None:
+    """A gradient that a call has made which waits, clipped once more."""
+    for weight in model.parameters():
+        weight.grad = grad_of(weight) / 1.0
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    first(model).mul_(math.nan)
+
+
 def replaced(model: nn.Module) -> None:
     weight = next(model.parameters())
     weight.grad = grad_of(weight) * math.nan
@@ -130,7 +199,7 @@ def by_address(model: nn.Module) -> None:
     torch.from_numpy(grad.numpy()).fill_(math.nan)
 
 
-WAYS = [plainly, by_another_name, unseen, as_lists, as_lists_by_another_name, clipped_again, replaced, by_address]
+WAYS = [plainly, by_another_name, unseen, as_lists, as_lists_by_another_name, clipped_again, own, replaced, by_address]
 
 
 @pytest.mark.parametrize("then", WAYS, ids=lambda then: then.__name__)
@@ -139,6 +208,7 @@ def test_gradients_that_are_written_to_after_the_clip(tmp_path: Path, then: Then
     scope = train(tmp_path, then)
     incident = scope.verdict.incidents[0]
     assert incident.step == 4 and incident.reached["gradients"][0] > 0 and incident.phase == "backward", scope.verdict.sentence
+    assert not math.isfinite(scope.history.entries[3].grad_norm_clipped or scope.history.entries[3].grad_norm or 0.0)
     assert "exp_avg" not in scope.verdict.sentence and (scope.steps, scope.bad_steps) == (6, 3), scope.verdict.sentence
 
 
@@ -182,3 +252,14 @@ def test_a_norm_that_overflows(tmp_path: Path, read: list[int], scale: float) ->
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert read == [2] and not scope.verdict.healthy, scope.verdict.sentence
+
+
+def test_halves_that_overflow(tmp_path: Path, read: list[int]) -> None:
+    """float16 ends at 65504, and a norm in float32 far beyond."""
+    model = nn.Linear(4, 1, dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(6, 4, dtype=torch.float16)).float().pow(2).mean().backward()
+        norms_and(model, torch.tensor(1e7))
+        optimizer.step()
+    assert read == [2] and scope.verdict.incidents[0].reached["gradients"][0] > 0, scope.verdict.sentence

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanscope.capture.notes import RawCall
@@ -47,7 +48,9 @@ class Clipping:
         if call.operator.norm:
             self.took(call.results, call.place)
             self.measure([(address, shape.numel(), version) for version, address, shape, _ in call.seen], call.args[1:], call.results)
-        elif not call.results:
+        elif call.results:
+            self.wrote()
+        else:
             self._scale(call)
 
     def took(self, norms: Iterable[Tensor], place: Place) -> None:
@@ -61,6 +64,8 @@ class Clipping:
             self.measured.clear()  # no backward pass is seen here
             self.measured_at.clear()
         if len(operands) == len(norms) and (not rest or rest[0] in (2, 2.0, None)):
+            if not any((address, size) in self.measured for address, size, _ in operands):
+                self._written, self._factor, self._scaled = False, None, {}  # what was written before does not matter any more
             for (address, size, version), norm in zip(operands, norms, strict=True):
                 if type(norm) is Tensor and norm.numel() == 1 and (address, size) not in self.measured:
                     self.measured[address, size], self.measured_at[address, size] = norm, version
@@ -71,7 +76,7 @@ class Clipping:
         at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in call.seen[: len(grads)]]
         by_one = call.operator.name == "_foreach_mul_" and len(rest) == 1 and type(rest[0]) is Tensor and rest[0].numel() == 1
         again = self._written and (not by_one or rest[0] is not self._factor or any(id(grad) in self._scaled for grad in grads))
-        if again or not by_one or None in at:
+        if again or not by_one or None in at or len(set(map(id, grads))) < len(grads):
             self.wrote()
         else:  # of each dtype there is a list of its own
             self._written, self._factor = True, rest[0]
@@ -87,8 +92,10 @@ class Clipping:
         since = self._writes_since(grads)
         if self._factor is None or since not in (1, 2) or any(id(grad) in self._told for grad in grads):
             return None  # an operator on lists counts once or twice
+        if any(grad.dtype is torch.float16 for grad in grads):
+            return None  # their elements may overflow where a norm in float32 does not
         self._told |= {id(grad): since for grad in grads}
-        return before * self._factor
+        return before * self._factor.abs()
 
     def tells(self, grads: Sequence[Tensor]) -> bool:
         """Was the norm of these gradients told without reading them, and has nobody been seen to write to them since?"""

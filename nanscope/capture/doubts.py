@@ -22,7 +22,6 @@ from nanscope.capture.modules import Address
 from nanscope.capture.notes import RawCall
 from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values
-from nanscope.program.calls import Ref
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import is_finite
 from nanscope.program.ops import CHECKS, EQUALITIES, Flow, base_name, flow_of
@@ -65,9 +64,9 @@ class Settled:
 class Doubt:
     """One value that was asked about, and is, or may be, not finite.
 
-    extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or a
-    number that a check had given, or the code that read the number tests numbers. since: the backward pass before it. program, tensors,
-    places: as a recording has them, where there was room. Who takes it closes it.
+    extremes: of its elements, or all of them, still on its device. truth: that was asked for, and not a number. tested: so it was, or the
+    code that read the number tests numbers. since: the backward pass before it. program, tensors, places: as a recording has them, where
+    there was room. Who takes it closes it.
     """
 
     value: Value
@@ -169,42 +168,8 @@ class Doubts:
                 known.append(value)
         return all(value.tensor is not None and _is_fine(value.tensor) for first in known for value in self._about(first, left))
 
-    def is_of_a_check(self, tensor: Tensor, maker: Callable[[Tensor], RawCall | None]) -> bool:
-        """Was a number made of what a check for what is finite has given, of values with a gradient: how many of them are?
-
-        maker: as above.
-        """
-        way, left = [tensor], STEPS
-        while way and left:
-            one, left = way.pop(), left - 1
-            if not is_plain(one) or one.requires_grad:
-                continue
-            made = maker(one)
-            if made is not None:
-                if _is_check(made.operator.overload, made.args):
-                    return True
-                way += tensors_of(made.args)
-            elif (value := self._known.find(one)) is not None and self._is_checked(value, left):
-                return True
-        return False
-
-    def _is_checked(self, value: Value, left: int) -> bool:
-        """The same of what is written down."""
-        way = [value]
-        while way and left:
-            one, left = way.pop(), left - 1
-            made = None if one.diff else self._log.entries.get(self._known.made_by.get(one.id, -1))
-            if made is not None:
-                if _is_check(made.op, made.args):
-                    return True
-                way += [self._known.by_id[read] for read in made.reads() if read in self._known.by_id]
-        return False
-
     def answered(self, value: Value, answer: Any, place: Callable[[], Place]) -> None:
-        """An element of a value has gone to the host: a truth, a number that is not finite, or one that a check for that has given.
-
-        place: where in the trainer's code.
-        """
+        """An element of a value has gone to the host. place: where in the trainer's code."""
         held = {doubt.value.id: doubt for doubts in self._open.values() for doubt in doubts}
         about = [(held.get(one.id), one) for one in self._about(value)]  # a value is in doubt once, however many places ask about it
         doubts = [doubt for known, one in about if (doubt := known or self._doubt(one)) is not None]
@@ -212,10 +177,9 @@ class Doubts:
             return
         where = apart(*place())
         truth = type(answer) is bool
-        tests = math.isfinite(answer) or (where[1] is not None and not CHECKS.isdisjoint(where[1].co_names))
         for doubt in doubts:
             doubt.truth |= truth
-            doubt.tested |= tests
+            doubt.tested |= truth or (where[1] is not None and not CHECKS.isdisjoint(where[1].co_names))
         before = self._open.get(where, doubts)
         if [doubt.value.id for doubt in before] != [doubt.value.id for doubt in doubts]:
             self.again()
@@ -328,17 +292,6 @@ class Doubts:
 def _is_fine(tensor: Tensor) -> bool:
     """Is it surely finite?"""
     return at_hand(tensor) and tensor.is_floating_point() and bool(is_finite(tensor))
-
-
-def _is_check(op: str, args: Sequence[Any]) -> bool:
-    """Does a call ask of each element whether it is finite? `isfinite` is made of `x == x` and of `x != inf`."""
-    name = base_name(op)
-    if name not in EQUALITIES or len(args) < 2:
-        return name in CHECKS
-    one, other = args[:2]
-    if isinstance(other, float):
-        return math.isinf(other)
-    return one is other or (isinstance(one, Ref) and one == other)
 
 
 def _are_results(compared: Sequence[Value]) -> bool:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.sites import Callers, Place
 from nanscope.capture.values import Fleeting
+from nanscope.program.numbers import is_finite
 from nanscope.torch_inside import base_of, storage_uses, uses, writes_counted
 
 LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than anybody needs it
@@ -32,6 +33,7 @@ CALL = WEIGHT >> 10  # and what a call weighs by itself
 ANYWAY = 8  # times as much may wait of what lasts for a step anyway
 GRAPH = WEIGHT >> 6  # and one for each argument with a gradient, which may keep the activations of a model
 ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
+ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 
@@ -110,6 +112,7 @@ class Notes:
         self._start = 0  # of the running stretch
         self.over: dict[int, Tensor] = {}  # what those have read that are left of an earlier step, and nobody will come back for
         self._callers = callers
+        self._ends = 0  # since the last backward pass
         # Identities of what waiting calls read and made, which nothing else can have as long as they wait: which call has made it, if any.
         self._light: dict[int, int] = {}
         self._fleeting: dict[int, int] = {}  # the same of what was made of no tensor, which may be gone
@@ -213,6 +216,15 @@ class Notes:
         """Return the call that was just added."""
         return RawCall._make(self.pending[-1])
 
+    def _may_be_a_loss(self, item: Tensor) -> bool:
+        """Is it a number that is not finite, as can be told without waiting for a device? Each holds a graph, so a few are enough."""
+        return self._ends < ENDS and item.numel() == 1 and item.is_cpu and item.is_floating_point() and not bool(is_finite(item))
+
+    def has_passed(self) -> None:
+        """A backward pass is over."""
+        self._ends = 0
+        self.begin_stretch()
+
     def later(self, what: Later) -> None:
         """Have something done when all calls so far have been understood."""
         self.pending.append(what)
@@ -274,8 +286,8 @@ class Notes:
     def take(self, ends: bool = False) -> list[RawCall | Later]:
         """Return what waits, the last first, but for what has come to nothing: nobody holds what it has made, nor what was made of that.
 
-        ends: numbers with a gradient of which none was made are returned all the same: one may be a loss that was thrown away. Another
-        thread may add a call meanwhile: that waits for the next time.
+        ends: of numbers with a gradient that are not finite, and of which none was made, a few are returned all the same: one may be a loss
+        that was thrown away. Another thread may add a call meanwhile: that waits for the next time.
         """
         pending = self.pending[:]
         del self.pending[: len(pending)]
@@ -302,7 +314,8 @@ class Notes:
                 if not operator.view and storage_uses(item) > ALIASED:
                     break  # by another tensor that torch made without a call, as `x.data`
                 if ends and item.requires_grad:
-                    if id(item) not in went_on and item.numel() == 1:
+                    if id(item) not in went_on and self._may_be_a_loss(item):
+                        self._ends += 1
                         break
                     went_on.update(map(id, tensors_of(noted[1])))
             else:

@@ -303,17 +303,16 @@ class Tape:
 
     def after(self, noting: Noting, args: tuple[Any, ...], result: Any) -> None:
         """Write down the call that `before` was told of."""
+        if noting[0].name == ANSWER and not is_doubtful(result):
+            return
         with self._lock:
-            if noting[0].name == ANSWER and not (is_doubtful(result) or self._doubts.is_of_a_check(args[0], self.notes.maker)):
-                return
             self._after(*noting, args, result)
             if self._known.length > self._due:
                 self.collect()
 
     def _after(self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
         if operator.name == ANSWER:
-            is_number = type(result) is float and not math.isfinite(result)
-            if is_number or not self._doubts.is_about_finite(args[0], self.notes.maker):
+            if not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
                 self.settle()
                 self.notes.begin_stretch()
                 self._answered(args[0], result)
@@ -342,7 +341,7 @@ class Tape:
             if refuses(tensor):
                 return
             value = self.value_of(tensor) if node_of(tensor) is not None else self.find(tensor)
-            if value is not None and type(answer) is float and not math.isfinite(answer):
+            if value is not None and type(answer) is float:
                 self._note_number(value)
             if value is not None:
                 self._doubts.answered(value, answer, self.callers.caller)
@@ -646,7 +645,7 @@ class Tape:
         self.clipping.forget()
         self._opaques.forget()
         self.agreed.forget()
-        self.notes.begin_stretch()
+        self.notes.has_passed()
 
     def _forget_values(self, over: Collection[int] | None, roots: Collection[int], everything: bool, number: int) -> set[Address]:
         read = self._log.forget(self.tags.values(), over)

@@ -67,6 +67,7 @@ class Gradients:
         """An optimizer has made weights non-finite: was it the gradients, which nobody had read since a clip told their norm?"""
         parameters, grads = self.of(optimizer)
         if self._course.recordings and self._examiner.tape.clipping.tells(grads) and count_bad(grads):
+            self._course.line.norm = math.nan  # and not what the clip had left
             hit = self._examiner.overwritten(self._course.recordings[-1], parameters, grads)
             self._failsafe("gradient-hit", self._keeper.keep, hit)
             self._mark(len(grads), count_bad(grads))

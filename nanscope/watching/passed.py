@@ -7,8 +7,8 @@ A metric that goes by unused looks much the same. So what was differentiated, or
 read and not tested is worth a word; and of what was computed beside a loss that was differentiated nobody knows what it is. Two values of
 one forward pass that are tested are one loss that is passed over.
 
-How the code came to know is not always seen: `np.isfinite(loss.detach().numpy())` makes no call that tells. So a number that is not finite,
-at the end of a forward pass in training mode that is gone and of which nothing was differentiated, is worth a word, too.
+How the code came to know is not always seen: `np.isfinite(loss.detach().numpy())` makes no call that tells. So it is worth a word, too, if
+a line that otherwise makes losses has made a number that is not finite, in a forward pass that is gone and not differentiated anywhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from nanscope.capture.doubts import WEIGHTS, Doubt, is_weight, read_by
 from nanscope.capture.modules import ModuleCall, ModuleWatch
+from nanscope.capture.sites import Place
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
@@ -29,6 +30,7 @@ from nanscope.torch_inside import base_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
 
+LINES = 1 << 10  # that are remembered
 NOBODYS: Mapping[int, int] = {}
 
 
@@ -38,6 +40,7 @@ class PassedOver:
     def __init__(self, tape: Tape, modules: ModuleWatch, logbook: Logbook) -> None:
         self._tape, self._modules, self._logbook = tape, modules, logbook
         self._told: set[int] = set()  # values, the last time that there were any
+        self._lines: set[Place] = set()  # that have made what was differentiated
 
     def losses(
         self, programs: Sequence[Program], step: int, refused: bool = False, last: bool = False, ours: Mapping[int, int] = NOBODYS
@@ -49,6 +52,7 @@ class PassedOver:
         ours: references to tensors that nobody comes back by, by identity.
         """
         used = {value for program in programs for value in read_by(program)}
+        self._learn(programs)
         asked = self._tape.doubts.take() if self._tape.in_doubt else []
         unasked = bool(programs) or (last and not refused and step > 1)
         thrown = self._thrown_away(used, asked, last, ours) if asked or unasked else []
@@ -76,7 +80,8 @@ class PassedOver:
         """Return the numbers of forward passes of which nothing is differentiated, and that nobody has asked about. If somebody has about
         what they were made of, it is for them: whether `per_token_loss` is finite is a question about its mean."""
         known = {doubt.value.id: doubt for doubt in asked}
-        found = [doubt for doubt in self._tape.doubts.thrown_away(used, last, ours) if doubt.value.id not in known]
+        thrown = self._tape.doubts.thrown_away(used, last, ours)
+        found = [doubt for doubt in thrown if doubt.value.id not in known and self._line_of(doubt.value.id) in self._lines]
         if not found:
             return []
         calls, _ = self._modules.so_far()
@@ -97,6 +102,22 @@ class PassedOver:
             left.append(doubt)
         return left
 
+    def _learn(self, programs: Sequence[Program]) -> None:
+        """Remember the lines that make losses: the last that make a number, before one is scaled or divided by how many there are."""
+        for program in programs:
+            last, size = program.output, 1
+            while (call := program.maker(last)) is not None and size == 1 and len(self._lines) < LINES:
+                self._lines.add(self._line_of(last))
+                read = [value for one in call.inputs() if (value := self._tape.values.get(one)) is not None and value.diff]
+                if len(read) != 1:
+                    break
+                last, size = read[0].id, math.prod(read[0].shape)
+
+    def _line_of(self, value: int) -> Place:
+        """Where a value was made."""
+        entry = self._tape.entries.get(self._tape.known.made_by.get(value, -1))
+        return (None, -1) if entry is None else (entry.code, entry.lasti)
+
     def _came_of(self, calls: Sequence[ModuleCall], values: Iterable[int]) -> dict[int, ModuleCall]:
         """Which calls of models have made one of some values, by number?"""
         places = set(self._tape.places(value for value in values if value in self._tape.values).values())
@@ -110,7 +131,9 @@ class PassedOver:
         beside = doubt.may_be_old or self._is_beside(doubt, used)
         if not doubt.tested or (beside and not doubt.truth):
             if self._logbook.takes_notes():
-                text = f"{_name(doubt)} was {number(float(doubt.extremes.flatten()[0]))}, and nothing was differentiated that it went into"
+                extremes = doubt.extremes.flatten().tolist()
+                bad = next((one for one in extremes if not math.isfinite(one)), extremes[0])
+                text = f"{_name(doubt)} was {number(bad)}, and nothing was differentiated that it went into"
                 self._logbook.note("nonfinite_absorbed", text, step)
         elif (beside or doubt.extremes.numel() != 1) and not (refused and doubt.truth and doubt.program is not None):
             text = f"what {_name(doubt)} would have done, which was not finite and was never differentiated"
