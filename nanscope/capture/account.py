@@ -15,14 +15,15 @@ from torch import Tensor
 class Balance:
     """Bytes that are held by reference, never more than `budget`. held: now. peak: the most so far.
 
-    spare: lets go of what is least needed, False if there is nothing.
+    spare: lets go of what is least needed, False if there is nothing. short: there was no room for something that a larger one would have.
     """
 
-    __slots__ = ("_pieces", "budget", "held", "peak", "spare")
+    __slots__ = ("_pieces", "budget", "held", "peak", "short", "spare")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.held = self.peak = 0
+        self.short = False
         self.spare: Callable[[], bool] = lambda: False
         self._pieces: dict[int, list[int]] = {}  # address → how many hold it, bytes
 
@@ -34,6 +35,7 @@ class Balance:
         """Is there room for so many bytes, if need be after something else was let go of?"""
         while self.held + size > self.budget:
             if size > self.budget or not self.spare():
+                self.short = True
                 return False
         return True
 

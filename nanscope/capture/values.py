@@ -102,6 +102,7 @@ class Values:
         if not account.knows(value.storage):
             size = tensor.untyped_storage().nbytes()
             if size > self.limits[tensor.dim() > 2]:
+                account.short = account.short or tensor.dim() <= 2  # what is over a vocabulary is not to be held
                 return False
             if account.held + size > account.budget and not self._make_room(value, size):
                 return False

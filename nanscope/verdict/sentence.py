@@ -66,6 +66,8 @@ def _unseen(snapshot: Snapshot) -> str:
     slugs = {slug for slug, _ in snapshot.notes}
     if slugs & {"not_looked_into", "not_replayed"}:
         return "it is not known where it went bad: looking into what was recorded failed"
+    if "not_kept" in slugs:
+        return "nobody saw where it went bad: what the loss was made of was not kept, and a larger budget= may keep it"
     why = "what was recorded of the loss is fine when it is run again" if snapshot.program.calls else "the loss was not recorded"
     return f"nobody saw where it went bad: {why}"
 
@@ -73,7 +75,7 @@ def _unseen(snapshot: Snapshot) -> str:
 def _not_looked_into(snapshot: Snapshot, seen: Observation) -> str:
     """Why nothing is told of the inside of a model, or of what was too large, "" where something is, or nobody knows."""
     if seen.origin.op == "cut" and any(slug == "not_kept" for slug, _ in snapshot.notes):
-        return "A larger budget= would have kept them"
+        return "A larger budget= may keep them"
     note = next((text for slug, text in snapshot.notes if slug == "not_run_again"), "")
     reason = note.partition("the model could not be run again on a copy: ")[2].partition("; what is told")[0]
     return f"The model was not run again: {reason}" if reason and seen.origin.op in FED else ""

@@ -480,7 +480,8 @@ class Examiner:
         notes = [*logged_loss(trainer, snapshot.reached.loss, loss_bad), *look.notes]
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := sampled(framework)) is not None:
             notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
-        if look.location is not None and look.location.origin.op == "cut":
+        was_cut = look.location is not None and look.location.origin.op == "cut"
+        if was_cut or (not look.program.calls and self.tape.account.short):
             notes.append(("not_kept", self._too_large()))
         described = replace(
             snapshot,
@@ -503,7 +504,7 @@ class Examiner:
         single, wide = (f"{size / 1e6:.3g} MB" for size in self.tape.limits)
         return (
             f"what it was made of was not kept: together no more than budget= ({self.tape.budget / 1e6:.3g} MB), and no tensor larger than "
-            f"{single} ({wide} with three dimensions); watch(budget=…), 8 (32) times the largest, keeps it"
+            f"{single} ({wide} with three dimensions); watch(budget=…), 8 (32) times the largest, may keep it"
         )
 
     def worded(self, snapshot: Snapshot) -> Snapshot:
