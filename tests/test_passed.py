@@ -373,6 +373,63 @@ def test_a_loss_that_is_thrown_away_is_worth_a_word(tmp_path: Path, name: str, m
     assert "was −inf, and nothing was differentiated that it went into" in scope.verdict.sentence
 
 
+class ReturnsItsLoss(nn.Module):
+    """As models of transformers do. at: the call whose loss is infinite."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.inner, self.at, self.calls = nn.Linear(4, 1), at, 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        logits = self.inner(x)
+        return {"loss": torch.log(logits.pow(2).mean() * (self.calls != self.at)), "logits": logits}
+
+
+@pytest.mark.parametrize("at", [3, 6, 8])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loss_that_a_model_returns_and_that_is_thrown_away(tmp_path: Path, scaled: bool, at: int) -> None:
+    """There is no call outside of the model that made it."""
+    model = ReturnsItsLoss(at)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(8):
+            loss = model(torch.randn(6, 4))["loss"]
+            if scaled:
+                loss = loss / 2
+            if not np.isfinite(loss.detach().numpy()):
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"], scope.verdict.sentence
+    assert ("loss (test" if scaled else "what ReturnsItsLoss returned (test_passed.py:") in scope.verdict.sentence
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loss_that_a_model_returns_for_the_log(tmp_path: Path, evaluates: bool) -> None:
+    """At a line of its own, or in an evaluation: nobody would have differentiated it."""
+    model = ReturnsItsLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x)["loss"]
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for _ in range(6):
+            loss = loss_of(torch.randn(6, 4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if evaluates:
+                model.eval()
+                loss_of(torch.full((6, 4), math.inf))
+                model.train()
+            else:
+                model(torch.full((6, 4), math.inf))
+    assert scope.verdict.healthy and scope.notes == [], scope.verdict.sentence
+
+
 def evaluated(model: nn.Module, loss: Tensor) -> None:
     model.eval()
     torch.log(model(torch.randn(6, 4)).pow(2) * -1).mean()

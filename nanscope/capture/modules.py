@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -83,8 +84,9 @@ class ModuleCall:
     generator and of the CUDA generators in use when it began, none if it drew from none. autocast: device type → dtype, where on. grad:
     were gradients enabled? training: was it in training mode? None for a function. drawn: generators that it was given, or that its module
     holds, as they stood. number: of all calls. holding: what is on the account for it. made: weak handles on its output tensors. caller:
-    the trainer's function that made it, and its instruction. roots: addresses of those outputs that have a gradient. told: is it known
-    what it returned? Before torch 2.13 torch does not tell that of a function: its outputs are looked for when it is made again.
+    the trainer's function that made it, and its instruction. roots: addresses of those outputs that have a gradient. numbers: copies of
+    those of them that are one: a model may return its loss. told: is it known what it returned? Before torch 2.13 torch does not
+    tell that of a function: its outputs are looked for when it is made again.
     """
 
     module: nn.Module
@@ -102,6 +104,7 @@ class ModuleCall:
     made: list[Any] = field(default_factory=list)
     caller: tuple[CodeType | None, int] = (None, -1)
     roots: frozenset[Address] = frozenset()
+    numbers: tuple[Tensor, ...] = ()
     told: bool = True
 
     @property
@@ -130,6 +133,12 @@ class ModuleCall:
     def roots_left(self) -> set[Address]:
         """Return where those outputs lie that are still there and have a gradient."""
         return {place for place, made in zip(self.outputs, self.made, strict=False) if place in self.roots and not made.expired()}
+
+
+def _numbers_in(output: Any) -> tuple[Tensor, ...]:
+    """Return a copy of each single number with a gradient that a model has returned."""
+    found = (tensor for tensor in made_in(output) if tensor.requires_grad and is_plain(tensor) and tensor.numel() == 1)
+    return tuple(tensor.detach().clone() for tensor in found)
 
 
 def address(tensor: Tensor) -> Address:
@@ -229,6 +238,7 @@ class ModuleWatch:
 
     def __init__(self, suspend: Callable[[nn.Module], None], resume: Callable[[], None], failsafe: Failsafe) -> None:
         self.calls: list[ModuleCall] = []
+        self.gone: deque[ModuleCall] = deque(maxlen=KEPT_CALLS)  # of which nothing is left but that they have returned a number
         self.seen = Met()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and all that were called
         self.busy = False  # during a backward pass, and work of our own
@@ -312,6 +322,7 @@ class ModuleWatch:
                 with unseen():
                     call = self._call_of(module, began, args, kwargs, output)
                     if call is not None:
+                        call.numbers = _numbers_in(output) if call.roots else ()
                         self._remember(call)
         finally:
             self._resume()
@@ -396,6 +407,8 @@ class ModuleWatch:
             if read is not None and call.is_gone() and read.isdisjoint(call.outputs):
                 call.let_go()
                 call.outputs.clear()
+                if call.numbers:
+                    self.gone.append(call)
         self.calls = [call for call in self.calls if call.outputs or not call.told][-KEPT_CALLS:]
         self._due = min(KEPT_CALLS, max(2, 2 * len(self.calls)))
 
@@ -484,6 +497,7 @@ class ModuleWatch:
                 call.let_go()
         calls, self.calls, self._outputs, self._names = [*self._waiting, *beside, *self.calls], [], {}, {}
         self._waiting, self._beside = [], []
+        self.gone.clear()
         self._due = min(KEPT_CALLS, max(2, 2 * len(calls), self._due - 1))  # of several losses by turns each has calls of its own
         self._let_go_of_frozen({call.number for call in self._frozen if not call.is_gone()})
         return calls, list(self._frozen)

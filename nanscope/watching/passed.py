@@ -22,6 +22,7 @@ import torch
 from nanscope.capture.doubts import WEIGHTS, Doubt, is_weight, read_by
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.sites import Place
+from nanscope.capture.source import site_of
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
@@ -40,7 +41,7 @@ class PassedOver:
     def __init__(self, tape: Tape, modules: ModuleWatch, logbook: Logbook) -> None:
         self._tape, self._modules, self._logbook = tape, modules, logbook
         self._told: set[int] = set()  # values, the last time that there were any
-        self._lines: set[Place] = set()  # that have made what was differentiated
+        self._lines: set[Place] = set()  # that have made what was differentiated, or called a model that did
 
     def losses(
         self, programs: Sequence[Program], step: int, refused: bool = False, last: bool = False, ours: Mapping[int, int] = NOBODYS
@@ -56,6 +57,8 @@ class PassedOver:
         asked = self._tape.doubts.take() if self._tape.in_doubt else []
         unasked = bool(programs) or (last and not refused and step > 1)
         thrown = self._thrown_away(used, asked, last, ours) if asked or unasked else []
+        if unasked:
+            self._look_at_models(used, thrown, step, last)
         doubts = [*(doubt for doubt in thrown if doubt.tested or unasked), *asked]
         if not doubts:
             return []
@@ -102,6 +105,30 @@ class PassedOver:
             left.append(doubt)
         return left
 
+    def _look_at_models(self, used: set[int], thrown: Sequence[Doubt], step: int, last: bool) -> None:
+        """A model may return its loss: of a call of which nothing is differentiated it is worth a word, if its line otherwise makes losses.
+
+        thrown: what else is told.
+        """
+        calls = [*self._modules.gone, *self._modules.so_far()[0]]
+        if not any(call.numbers for call in calls):
+            return
+        at_work = self._came_of(calls, used)
+        self._lines.update(call.caller for call in at_work.values() if len(self._lines) < LINES)
+        told = self._came_of(calls, {value for doubt in thrown if doubt.program is not None for value in read_by(doubt.program)})
+        for call in calls:
+            if call.number in at_work or call.number in told or call.caller not in self._lines or call.training is False:
+                continue
+            # what a note of ours refers to is gone if its line has made another one
+            is_over = last or call.is_gone() or any(one.caller == call.caller and one.number > call.number for one in at_work.values())
+            bad = next((one for one in call.numbers if not bool(is_finite(one))), None) if is_over else None
+            if bad is not None and self._logbook.takes_notes():
+                code, lasti = call.caller
+                site = None if code is None else site_of(code, lasti)
+                where = "" if site is None else f" ({Path(site.file).name}:{site.line})"
+                text = f"what {call.name} returned{where} was {number(float(bad))}, and nothing was differentiated that it went into"
+                self._logbook.note("nonfinite_absorbed", text, step)
+
     def _learn(self, programs: Sequence[Program]) -> None:
         """Remember the lines that make losses: the last that make a number, before one is scaled or divided by how many there are."""
         for program in programs:
@@ -119,9 +146,10 @@ class PassedOver:
         return (None, -1) if entry is None else (entry.code, entry.lasti)
 
     def _came_of(self, calls: Sequence[ModuleCall], values: Iterable[int]) -> dict[int, ModuleCall]:
-        """Which calls of models have made one of some values, by number?"""
-        places = set(self._tape.places(value for value in values if value in self._tape.values).values())
-        return {call.number: call for call in calls if not places.isdisjoint(call.outputs)}
+        """Which calls of models have made one of some values, by number? Of two that have made something in the same place, the later."""
+        made_by = {place: call for call in calls for place in call.outputs}
+        places = self._tape.places(value for value in values if value in self._tape.values).values()
+        return {call.number: call for place in places if (call := made_by.get(place)) is not None}
 
     def _judged(self, doubt: Doubt, used: set[int], told: set[int], step: int, refused: bool) -> Recording | None:
         """Return a loss that was passed over; what is none, or may be none, is told in another way. told: values behind the others."""
