@@ -14,7 +14,7 @@ a line that otherwise makes losses has made a number that is not finite, in a fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -84,7 +84,7 @@ class PassedOver:
         what they were made of, it is for them: whether `per_token_loss` is finite is a question about its mean."""
         known = {doubt.value.id: doubt for doubt in asked}
         thrown = self._tape.doubts.thrown_away(used, last, ours)
-        found = [doubt for doubt in thrown if doubt.value.id not in known and self._line_of(doubt.value.id) in self._lines]
+        found = [doubt for doubt in thrown if doubt.value.id not in known and self._is_of_a_loss(doubt.value.id)]
         if not found:
             return []
         calls, _ = self._modules.so_far()
@@ -132,13 +132,23 @@ class PassedOver:
     def _learn(self, programs: Sequence[Program]) -> None:
         """Remember the lines that make losses: the last that make a number, before one is scaled or divided by how many there are."""
         for program in programs:
-            last, size = program.output, 1
-            while (call := program.maker(last)) is not None and size == 1 and len(self._lines) < LINES:
-                self._lines.add(self._line_of(last))
-                read = [value for one in call.inputs() if (value := self._tape.values.get(one)) is not None and value.diff]
-                if len(read) != 1:
-                    break
-                last, size = read[0].id, math.prod(read[0].shape)
+            for value in self._numbers_behind(program.output):
+                if len(self._lines) < LINES:
+                    self._lines.add(self._line_of(value))
+
+    def _is_of_a_loss(self, value: int) -> bool:
+        """Has a line made it that otherwise makes losses, or what it was scaled from?"""
+        return any(self._line_of(number) in self._lines for number in self._numbers_behind(value))
+
+    def _numbers_behind(self, value: int) -> Iterator[int]:
+        """Yield a value and those that it was made of, one of the other, as long as each is one number with a gradient."""
+        last: int | None = value
+        while last is not None:
+            yield last
+            entry = self._tape.entries.get(self._tape.known.made_by.get(last, -1))
+            read = [one for number in (entry.reads() if entry is not None else ()) if (one := self._tape.values.get(number)) is not None]
+            behind = {one.id for one in read if one.diff}
+            last = behind.pop() if len(behind) == 1 and all(math.prod(one.shape) == 1 for one in read if one.diff) else None
 
     def _line_of(self, value: int) -> Place:
         """Where a value was made."""
