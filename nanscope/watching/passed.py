@@ -132,9 +132,8 @@ class PassedOver:
     def _learn(self, programs: Sequence[Program]) -> None:
         """Remember the lines that make losses: the last that make a number, before one is scaled or divided by how many there are."""
         for program in programs:
-            for value in self._numbers_behind(program.output):
-                if len(self._lines) < LINES:
-                    self._lines.add(self._line_of(value))
+            made = (self._line_of(value) for value in self._numbers_behind(program.output))
+            self._lines.update(line for line in made if line is not None and len(self._lines) < LINES)
 
     def _is_of_a_loss(self, value: int) -> bool:
         """Has a line made it that otherwise makes losses, or what it was scaled from?"""
@@ -150,10 +149,10 @@ class PassedOver:
             behind = {one.id for one in read if one.diff}
             last = behind.pop() if len(behind) == 1 and all(math.prod(one.shape) == 1 for one in read if one.diff) else None
 
-    def _line_of(self, value: int) -> Place:
-        """Where a value was made."""
+    def _line_of(self, value: int) -> Place | None:
+        """Where a value was made, None if it came from outside."""
         entry = self._tape.entries.get(self._tape.known.made_by.get(value, -1))
-        return (None, -1) if entry is None else (entry.code, entry.lasti)
+        return None if entry is None else (entry.code, entry.lasti)
 
     def _came_of(self, calls: Sequence[ModuleCall], values: Iterable[int]) -> dict[int, ModuleCall]:
         """Which calls of models have made one of some values, by number? Of two that have made something in the same place, the later."""
