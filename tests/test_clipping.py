@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -263,3 +264,18 @@ def test_halves_that_overflow(tmp_path: Path, read: list[int]) -> None:
         norms_and(model, torch.tensor(1e7))
         optimizer.step()
     assert read == [2] and scope.verdict.incidents[0].reached["gradients"][0] > 0, scope.verdict.sentence
+
+
+def test_gradients_of_the_first_step_are_let_go_of_with_it(tmp_path: Path) -> None:
+    """What a clip has read is held while its step lasts, and not until the next one is differentiated."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for _ in range(2):
+            model(torch.randn(6, 4)).pow(2).mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            gone = [weakref.ref(grad_of(weight)) for weight in model.parameters()]
+            optimizer.zero_grad()
+            assert [one() for one in gone] == [None, None]
+    assert scope.verdict.healthy and scope.steps == 2

@@ -266,6 +266,22 @@ class Notes:
         self._go_on_with([*left, *running])
         return closed
 
+    def let_go_of_lasting(self) -> list[Tensor]:
+        """Hold no gradients any more that calls have read which wait, before a stretch begins. Returns what was written to as a list."""
+        written, left = list[Tensor](), list[Raw | Later]()
+        for one in self.pending:
+            if isinstance(one, Later):
+                left.append(one)
+            elif not one[3]:
+                written += one[1][0]
+            else:
+                left.append(_without_what_is_over(RawCall._make(one)))
+        self.pending.clear()
+        self._light, self._fleeting, self.weight = {}, {}, 0
+        self._go_on_with(left)
+        self.begin_stretch()
+        return written
+
     def _go_on_with(self, running: list[Raw | Later]) -> None:
         self.pending += running
         for number, call in enumerate(running):

@@ -746,6 +746,12 @@ class Tape:
             for one in left.later:
                 one.void()
 
+    def let_go_of_gradients(self) -> None:
+        """The first step is over: what a clip has read in it need not be held until the next."""
+        with self._lock:
+            if not self._understands and self.notes.pending:
+                self._known.unfind(iter(self.notes.let_go_of_lasting()))
+
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
         if self.held > self.budget // 2:

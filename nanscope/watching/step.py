@@ -361,8 +361,16 @@ class Step(Relay):
             self._close(stepped)
         if set(self._course.steppers) == set(optimizers):  # no other one will ask what the gradients are made of
             self._failsafe("step-over", self._let_go)
+        elif not self._course.steppers and self._are_all(optimizers):
+            self._failsafe("step-over", self._tape.let_go_of_gradients)
         self._course.steppers.update(optimizers)
         self._course.took.update(optimizers)
+
+    def _are_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Do they update all that is trained?"""
+        updated = {id(weight) for one in optimizers for weight in updated_by(one)}
+        trained = (weight for model in self._modules.outermost() for weight in model.parameters() if weight.requires_grad)
+        return all(id(weight) in updated for weight in trained)
 
     def _let_go(self) -> None:
         """The step is over, and whoever may ask about it has asked."""
