@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from nanscope.capture.entries import Value, node_of, tensors_of
 from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
 from nanscope.capture.notes import RawCall
+from nanscope.capture.sites import Place
 from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values
 from nanscope.program.local import is_plain
@@ -36,7 +36,6 @@ FULL = 16  # places at which something is in doubt at a time
 WEIGHTS = ("parameter", "data")  # a leaf with a gradient is one of a model that is seen, or of none
 
 Sliced = tuple[Program, dict[int, Tensor]]
-Place = tuple[CodeType | None, int]
 
 
 def is_doubtful(answer: Any) -> bool:
@@ -202,12 +201,12 @@ class Doubts:
         self._open = {}
         return list(found.values())
 
-    def thrown_away(self, used: Set[int], last: bool, ours: Mapping[int, int]) -> list[Doubt]:
+    def thrown_away(self, used: Set[int], last: bool, ours: Callable[[], Mapping[int, int]]) -> list[Doubt]:
         """Return the numbers with a gradient, made since the last backward pass, that nobody can differentiate any more, of which no other
         was made, and that are not finite, or may not be: asked about or not.
 
         used: values that are differentiated now, and those that these were made of; what was made of one of them is left out. last: nothing
-        will be differentiated any more, whoever holds it. ours: references to tensors that nobody comes back by, by identity.
+        will be differentiated any more, whoever holds it. ours: counts references to tensors that nobody comes back by, by identity.
         """
         by_id, made_by, entries = self._known.by_id, self._known.made_by, self._log.entries
         numbered = range(self._since.values, self._known.length)
@@ -220,7 +219,9 @@ class Doubts:
         for value in new:
             for read in made[value.id].reads():
                 ends.pop(read, None)
-        left = [value for value in ends.values() if value.id not in used and (last or self._is_gone(value, ours))]
+        left = [value for value in ends.values() if value.id not in used]
+        references = ours() if left and not last else {}
+        left = [value for value in left if last or self._is_gone(value, references)]
         found = (self._doubt(value) for value in left if used.isdisjoint(self._had_a_gradient(value)))
         return [doubt for doubt in found if doubt is not None][:FULL]
 

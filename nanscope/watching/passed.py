@@ -11,7 +11,7 @@ one forward pass that are tested are one loss that is passed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,11 +37,11 @@ class PassedOver:
         self._thrown = ThrownAway(tape, modules, logbook)
 
     def losses(
-        self, programs: Sequence[Program], step: int, ours: Mapping[int, int], refused: bool, last: bool
+        self, programs: Sequence[Program], step: int, ours: Callable[[], Mapping[int, int]], refused: bool, last: bool
     ) -> list[tuple[Recording, bool]]:
         """Return the losses that were passed over since the last time, and whether what is differentiated now was begun before they were.
 
-        programs: of what is differentiated now. step: the running one. ours: references to tensors that nobody comes back by, by identity.
+        programs: of what is differentiated now. step: the running one. ours: counts references to tensors that nobody comes back by.
         refused: an exception ends the block, and what was tested last, and was bad, is why, be it a loss or what one was to be made of.
         last: nothing will be differentiated any more.
         """

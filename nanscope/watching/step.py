@@ -526,7 +526,7 @@ class Step(Relay):
 
         refused: an exception ends the block. last: it ends.
         """
-        for recording, joins in self._passed.losses(programs, self.number, self._cruise.references(), refused, last):
+        for recording, joins in self._passed.losses(programs, self.number, self._cruise.references, refused, last):
             alone = self._course.closed and not joins
             if self._course.closed:
                 self._open()

@@ -10,7 +10,7 @@ differentiated: that is worth a word. If the code has tested what it was made of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nanscope.capture.doubts import WEIGHTS, Doubt, read_by
@@ -33,7 +33,7 @@ class ThrownAway:
         self._tape, self._modules, self._logbook = tape, modules, logbook
         self._lines: set[Place] = set()  # that have made what was differentiated, or called a model that did
 
-    def numbers(self, used: set[int], asked: Sequence[Doubt], last: bool, ours: Mapping[int, int]) -> list[Doubt]:
+    def numbers(self, used: set[int], asked: Sequence[Doubt], last: bool, ours: Callable[[], Mapping[int, int]]) -> list[Doubt]:
         """Return the numbers of forward passes of which nothing is differentiated, and that nobody has asked about. If somebody has about
         what they were made of, it is for them: whether `per_token_loss` is finite is a question about its mean."""
         known = {doubt.value.id: doubt for doubt in asked}
