@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from seen import told
 from torch import Tensor, nn
 
 import nanscope
@@ -425,18 +425,6 @@ def watched(loop: type[Loop], folder: Path, on_nonfinite: OnNonFinite = "record"
     except nanscope.NonFiniteError:
         assert on_nonfinite == "stop"
     return scope, [weight.detach().clone() for weight in run.policy.parameters()]
-
-
-def told(scope: nanscope.Scope) -> tuple[Any, ...]:
-    """All that was said of a run, but for when and where."""
-    lines = [replace(entry, time=0.0, seconds=None).to_json() for entry in scope.history.entries]
-    verdict = scope.verdict.to_json()
-    for incident in verdict["incidents"]:
-        incident.pop("snapshot")
-        for words in ("reproduction", "environment"):
-            incident.pop(words)
-        incident["origin"].pop("value_id", None)
-    return lines, verdict, [{**warning.to_json(), "snapshot": None} for warning in scope.warnings]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

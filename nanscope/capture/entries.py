@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, SHARED, SILENT
+from nanscope.program.ops import DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, OVERWRITES, SHARED, SILENT
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     base_of,
@@ -107,7 +107,8 @@ class Operator:
     waits: bool  # to note it is enough until somebody asks
     counts: bool  # if what it makes are whole numbers, an index or a choice
     draws: bool  # another one each time: nothing of it is made again
-    may_wait: bool  # so it is if nobody but calls that wait knows what it writes to
+    may_wait: bool  # so it is if nobody but calls that wait knows what it writes to, or nobody but a model that nobody trains
+    gives: bool  # what it makes it writes to `out`, and to nothing else
     lasting: bool  # what it is given lasts for a step anyway: gradients, weights and what an optimizer has of them
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
@@ -131,7 +132,9 @@ class Operator:
         draws = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags and name not in DATA_FACTORIES
         counts = name not in FLOW and not schema.is_mutable and (draws or runs_again(func))
         waits = not schema.is_mutable if name in FLOW else counts or (lists and (_writes_to_lists(schema) or not schema.is_mutable))
-        writes_one = schema.is_mutable and name.endswith("_") and name.rstrip("_") in FLOW and not (inside or casts)
+        gives = _gives(schema) and name in FLOW and not (inside or casts)
+        of_one = schema.is_mutable and name.endswith("_") and not (inside or casts)
+        writes_one = of_one and (name.rstrip("_") in FLOW or name.rstrip("_") in OVERWRITES)
         return Operator(
             func,
             name,
@@ -148,7 +151,8 @@ class Operator:
             waits and name not in AT_ONCE,
             counts,
             draws,
-            writes_one and name.rstrip("_") not in SHARED,
+            gives or (writes_one and name.rstrip("_") not in SHARED),
+            gives,
             lists,
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),
             name in GRADIENT_NORMS,
@@ -183,6 +187,12 @@ def _writes_to_lists(schema: Any) -> bool:
     return (
         not schema.returns and len(written) == 1 and written[0].name == schema.arguments[0].name and str(written[0].type) == "List[Tensor]"
     )
+
+
+def _gives(schema: Any) -> bool:
+    """Is what it writes to one tensor, by name, and what it returns?"""
+    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return written == ["out"] and len(schema.returns) == 1
 
 
 def _is_view(schema: Any) -> bool:

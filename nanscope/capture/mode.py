@@ -119,15 +119,18 @@ class TapeMode(Mode):
         operator = ear.operators.get(id(func)) or self._door(crowded, ear.look_up, func)
         if operator is None or operator.silent:
             return func(*args, **kwargs)
-        waits = operator.waits or (operator.may_wait and self._door(False, self.tape.notes.own, args[0]))
-        if waits and not (crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1):
-            # what a call raises is the trainer's own
-            result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
-            try:
-                self.tape.note(operator, args, kwargs, result)
-            except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
-                self._failed(error)
-            return result
+        if (operator.waits or operator.may_wait) and not (
+            crowded or self.sleeping or ear.broken or self.depth is not None or running_backward() != -1
+        ):
+            destroyed = () if operator.waits else self._door(False, self.tape.may_write, operator, args, kwargs)
+            if destroyed is not None:
+                # what a call raises is the trainer's own
+                result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
+                try:
+                    self.tape.note(operator, args, kwargs, result, destroyed)
+                except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
+                    self._failed(error)
+                return result
         noting, task = None, -1
         if not (self.sleeping or ear.broken or (crowded and is_faked())):  # tensors without content
             task = running_backward()  # one that we did not see begin

@@ -467,6 +467,12 @@ class ModuleWatch:
         found = ([p.grad for _, p in self._parameters_of(modules).values() if p.grad is not None] for modules in (self.seen, self._without))
         return next(filter(None, found), [])
 
+    def untrained(self) -> Iterator[Tensor]:
+        """Yield the weights and buffers of the models that were called without gradient alone."""
+        trained = {id(one) for module in list(self._with) for one in (*module.parameters(), *module.buffers())} if self._without else set()
+        for module in list(self._without):
+            yield from (one for one in (*module.parameters(), *module.buffers()) if id(one) not in trained)
+
     def _parameters_of(self, modules: Iterable[nn.Module]) -> dict[int, tuple[str, nn.Parameter]]:
         """The parameters of modules; a frozen copy of a model has the names of the model itself, and is told apart."""
         trained = {id(parameter) for module in list(self._with) for parameter in module.parameters()} if self._without else set()

@@ -12,7 +12,7 @@ understanding. A write to what only waiting calls have made and know waits as we
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,7 +48,8 @@ Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it
 class RawCall(NamedTuple):
     """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
     `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result.
-    place: in the trainer's code. grad: was autograd on? module: the part of the model that it was made in."""
+    place: in the trainer's code. grad: was autograd on? module: the part of the model that it was made in. destroyed: a copy of what a
+    write to the weights of a model that nobody trains has destroyed, see `Trailing`."""
 
     operator: Operator
     args: tuple[Any, ...]
@@ -59,6 +60,7 @@ class RawCall(NamedTuple):
     place: Place
     grad: bool
     module: str
+    destroyed: Tensor | None
 
 
 Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
@@ -95,9 +97,11 @@ NONE = SoFar(0)
 @dataclass(slots=True)
 class Closed:
     """What is left of the calls of a step. calls: is there one that somebody may come back for? written: tensors that were written to as a
-    list. later: what was to be done between the calls."""
+    list. later: what was to be done between the calls. before: those that he may come back for, where weights were written to after them,
+    the last first: they are in no stretch."""
 
     calls: bool = False
+    before: Sequence[RawCall | Later] = ()
     written: list[Tensor] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
 
@@ -117,10 +121,11 @@ class Notes:
         self._light: dict[int, int] = {}
         self._fleeting: dict[int, int] = {}  # the same of what was made of no tensor, which may be gone
         self.weight, self.most = 0, min(WEIGHT, budget >> 4)
+        self.taken = 0  # times that what waits was taken
 
-    def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> bool:
         """Note a call that was made and has written to no tensor that others know; False if it has to be understood at once."""
-        results = (result,) if type(result) is Tensor else result if type(result) in (tuple, list) else ()
+        results = (result,) if type(result) is Tensor or destroyed is not None else result if type(result) in (tuple, list) else ()
         if not (results or operator.mutable) or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return False
         seen: list[Seen] = []
@@ -132,7 +137,7 @@ class Notes:
             if read < 0:
                 return False
             for item in results:
-                size = _size_of(item) if type(item) is Tensor else -1
+                size = _size_of(item) if type(item) is Tensor or destroyed is not None else -1
                 if size < 0 or (operator.counts and item.is_floating_point()):
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
@@ -150,8 +155,17 @@ class Notes:
             results = [Fleeting(item) for item in results]
             self._fleeting |= {item.identity: number for item in results}
         place = self._callers.caller(FRAMES)
-        self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module))
+        self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module, destroyed))
+        if destroyed is not None:
+            self.begin_stretch()
         return True
+
+    def can_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lasting: bool) -> bool:
+        """May a call wait with these arguments? Whoever writes asks before."""
+        try:
+            return ATOMS.issuperset(map(type, kwargs.values())) and self._read(args, [], [], lasting) >= 0
+        except RuntimeError:  # no memory of its own, or in inference mode
+            return False
 
     def _makes(self, operator: Operator, results: Sequence[Tensor], number: int) -> None:
         for item in results:
@@ -230,7 +244,7 @@ class Notes:
         self.pending.append(what)
 
     def begin_stretch(self) -> None:
-        """A stretch of calls begins: a backward pass has ended, or a call was made that does not wait."""
+        """A stretch of calls begins: a backward pass has ended, or a call was made that does not wait, or has written to weights."""
         self._start = len(self.pending)
 
     def stretch(self) -> list[Raw]:
@@ -245,13 +259,15 @@ class Notes:
         """
         pending, running = self.pending[: self._start], self.pending[self._start :]
         self.pending.clear()
-        closed, over, one = Closed(), set(self.over), None
+        closed, over, one, trails = Closed(), set(self.over), None, False
         while pending:
             one = pending.pop()  # and no other reference to it is left
             if isinstance(one, Later):
                 closed.later.append(one)
             elif not one[3]:
                 closed.written += one[1][0]
+            elif one[9] is not None:
+                trails = True
             elif id(one) not in done:
                 self.pending.append(one)
             elif one[4]:
@@ -262,6 +278,8 @@ class Notes:
         left = [_without_what_is_over(call) for call in reversed(self.take()) if not isinstance(call, Later)]
         read = (tensor for call in left for tensor in tensors_of(call[1]))
         self.over = {id(tensor): tensor for tensor in read if id(tensor) in over}
+        if trails:
+            closed.before, left = [RawCall._make(call) for call in reversed(left)], []
         closed.calls = bool(left)
         self._go_on_with([*left, *running])
         return closed
@@ -308,6 +326,7 @@ class Notes:
         pending = self.pending[:]
         del self.pending[: len(pending)]
         self._light, self._fleeting, self.weight, self._start = {}, {}, 0, 0
+        self.taken += 1
         left: list[RawCall | Later] = []
         read: set[int] = set()  # tensors that what is left reads
         went_on: set[int] = set()  # those of which something was made that has a gradient
@@ -318,8 +337,10 @@ class Notes:
                 left.append(noted)
                 read.update(map(id, noted.holds))
                 continue
-            operator, _, _, results, seen, *_ = noted
+            operator, _, _, results, seen, *_, destroyed = noted
             for item in results:
+                if destroyed is not None:
+                    break  # the model holds that memory
                 if not seen:
                     if not item.handle.expired() or (item.identity in read and not item.handle.gone()):
                         break

@@ -51,6 +51,7 @@ from nanscope.capture.opaques import Opaques
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.storages import Storages
+from nanscope.capture.trailing import Trailing, besides_out
 from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
@@ -69,6 +70,7 @@ from nanscope.torch_inside import (
 
 Answer = TypeVar("Answer")
 
+Destroyed = tuple[Tensor, ...]  # by a write: a copy of it, or nothing
 Noting = tuple[Operator, Noted | None, Value | None]  # a call between `before` and `after`, its arguments, and what it writes to
 
 BUDGET = 256 << 20  # bytes of tensors held by reference
@@ -107,6 +109,7 @@ class Tape:
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self._log, self._known)
+        self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
         self._jagged = Jagged(self._log, self._known, self.find, self._leaf)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
@@ -133,9 +136,18 @@ class Tape:
         operator = self.operators[id(func)] = Operator.of(func)
         return operator
 
-    def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Write down a call that was made and has written to no single tensor: as it came, if it can wait to be understood."""
-        if not self.notes.add(operator, args, kwargs, result):
+    def may_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Destroyed | None:
+        """A call is about to write to one tensor: return what it destroys that nobody could make again; None if it may not wait."""
+        if not operator.gives and self.notes.own(args[0]):
+            return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
+        content = self.trailing.destroyed(operator, args, kwargs)
+        return None if content is None else (content,)
+
+    def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Destroyed = ()) -> None:
+        """Write down a call that was made, as it came if it can wait to be understood. destroyed: see `may_write`."""
+        if operator.gives:
+            kwargs = besides_out(kwargs)
+        if not self.notes.add(operator, args, kwargs, result, *destroyed):
             noting = self.before(operator, args, kwargs)
             if noting is not None:
                 self.after(noting, args, result)
@@ -150,15 +162,16 @@ class Tape:
         if self.notes.pending or self._understands:
             self._understand()
 
-    def _understand(self) -> None:
-        """Write down what waits. Of what another thread is writing down just now, its end is waited for."""
+    def _understand(self, notes: Sequence[RawCall | Later] | None = None) -> None:
+        """Write down what waits, or some calls that have waited, the last first. Of what another thread is writing down just now, its end
+        is waited for."""
         log = self._log
         with self._lock:
             if self._understands:
                 return  # this thread asks in the midst of it
             self._understands, read = True, log.read[:]
             try:
-                notes = self.notes.take(ends=True)
+                notes = list(self.notes.take(ends=True) if notes is None else notes)
                 while notes:
                     note = notes.pop()
                     log.read.clear()
@@ -198,6 +211,12 @@ class Tape:
             return
         if note.operator.mutable and not note.results:
             self._after_write(note.operator, noted, None, note.args, None)
+            return
+        if note.destroyed is not None:
+            self._writes.had(note.results[0], note.destroyed)
+        if note.operator.gives:
+            self._known.unfind(tensors_of((note.args, note.results)))
+            self._forget_results(note.results, note.operator.name)
             return
         if note.operator.mutable:
             target = self._known.by_id[self._log.read[0]]
@@ -645,6 +664,7 @@ class Tape:
         self.clipping.forget()
         self._opaques.forget()
         self.agreed.forget()
+        self.trailing.forget()
         self.notes.has_passed()
 
     def _forget_values(self, over: Collection[int] | None, roots: Collection[int], everything: bool, number: int) -> set[Address]:
@@ -739,6 +759,8 @@ class Tape:
             if self._rounds > ROUNDS:
                 self._rounds = 0
                 self._understand()
+            if left.before:
+                self._understand(left.before)
             if self._known.by_storage:
                 self._known.unfind(iter(left.written))
             if self._known.length > self._over:  # some did not wait

@@ -16,8 +16,9 @@ from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_inta
 from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
 from nanscope.capture.log import REMEMBERED, Log
 from nanscope.capture.modules import version_of
-from nanscope.capture.values import Values
+from nanscope.capture.values import Values, key_of
 from nanscope.program.calls import Arg, Ref
+from nanscope.program.local import memory_of
 from nanscope.program.ops import FLOW, Flow
 from nanscope.torch_inside import base_of
 
@@ -39,13 +40,32 @@ class Writes:
         not worth a copy in every step.
         """
         for value in self._values.relatives(target.storage):
-            if value.tensor is None or value.copied or (turns and value.tensor is not tensor) or value.id not in self._by_id:
-                continue
-            content, intact = value.tensor, is_intact(value)
-            if value.leaf is not None or value.id != target.id:
+            if not (turns and value.tensor is not tensor):
+                self._save(value, written=value.id == target.id)
+
+    def _save(self, value: Value, written: bool = False) -> None:
+        if value.tensor is None or value.copied or value.id not in self._by_id:
+            return
+        content, intact = value.tensor, is_intact(value)
+        if value.leaf is not None or not written:
+            self._values.release(value, guarded=True)
+        if value.leaf is not None and intact and (value.bytes <= REMEMBERED or self._log.grad()):
+            self._values.keep_copy(value, functools.partial(copy_of, value, content))
+
+    def leave_behind(self, storage: int) -> None:
+        """A call is about to write to memory, and waits: what is known to be there was there before."""
+        for value in self._values.relatives(storage):
+            self._save(value)
+        self._values.supersede(storage)
+
+    def had(self, tensor: Tensor, content: Tensor) -> None:
+        """A call has written to a tensor and waited: by now something else is there. content: a copy of what it destroyed."""
+        place = key_of(tensor, PLAIN)[:4]
+        for value in self._values.relatives(memory_of(tensor)):
+            if value.tensor is not None and not value.copied:
                 self._values.release(value, guarded=True)
-            if value.leaf is not None and intact and (value.bytes <= REMEMBERED or self._log.grad()):
-                self._values.keep_copy(value, functools.partial(copy_of, value, content))
+                if value.leaf is not None and value.key[:4] == place:
+                    self._values.keep_copy(value, lambda: content)
 
     def after(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> bool:
         """Note a write; False if it has no faithful functional form.
@@ -76,14 +96,20 @@ class Writes:
 
     def after_turn(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> None:
         """Note that a tensor lies otherwise now. No element was written, but whoever shares the memory counts a write."""
-        after = next_version(tensor) if self._log.noted is None else self._log.noted.made[0][0]
-        now = after - 1
+        now, after = self._counted(tensor)
         for value in self._values.relatives(target.storage):
             if value.tensor is tensor:
                 self._values.release(value)
             if value.version == now and not value.copied:
                 value.version = after
         self._log.append(known.functional or "", noted, [tensor], self._log.flows(self._log.read), None)
+
+    def _counted(self, tensor: Tensor) -> tuple[int, int]:
+        """How many writes to a tensor are counted before the one that is being written down, and after it."""
+        if self._log.noted is None:
+            return version_of(tensor), next_version(tensor)
+        after = self._log.noted.made[0][0]
+        return after - 1, after
 
     def _lies_otherwise(self, known: Operator, noted: Noted, target: Value) -> bool:
         """May the functional form of a write give the same elements in another order of memory?"""
@@ -125,7 +151,8 @@ class Writes:
         """
         # What is written through an alias of another history changes a value behind autograd's back: that value is a leaf when it is next
         # read. So is what was written to unseen before, and an unseen `detach_` changes the history of all.
-        now, base = (None, version_of(tensor)), base_of(tensor)
+        before, after = self._counted(tensor)
+        now, base = (None, before), base_of(tensor)
         base = tensor if base is None else base
         histories = (PLAIN, written.history if base.requires_grad else PLAIN)
         live = [v for v in live if v.id in self._by_id and v.version in now and v.history in histories]
@@ -133,7 +160,7 @@ class Writes:
         whole = [v for v in (target, *live) if v.dtype is tensor.dtype and covers(v, storage)] if live else []
         if not whole:
             return
-        self._written = written.history, next_version(tensor)
+        self._written = written.history, after
         # Of two that are the same memory, the one that has the gradient: a write without gradients leaves one that has none beside it.
         root = target if whole[0] is target else next((value for value in whole if value.diff), whole[0])
         fresh = written if root is target else self._scatter(root, written, target)
