@@ -1,7 +1,7 @@
 """A step under each tool, by turns: seconds, ratios, memory, waits, and whether the weights became the same.
 
-There is one model and one optimizer. In each round every tool gets the same weights back, at the same addresses, makes one step that is not
-timed and then a few that are; the order rotates.
+There is one model and one optimizer. In each round every tool gets the same weights back, at the same addresses, makes a few steps that are
+not timed and then those that are; the order rotates. What is timed is a step of a run that goes on: from the fourth on a loss is known.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from nanscope.bench.tools import AGAIN, BARE, DEEP, NANSCOPE, After, Tool, Watch
 from nanscope.errors import NanscopeError
 from nanscope.snapshot.runs import DEEP_EVERY
 
+SETTLING = 3  # steps that are not timed
 REMEMBERED = 2  # steps of the process whose memory is measured
 
 
@@ -41,7 +42,7 @@ def by_turns(
 ) -> tuple[list[Figures], list[str]]:
     """Return a row for each tool, and what is to be said below.
 
-    timed: steps of a round that are. per: how many of what is counted one step of the work makes.
+    timed: steps of a round that are. per: how many of what is counted one step of the work makes: of several, one is enough to settle.
     Raises NanscopeError if the weights become others than without a tool.
     """
     times: dict[str, list[list[Seconds]]] = {name: [] for name in shown}
@@ -56,7 +57,8 @@ def by_turns(
                 torch.cuda.reset_peak_memory_stats()
             with shown[name](work) as after:
                 step = partial(_step, work, after)
-                step()
+                for _ in range(SETTLING if per == 1 else 1):
+                    step()
                 times[name].append([seconds_of(step, device) for _ in range(timed)])
                 reached = list(work.weights())
                 if device == "cuda":
