@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 
 def unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -27,6 +28,11 @@ def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
 def show_index(index: Sequence[int]) -> str:
     """Return an index or a shape as text: [2, 27]."""
     return "[" + ", ".join(str(i) for i in index) + "]"
+
+
+def line_in(file: str, line: int | None) -> str:
+    """Return a line as it is said: "loss.py:206"."""
+    return f"{PurePath(file).name}:{line}"
 
 
 def number(value: float | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from nanscope.snapshot.history import Entry, last_entries
 from nanscope.snapshot.runs import bad_step_files, in_order
 from nanscope.snapshot.runs import histories as histories_of
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import show_index, unravel
+from nanscope.text import line_in, show_index, unravel
 
 MOST = 20_000  # calls that are laid side by side where the two programs are not the same
 HISTORY = 64 << 20  # bytes of one, in which its last steps stand
@@ -231,7 +231,7 @@ def _told(program: Program, call: Call) -> str:
 
 def _where(program: Program, call: Call) -> str:
     site = program.site_of(call)
-    return f"{PurePath(site.file).name}:{site.line}" if site is not None and site.file else call.module or "no source line"
+    return line_in(site.file, site.line) if site is not None and site.file else call.module or "no source line"
 
 
 def _named(trace: Trace) -> Iterator[tuple[int, str]]:

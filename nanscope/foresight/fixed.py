@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Ref, Site
 from nanscope.program.numbers import is_binary
 from nanscope.program.ops import BOTH_MOMENTS, RESCALINGS, SPREADS
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import listed, number
+from nanscope.text import line_in, listed, number
 
 BRANCHES = 4  # lines that are told
 _BRANCH = re.compile(r"(if|elif|while)\b.*:\s*(#.*)?$")
@@ -112,7 +111,7 @@ def _branches(trace: Trace) -> Iterator[str]:
             decided = _decided(text)
             if decided:
                 found.setdefault((site.file, line), decided)
-    told = [f"`{text}` ({Path(file).name}:{line})" for (file, line), text in found.items()]
+    told = [f"`{text}` ({line_in(file, line)})" for (file, line), text in found.items()]
     if told:
         more = f" and {len(told) - BRANCHES} more" if len(told) > BRANCHES else ""
         yield f"the branches of {', '.join(told[:BRANCHES])}{more} went one way; the other was not tried"
@@ -151,4 +150,4 @@ def _called(trace: Trace, call: Call) -> str:
 
 
 def _where(site: Site) -> str:
-    return f"{Path(site.file).name}:{site.line}"
+    return line_in(site.file, site.line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanscope.causes import Cause
@@ -13,7 +12,7 @@ from nanscope.foresight.pushes import Severity
 from nanscope.plain import show
 from nanscope.shown import Shown
 from nanscope.snapshot.observation import Origin
-from nanscope.text import count
+from nanscope.text import count, line_in
 from nanscope.verdict.incident import Fix
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class Hazard:
     @property
     def where(self) -> str:
         """The line as it is said: "loss.py:206", "" where it is not known."""
-        return f"{Path(self.origin.file).name}:{self.origin.line}" if self.origin.file else ""
+        return line_in(self.origin.file, self.origin.line) if self.origin.file else ""
 
     @property
     def words(self) -> str:
@@ -134,7 +133,7 @@ class Safeguard:
     @property
     def where(self) -> str:
         """The line as it is said, "" where it is not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return line_in(self.file, self.line) if self.file else ""
 
     @property
     def words(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from nanscope.replay.edits import EDITS
 from nanscope.replay.tries import Replay, replay
 from nanscope.snapshot.observation import UNSEEN
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.text import number
+from nanscope.text import line_in, number
 from nanscope.verdict.diagnose import diagnose
 
 MOST_RUNS = 2000  # of one check; aims that are left then are not tried
@@ -86,7 +85,7 @@ def _where(snapshot: Snapshot) -> str:
         return ""
     origin = location.origin
     what = (origin.site.expression if origin.site is not None else "") or origin.variable or origin.op
-    place = f" ({Path(origin.site.file).name}:{origin.site.line})" if origin.site is not None else ""
+    place = f" ({line_in(origin.site.file, origin.site.line)})" if origin.site is not None else ""
     empty = ", of a tensor without elements" if any(not one.numel() for one in snapshot.tensors.values()) else ""
     return f": {what} is {number(origin.value)}{place}{empty}"
 

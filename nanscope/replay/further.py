@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import TypeAlias
 
 from nanscope.errors import NanscopeError
 from nanscope.locate.location import locate
 from nanscope.locate.trace import Trace
 from nanscope.replay.patch import Patch, Variant
+from nanscope.text import line_in
 
 Edit: TypeAlias = Callable[[Patch], Variant | None]
 
@@ -33,7 +33,7 @@ class EditedPlace:
     def words(self) -> str:
         """What is done where."""
         site = self.patch.origin.site
-        where = f" ({PurePath(site.file).name}:{site.line})" if site is not None and site.file and site.line else ""
+        where = f" ({line_in(site.file, site.line)})" if site is not None and site.file and site.line else ""
         return f"{self.variant.label}{where}"
 
 

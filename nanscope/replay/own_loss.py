@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.objective.settings import LossInputs
+from nanscope.text import line_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +102,5 @@ def _call(function: Callable[..., object], wanted: Mapping[str, bool] | None, sp
 def _told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename != __file__ and "importlib" not in f.filename), None)
-    where = f" ({Path(last.filename).name}:{last.lineno})" if last is not None else ""
+    where = f" ({line_in(last.filename, last.lineno)})" if last is not None else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -21,7 +20,7 @@ from nanscope.report.console import HARM, QUIET, STRONG, pairs, show, table
 from nanscope.roles import Role, fitting, role_of
 from nanscope.snapshot.header import Header
 from nanscope.snapshot.texts import legible
-from nanscope.text import count
+from nanscope.text import count, line_in
 
 if TYPE_CHECKING:
     from nanscope.snapshot.step import Snapshot  # needs torch
@@ -108,7 +107,7 @@ def _calls(about: Mapping[str, Any]) -> Iterator[str]:
     for call in _items(about.get("program"), "calls"):
         fields = call if isinstance(call, list) else [call]
         site = sites.get(fields[4]) if len(fields) > 4 and isinstance(fields[4], int) else None
-        place = f"{Path(str(site[0])).name}:{site[1]}" if isinstance(site, list) and len(site) > 1 else ""
+        place = line_in(str(site[0]), site[1]) if isinstance(site, list) and len(site) > 1 else ""
         yield f"  {clean(fields[0] if fields else ''):40} {clean(place)}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from nanscope.shown import Shown
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.observation import UNSEEN, Came, Observation
 from nanscope.snapshot.processes import called, writes_as
-from nanscope.text import count, number
+from nanscope.text import count, line_in, number
 
 
 class Stepped(StrEnum):
@@ -122,7 +121,7 @@ class Snapshot(Shown):
         seen = self._told
         if seen.phase is None or self.came.arrived:
             return ""
-        where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else seen.origin.variable or ""
+        where = line_in(seen.origin.file, seen.origin.line) if seen.origin.file else seen.origin.variable or ""
         return f"{where} {seen.origin.op}".strip()
 
     @property

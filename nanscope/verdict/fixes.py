@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanscope.causes import ADVICE, ADVICE_AGAINST, CAUSES, OF_A_BATCH, Cause
 from nanscope.program.ops import DIVISIONS, GATHERS, LOG_SOFTMAXES
 from nanscope.snapshot.observation import Observation, Phase, Row
+from nanscope.text import line_in
 from nanscope.verdict.grounds import divisor
 from nanscope.verdict.incident import Fix
 
 
 def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Return the fixes that work, best first, and what was tried and does not."""
-    where = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file and seen.origin.line else None
+    where = line_in(seen.origin.file, seen.origin.line) if seen.origin.file and seen.origin.line else None
     wanted = _wanted(seen, cause)
     tried = [_as_fix(row, where) for row in rows if row.kind in ("fix", "control", "asked") and (row.total or row.loss is not None)]
     working = [fix for fix in tried if _is_fix(fix)]

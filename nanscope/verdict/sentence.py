@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED, TOKENS
@@ -32,7 +31,7 @@ from nanscope.snapshot.observation import (
     Phase,
 )
 from nanscope.snapshot.step import Reached, Snapshot
-from nanscope.text import number, show_index
+from nanscope.text import line_in, number, show_index
 from nanscope.verdict.arithmetic import calculation
 from nanscope.verdict.grounds import LITTLE, is_masked, logarithm_of
 
@@ -272,7 +271,7 @@ def _made(p: Origin, inside: str = "", suspect: bool = False) -> str:
 
 
 def _where(file: str | None, line: int | None) -> str:
-    return f"{Path(file).name}:{line}" if file and line else "an unknown line"
+    return line_in(file, line) if file and line else "an unknown line"
 
 
 def _at(p: Origin) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -27,6 +26,7 @@ from nanscope.locate.twin import absorbed, residue
 from nanscope.program.numbers import dtype_name, tensor_bytes
 from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.step import Reached
+from nanscope.text import line_in
 from nanscope.torch_inside import compiles_backward
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
@@ -143,4 +143,4 @@ def _words(room: Room | None) -> tuple[float | None, str]:
 def _line_of(place: Place) -> str:
     code, lasti = place
     site = None if code is None else site_of(code, lasti)
-    return "an unknown line" if site is None else f"{Path(site.file).name}:{site.line}"
+    return "an unknown line" if site is None else line_in(site.file, site.line)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from nanscope.capture.modules import ModuleWatch
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
-from nanscope.text import number
+from nanscope.text import line_in, number
 from nanscope.torch_inside import base_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.recording import Recording
@@ -123,4 +122,4 @@ def _name(doubt: Doubt) -> str:
     site = program.site_of(program.calls[-1]) if program is not None and program.calls else None
     if site is None:
         return "a value of a model" if program is not None else "a value"
-    return f"{site.name or site.expression or 'a value'} ({Path(site.file).name}:{site.line})"
+    return f"{site.name or site.expression or 'a value'} ({line_in(site.file, site.line)})"

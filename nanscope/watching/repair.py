@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ from nanscope.program.local import is_plain, local
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Snapshot, place
-from nanscope.text import count, number
+from nanscope.text import count, line_in, number
 from nanscope.verdict.proof import Proof, Site, prove
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
@@ -278,7 +277,7 @@ class _Told:
     @property
     def _where(self) -> str:
         file, line, _ = self.proof.site
-        return "" if file is None else f" at {Path(file).name}:{line}"
+        return "" if file is None else f" at {line_in(file, line)}"
 
     @property
     def _elements(self) -> str:

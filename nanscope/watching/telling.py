@@ -11,13 +11,12 @@ Later steps with the same origin are counted: at the 1st, 10th, 100th, … more,
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
 from nanscope.foresight.hazard import Check
 from nanscope.snapshot.step import Snapshot
-from nanscope.text import is_round
+from nanscope.text import is_round, line_in
 from nanscope.torch_inside import LACKS
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.sentence import what_and_where
@@ -54,7 +53,7 @@ class Teller:
         if site in self._more:
             self._count(site)
             return
-        place = f"{Path(seen.origin.file).name}:{seen.origin.line}" if seen.origin.file else f"step {snapshot.step}"
+        place = line_in(seen.origin.file, seen.origin.line) if seen.origin.file else f"step {snapshot.step}"
         self._more[site] = (f"like that at {place}", 0, 0)
         step = f"{snapshot.place} on {self.process}" if self.process else snapshot.place
         if snapshot.consequence_of is not None:

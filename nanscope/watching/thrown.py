@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from nanscope.capture.doubts import WEIGHTS, Doubt, read_by
 from nanscope.capture.modules import ModuleCall, ModuleWatch
@@ -20,7 +19,7 @@ from nanscope.capture.source import site_of
 from nanscope.capture.tape import Tape
 from nanscope.program.numbers import is_finite
 from nanscope.program.program import Program
-from nanscope.text import number
+from nanscope.text import line_in, number
 from nanscope.watching.logbook import Logbook
 
 LINES = 1 << 10  # that are remembered
@@ -79,7 +78,7 @@ class ThrownAway:
             if bad is not None and self._logbook.takes_notes():
                 code, lasti = call.caller
                 site = None if code is None else site_of(code, lasti)
-                where = "" if site is None else f" ({Path(site.file).name}:{site.line})"
+                where = "" if site is None else f" ({line_in(site.file, site.line)})"
                 text = f"what {call.name} returned{where} was {number(float(bad))}, and nothing was differentiated that it went into"
                 self._logbook.note("nonfinite_absorbed", text, step)
 
