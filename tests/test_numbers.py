@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensors import listed, tensors
 from torch import Tensor
 
-from nanscope.program.numbers import count_bad, exponent_limit, headroom_bits, is_finite, norms, plain
+from nanscope.program.numbers import count_bad, exponent_limit, headroom_bits, is_finite, norms, plain, quantiles
 
 
 @given(tensors())
@@ -85,3 +85,10 @@ def test_headroom_counts_doublings() -> None:
     assert headroom_bits(32752.0, torch.float16) == 1
     assert headroom_bits(0.0, torch.float32) == math.inf
     assert headroom_bits(2.0**200, torch.float32) < 0
+
+
+@given(st.lists(st.floats(-1e300, 1e300) | st.integers(-2, 2).map(float), min_size=1), st.floats(0, 1))
+def test_quantiles_are_those_of_the_sorted_numbers(numbers: list[float], share: float) -> None:
+    """Bit for bit what torch finds, which sorts; with elements that are alike, too."""
+    flat = torch.tensor(numbers, dtype=torch.float64)
+    assert quantiles(flat, share, 0.5) == torch.quantile(flat, torch.tensor([share, 0.5], dtype=torch.float64)).tolist()

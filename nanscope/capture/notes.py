@@ -145,7 +145,7 @@ class Notes:
                 made.append((writes, item.data_ptr(), item.shape, item.stride()))
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
-        self.weight += weight + read
+        self.weight += weight + read + (0 if destroyed is None else destroyed.nbytes)
         light, number = self._light, len(self.pending)
         for known in fresh:
             light[known] = NOBODY

@@ -15,7 +15,7 @@ from nanscope.locate.location import locate
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
-from nanscope.program.numbers import is_binary
+from nanscope.program.numbers import is_binary, quantiles
 from nanscope.program.program import Program
 from nanscope.roles import LOG_PROBS, Role
 
@@ -136,7 +136,7 @@ def _calm(trace: Trace, leaf: int, flat: Tensor) -> Tensor:
 def _range(rest: Tensor, role: Role | None) -> tuple[float, float]:
     """Between which numbers the middle half of the others lie; where they are too few, or all alike, such as the role has."""
     if len(rest) > 2:
-        low, high = torch.quantile(rest[: 1 << 20], torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+        low, high = quantiles(rest[: 1 << 20], 0.25, 0.75)
         if low < high and math.isfinite(high - low):
             return low, high
     return LIKELY if role in LOG_PROBS else AROUND_ONE

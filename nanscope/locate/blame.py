@@ -23,7 +23,7 @@ from nanscope.errors import ProgramError
 from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Leaf
-from nanscope.program.numbers import at, is_binary
+from nanscope.program.numbers import at, is_binary, quantiles
 from nanscope.program.ops import LOGARITHMS, carries
 from nanscope.program.program import Program
 from nanscope.roles import Role, last_word
@@ -104,7 +104,7 @@ class _Way:
 
     def _usual(self, group: Tensor) -> tuple[float, float, float]:
         """The median of the other elements, and how far 90 % of them reach."""
-        low, median, high = torch.quantile(self._beside(group), torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
+        low, median, high = quantiles(self._beside(group), 0.05, 0.5, 0.95)
         return median, low, high
 
     def _size(self, group: Tensor) -> float:
@@ -243,6 +243,6 @@ def _far(numbers: Tensor, usual: Tensor) -> Tensor:
 
 
 def _outside(numbers: Tensor, usual: Tensor) -> Tensor:
-    low, high = torch.quantile(usual, torch.tensor([0.25, 0.75], dtype=usual.dtype)).tolist()
+    low, high = quantiles(usual, 0.25, 0.75)
     room = FENCE * (high - low)
     return torch.lt(numbers, low - room) | torch.gt(numbers, high + room)

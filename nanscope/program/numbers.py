@@ -80,6 +80,21 @@ def at(tensor: Tensor, flat: int) -> float:
     return float(plain(element) if element.is_complex() else element)
 
 
+def quantiles(numbers: Tensor, *shares: float) -> list[float]:
+    """Return quantiles of finite numbers, between the two that are next to each, as `torch.quantile` does. numbers: at least one.
+
+    Nothing is sorted, and there may be any number of them.
+    """
+    flat, found = numbers.flatten(), []
+    for share in shares:
+        rank, part = divmod(share * (flat.numel() - 1), 1)
+        low = high = torch.kthvalue(flat, int(rank) + 1).values
+        if part and int((flat <= low).sum()) == int(rank) + 1:  # the next one is another number
+            high = torch.where(flat > low, flat, math.inf).min()
+        found.append(float(torch.lerp(low, high, part)))
+    return found
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return the values as float64, on the device they are on; complex numbers by the part that is worse."""
     values = tensor.detach()
