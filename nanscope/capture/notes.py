@@ -304,9 +304,11 @@ class Notes:
         self.pending += running
         for number, call in enumerate(running):
             if not isinstance(call, Later):
-                self.weight += CALL + sum(item.nbytes for item in call[3] if call[4])
-                self._light |= {id(tensor): NOBODY for tensor in tensors_of(call[1]) if id(tensor) not in self._light}
+                self.weight += CALL
+                for tensor in tensors_of(call[1]):
+                    self._light.setdefault(id(tensor), NOBODY)
                 if call[4]:
+                    self.weight += sum([item.nbytes for item in call[3]])
                     self._makes(call[0], call[3], number)
                 else:
                     self._fleeting |= {item.identity: number for item in call[3]}
@@ -375,17 +377,20 @@ def _without_what_is_over(call: RawCall) -> Raw:
 def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:
     """Of tensors that calls which wait have written to: how often these calls refer to them, by identity."""
     calls = [one for one in pending if not isinstance(one, Later)]
-    found = {id(one[3][0]): 0 for one in calls if one[0].mutable and one[3]}
+    found = {id(one[3][0]): 0 for one in calls if one[0].mutable and one[3] and one[9] is None}
     for one in calls if found else ():
         _count(one, found, 1)
     return found
 
 
 def _count(call: Raw, references: dict[int, int], more: int) -> None:
-    if references:
-        for item in (*tensors_of(call[1]), *call[3]):
-            if id(item) in references:
-                references[id(item)] += more
+    for item in (*call[1], *call[3]) if references else ():
+        if id(item) in references:
+            references[id(item)] += more
+        elif type(item) is list or type(item) is tuple:
+            for one in tensors_of(item):
+                if id(one) in references:
+                    references[id(one)] += more
 
 
 def _size_of(tensor: Tensor) -> int:
