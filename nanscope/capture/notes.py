@@ -98,9 +98,10 @@ NONE = SoFar(0)
 class Closed:
     """What is left of the calls of a step. calls: is there one that somebody may come back for? written: tensors that were written to as a
     list. later: what was to be done between the calls. before: those that he may come back for, where weights were written to after them,
-    the last first: they are in no stretch."""
+    the last first: they are in no stretch. trailed: where that was."""
 
     calls: bool = False
+    trailed: set[int] = field(default_factory=set)
     before: Sequence[RawCall | Later] = ()
     written: list[Tensor] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
@@ -149,7 +150,7 @@ class Notes:
         light, number = self._light, len(self.pending)
         for known in fresh:
             light[known] = NOBODY
-        if seen or not results:
+        if seen or not results or destroyed is not None:
             self._makes(operator, results, number)
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
             results = [Fleeting(item) for item in results]
@@ -259,7 +260,7 @@ class Notes:
         """
         pending, running = self.pending[: self._start], self.pending[self._start :]
         self.pending.clear()
-        closed, over, one, trails = Closed(), set(self.over), None, False
+        closed, over, one = Closed(), set(self.over), None
         while pending:
             one = pending.pop()  # and no other reference to it is left
             if isinstance(one, Later):
@@ -267,7 +268,7 @@ class Notes:
             elif not one[3]:
                 closed.written += one[1][0]
             elif one[9] is not None:
-                trails = True
+                closed.trailed.add(one[5][0][1])
             elif id(one) not in done:
                 self.pending.append(one)
             elif one[4]:
@@ -278,7 +279,7 @@ class Notes:
         left = [_without_what_is_over(call) for call in reversed(self.take()) if not isinstance(call, Later)]
         read = (tensor for call in left for tensor in tensors_of(call[1]))
         self.over = {id(tensor): tensor for tensor in read if id(tensor) in over}
-        if trails:
+        if closed.trailed:
             closed.before, left = [RawCall._make(call) for call in reversed(left)], []
         closed.calls = bool(left)
         self._go_on_with([*left, *running])
@@ -296,6 +297,7 @@ class Notes:
                 left.append(_without_what_is_over(RawCall._make(one)))
         self.pending.clear()
         self._light, self._fleeting, self.weight = {}, {}, 0
+        self.taken += 1
         self._go_on_with(left)
         self.begin_stretch()
         return written

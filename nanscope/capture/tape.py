@@ -213,7 +213,11 @@ class Tape:
             self._after_write(note.operator, noted, None, note.args, None)
             return
         if note.destroyed is not None:
-            self._writes.had(note.results[0], note.destroyed)
+            address = note.made[0][1]
+            self._writes.had(address, note.destroyed)
+            if note.results[0].data_ptr() != address:  # it lies somewhere else by now, and nobody has what was made
+                self._known.supersede(address)
+                return
         if note.operator.gives:
             self._known.unfind(tensors_of((note.args, note.results)))
             self._forget_results(note.results, note.operator.name)
@@ -231,6 +235,8 @@ class Tape:
         if isinstance(arg, Tensor):
             version, address, shape, wanted = next(seen)
             made = self._known.just_made.get(id(arg))
+            if made is not None and self._known.by_key.get(made.key) != made.id:
+                made = None  # somebody has written to it by another name, or nobody will ask for it any more
             if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
                 value = made
             elif arg.data_ptr() == address and arg.shape == shape:
@@ -759,6 +765,8 @@ class Tape:
             if self._rounds > ROUNDS:
                 self._rounds = 0
                 self._understand()
+            for address in left.trailed:
+                self._known.supersede(address)
             if left.before:
                 self._understand(left.before)
             if self._known.by_storage:

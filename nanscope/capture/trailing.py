@@ -4,14 +4,15 @@
     torch.add(t.data, p.data, alpha=tau, out=t.data)          so does this; and both are forgotten when the next step was well
 
 A loop makes them by the hundred between two steps. Nobody but their model reads such memory, and calls within models are not noted: so they
-need not be understood before anybody asks, nor any call before them. A write to what others know, too, is understood at once.
+need not be understood before anybody asks, nor any call before them. A write to what others know as well, under more than another name for
+the same, is understood at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from torch.nn import Parameter
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.notes import LIGHT, Notes
 from nanscope.capture.writes import Writes
-from nanscope.program.local import memory_of
-
-Place = tuple[int, torch.Size]  # address, shape
+from nanscope.torch_inside import writes_counted
 
 
 def besides_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +37,8 @@ class Trailing:
         self._notes, self._writes = notes, writes
         self._ends: dict[int, int] | None = None  # of the memory of these weights, by where it begins; None until it is asked for
         self._starts: list[int] = []  # in order
-        self._read: dict[int, Place | None] = {}  # see `_known`
+        self._read: set[int] = set()  # of that what calls that wait have read or made, besides such writes
+        self._named: dict[int, list[int]] = {}  # and those that have made another name for all of it
         self._seen = 0, 0  # as far as these are looked at
 
     def forget(self) -> None:
@@ -48,43 +48,69 @@ class Trailing:
     def destroyed(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return a copy of what a call is about to destroy that may wait for that, None if it may not."""
         target = kwargs.get("out") if operator.gives else args[0] if args else None
-        if (type(target) is not Tensor and type(target) is not Parameter) or target.layout is not torch.strided or target.is_nested:
+        if operator.turns or not _is_whole(target) or target.nbytes > LIGHT:
             return None
-        if target.is_inference() or target.nbytes > LIGHT or not target.is_contiguous():
+        read = list(tensors_of(args))
+        if not read or (torch.is_grad_enabled() and any(one.requires_grad for one in (target, *read))):
             return None
-        if torch.is_grad_enabled() and any(one.requires_grad for one in (target, *tensors_of(args))):
+        start = target.data_ptr()
+        if start not in self._memory() or not self._notes.can_wait(args, besides_out(kwargs), operator.lasting):
             return None
-        start = memory_of(target)
-        if not start or start not in self._memory() or not self._notes.can_wait(args, besides_out(kwargs), operator.lasting):
-            return None
-        if self._known().get(start, (target.data_ptr(), target.shape)) != (target.data_ptr(), target.shape):
+        if not self._is_apart(target):
             return None
         self._writes.leave_behind(start)
         return target.detach().clone()
 
     def _memory(self) -> Mapping[int, int]:
         if self._ends is None:
-            plain = [one for one in self.weights() if (type(one) is Parameter or type(one) is Tensor) and one.layout is torch.strided]
-            self._ends = {start: start + one.untyped_storage().nbytes() for one in plain if (start := memory_of(one))}
-            self._starts, self._read, self._seen = sorted(self._ends), {}, (0, 0)
+            plain = [one for one in self.weights() if _is_whole(one)]
+            self._ends = {one.data_ptr(): one.data_ptr() + one.untyped_storage().nbytes() for one in plain}
+            self._starts, self._seen = sorted(self._ends), (-1, 0)
         return self._ends
 
-    def _known(self) -> Mapping[int, Place | None]:
-        """Of the memory of which a call that waits knows, by where it begins: what has been read there, if always the same since something
-        was last to be done among these calls. What a write destroys is what they have read."""
+    def _is_apart(self, target: Tensor) -> bool:
+        """Does no call that waits know the memory of a tensor, but for its names? And has nobody written to it unseen since they were
+        given?"""
+        self._look_further()
+        start = target.data_ptr()
+        if start in self._read:
+            return False
+        lies = target.shape, target.stride(), target.dtype
+        for number in self._named.get(start, ()):
+            whole, ((writes, _, shape, _), *_) = self._notes.pending[number][1][0], self._notes.pending[number][4]
+            if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
+                return False
+        return True
+
+    def _look_further(self) -> None:
+        """Go through the calls that have come since this was asked."""
         taken, upto = self._seen
         if taken != self._notes.taken:
-            self._read, upto = {}, 0
-        pending, ends = self._notes.pending, self._memory()
-        for one in pending[upto:]:
+            self._read, self._named, upto = set(), {}, 0
+        pending = self._notes.pending
+        for number in range(upto, len(pending)):
+            one = pending[number]
             if type(one) is not tuple:
-                self._read = dict.fromkeys(self._read)
                 continue
-            own = None if one[9] is None else memory_of(one[3][0])
-            for _, address, shape, _ in (*one[4], *(one[5] if own is None else ())):
-                below = bisect_right(self._starts, address)
-                start = self._starts[below - 1] if below else 0
-                if start != own and address < ends.get(start, 0):
-                    self._read[start] = (address, shape) if self._read.get(start, (address, shape)) == (address, shape) else None
+            own, names = one[5][0][1] if one[9] is not None else 0, one[0].name == "detach"
+            for _, address, *_ in (*one[4], *one[5]):
+                start = self._start_of(address)
+                if names and start == address:
+                    self._named.setdefault(start, []).append(number)
+                elif start and start != own:
+                    self._read.add(start)
         self._seen = self._notes.taken, len(pending)
-        return self._read
+
+    def _start_of(self, address: int) -> int:
+        """Where the memory begins that an address is in, 0 if it is in none of these."""
+        below = bisect_right(self._starts, address)
+        start = self._starts[below - 1] if below else 0
+        return start if address < self._memory().get(start, 0) else 0
+
+
+def _is_whole(tensor: Any) -> TypeGuard[Tensor]:
+    """Is it a tensor of torch's own that lies at the beginning of its memory, without gaps, and counts its writes?"""
+    if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    whole = not (tensor.is_inference() or tensor.is_complex() or tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
+    return whole and not tensor.storage_offset() and bool(tensor.data_ptr())

@@ -18,7 +18,6 @@ from nanscope.capture.log import REMEMBERED, Log
 from nanscope.capture.modules import version_of
 from nanscope.capture.values import Values, key_of
 from nanscope.program.calls import Arg, Ref
-from nanscope.program.local import memory_of
 from nanscope.program.ops import FLOW, Flow
 from nanscope.torch_inside import base_of
 
@@ -40,28 +39,28 @@ class Writes:
         not worth a copy in every step.
         """
         for value in self._values.relatives(target.storage):
-            if not (turns and value.tensor is not tensor):
-                self._save(value, written=value.id == target.id)
-
-    def _save(self, value: Value, written: bool = False) -> None:
-        if value.tensor is None or value.copied or value.id not in self._by_id:
-            return
-        content, intact = value.tensor, is_intact(value)
-        if value.leaf is not None or not written:
-            self._values.release(value, guarded=True)
-        if value.leaf is not None and intact and (value.bytes <= REMEMBERED or self._log.grad()):
-            self._values.keep_copy(value, functools.partial(copy_of, value, content))
+            if value.tensor is None or value.copied or (turns and value.tensor is not tensor) or value.id not in self._by_id:
+                continue
+            content, intact = value.tensor, is_intact(value)
+            if value.leaf is not None or value.id != target.id:
+                self._values.release(value, guarded=True)
+            if value.leaf is not None and intact and (value.bytes <= REMEMBERED or self._log.grad()):
+                self._values.keep_copy(value, functools.partial(copy_of, value, content))
 
     def leave_behind(self, storage: int) -> None:
         """A call is about to write to memory, and waits: what is known to be there was there before."""
         for value in self._values.relatives(storage):
-            self._save(value)
-        self._values.supersede(storage)
+            if value.tensor is not None and not value.copied:
+                content, intact = value.tensor, is_intact(value)
+                self._values.release(value, guarded=True)
+                if intact:
+                    self._values.keep_copy(value, functools.partial(copy_of, value, content))
 
-    def had(self, tensor: Tensor, content: Tensor) -> None:
-        """A call has written to a tensor and waited: by now something else is there. content: a copy of what it destroyed."""
-        place = key_of(tensor, PLAIN)[:4]
-        for value in self._values.relatives(memory_of(tensor)):
+    def had(self, address: int, content: Tensor) -> None:
+        """A call has written to the whole of a piece of memory and waited: by now something else is there. content: a copy of what it
+        destroyed."""
+        place = (address, *key_of(content, PLAIN)[1:4])
+        for value in self._values.relatives(address):
             if value.tensor is not None and not value.copied:
                 self._values.release(value, guarded=True)
                 if value.leaf is not None and value.key[:4] == place:
