@@ -24,6 +24,9 @@ from nanscope.capture.writes import Writes
 from nanscope.torch_inside import writes_counted
 
 
+FRESH = 16  # backward passes, after which it is looked again where these weights lie; whose other memory that is meanwhile may wait as well
+
+
 def besides_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments without the one that says where to write to."""
     return {name: arg for name, arg in kwargs.items() if name != "out"}
@@ -36,14 +39,17 @@ class Trailing:
         self.weights: Callable[[], Iterable[Tensor]] = tuple
         self._notes, self._writes = notes, writes
         self._ends: dict[int, int] | None = None  # of the memory of these weights, by where it begins; None until it is asked for
+        self._passes = 0
         self._starts: list[int] = []  # in order
         self._read: set[int] = set()  # of that what calls that wait have read or made, besides such writes
         self._named: dict[int, list[int]] = {}  # and those that have made another name for all of it
         self._seen = 0, 0  # as far as these are looked at
 
     def forget(self) -> None:
-        """Another backward pass is over: there may be other models."""
-        self._ends = None
+        """Another backward pass is over: there may be other models, or other memory in the place of a weight."""
+        self._passes += 1
+        if self._passes % FRESH == 0:
+            self._ends = None
 
     def destroyed(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return a copy of what a call is about to destroy that may wait for that, None if it may not."""
