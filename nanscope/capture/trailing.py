@@ -23,7 +23,6 @@ from nanscope.capture.notes import LIGHT, Notes
 from nanscope.capture.writes import Writes
 from nanscope.torch_inside import writes_counted
 
-
 FRESH = 16  # backward passes, after which it is looked again where these weights lie; whose other memory that is meanwhile may wait as well
 
 
