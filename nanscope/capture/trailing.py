@@ -69,7 +69,7 @@ class Trailing:
     def _memory(self) -> Mapping[int, int]:
         if self._ends is None:
             plain = [one for one in self.weights() if _is_whole(one)]
-            self._ends = {one.data_ptr(): one.data_ptr() + one.untyped_storage().nbytes() for one in plain}
+            self._ends = {one.data_ptr(): one.data_ptr() + one.nbytes for one in plain}
             self._starts, self._seen = sorted(self._ends), (-1, 0)
         return self._ends
 
@@ -114,8 +114,8 @@ class Trailing:
 
 
 def _is_whole(tensor: Any) -> TypeGuard[Tensor]:
-    """Is it a tensor of torch's own that lies at the beginning of its memory, without gaps, and counts its writes?"""
+    """Is it a tensor of torch's own that fills its memory, without gaps, and counts its writes?"""
     if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     whole = not (tensor.is_inference() or tensor.is_complex() or tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
-    return whole and not tensor.storage_offset() and bool(tensor.data_ptr())
+    return whole and bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() == tensor.nbytes
