@@ -77,20 +77,27 @@ class Loop:
         self.critic, self.target, self.follow, self.bad = network(), network(), follow, bad
         self.optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
 
-    def run(self, steps: int = 12) -> None:
-        for step in range(1, steps + 1):
+    def run(self) -> None:
+        for step in range(1, 13):
             seen = torch.randn(10, 6)
             with torch.no_grad():
                 wanted = self.target(seen)
-            loss = (self.critic(seen) - wanted).square().mean()
+            loss = (self.critic(seen) - wanted).square().mean() + self.more(step)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            with torch.no_grad():
-                for own, other in zip(self.target.parameters(), self.critic.parameters(), strict=True):
-                    self.follow(own, other, 3e38 if step == self.bad else 1 - TAU)
-                    if step == self.bad:
-                        self.follow(own, other, 3e38)
+            self.update(step)
+
+    def more(self, step: int) -> Tensor | float:
+        """What the loss has besides."""
+        return 0.0
+
+    def update(self, step: int) -> None:
+        with torch.no_grad():
+            for own, other in zip(self.target.parameters(), self.critic.parameters(), strict=True):
+                self.follow(own, other, 3e38 if step == self.bad else 1 - TAU)
+                if step == self.bad:
+                    self.follow(own, other, 3e38)
 
     def watched(self, out: Path) -> nanscope.Scope:
         with nanscope.watch(out=out, deep_every=0) as scope:
@@ -151,30 +158,12 @@ class Reading(Loop):
         self.target.register_buffer("scale", self.scale)
         self.kept: list[Tensor] = []
 
-    def term(self, step: int) -> Tensor:
-        """What the loss has besides, of what was read; large enough to overflow in one step."""
-        return 1e-3 * self.read(step)
+    def more(self, step: int) -> Tensor:
+        of_critic = 1e-3 * self.read(step) * next(self.critic.parameters()).sum()
+        return of_critic if step != 9 else (of_critic.abs() * 1e12).exp()
 
     def read(self, step: int) -> Tensor:
         raise NotImplementedError
-
-    def update(self, step: int) -> None:
-        with torch.no_grad():
-            for own, other in zip(self.target.parameters(), self.critic.parameters(), strict=True):
-                as_sb3(own, other, 1 - TAU)
-
-    def run(self, steps: int = 12) -> None:
-        for step in range(1, steps + 1):
-            seen = torch.randn(10, 6)
-            with torch.no_grad():
-                wanted = self.target(seen)
-            loss = (self.critic(seen) - wanted).square().mean()
-            more = self.term(step) * next(self.critic.parameters()).sum()
-            loss = loss + (more if step != 9 else (more.abs() * 1e12).exp())
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.update(step)
 
 
 class Kept(Reading):
