@@ -127,7 +127,7 @@ class TapeMode(Mode):
                 # what a call raises is the trainer's own
                 result = self._called(operator, func, args, kwargs) if operator.lets_in else func(*args, **kwargs)
                 try:
-                    self.tape.note(operator, args, kwargs, result, destroyed)
+                    self.tape.note(operator, args, kwargs, result, destroyed[0] if destroyed else None)
                 except Exception as error:  # noqa: BLE001 - of ours; as `_door`, in the place where most calls come by
                     self._failed(error)
                 return result

@@ -143,11 +143,11 @@ class Tape:
         content = self.trailing.destroyed(operator, args, kwargs)
         return None if content is None else (content,)
 
-    def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Destroyed = ()) -> None:
-        """Write down a call that was made, as it came if it can wait to be understood. destroyed: see `may_write`."""
+    def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> None:
+        """Write down a call that was made, as it came if it can wait to be understood. destroyed: a copy of that, see `may_write`."""
         if operator.gives:
             kwargs = besides_out(kwargs)
-        if not self.notes.add(operator, args, kwargs, result, *destroyed):
+        if not self.notes.add(operator, args, kwargs, result, destroyed):
             noting = self.before(operator, args, kwargs)
             if noting is not None:
                 self.after(noting, args, result)
