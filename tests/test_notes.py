@@ -188,6 +188,15 @@ def test_what_nobody_holds_is_never_understood() -> None:
     assert len(tape.entries) == 4 and not tape.notes.pending  # those of the loss, and the mask
 
 
+def test_what_hands_on_its_argument_is_never_understood_if_nobody_holds_that() -> None:
+    tape, held = Tape(), []
+    with TapeMode(tape):
+        for _ in range(8):
+            torch.tensor([1.0, 2.0]).mul(2).sum().item()  # for torch, `lift_fresh` returns what it was given
+        held.append(torch.tensor([3.0]))
+    assert [entry.op for entry in tape.entries.values()] == ["aten.lift_fresh.default"]
+
+
 def test_what_a_draw_was_made_of_is_never_understood() -> None:
     """Tokens that are sampled live on; the scores that each was drawn from do not, however many there are."""
     tape, read = Tape(), WeakSet[Tensor]()

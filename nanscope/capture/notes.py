@@ -350,7 +350,9 @@ class Notes:
                         break
                     continue
                 ours = OURS - 1 + references.get(id(item), 1)
-                if id(item) in read or sys.getrefcount(item) > ours or uses(item) > 1:
+                if id(item) in read or uses(item) > 1:
+                    break
+                if sys.getrefcount(item) > ours and (id(item) in references or sys.getrefcount(item) > ours + _times_in(noted[1], item)):
                     break
                 if not operator.view and storage_uses(item) > ALIASED:
                     break  # by another tensor that torch made without a call, as `x.data`
@@ -369,6 +371,11 @@ class Notes:
             left.append(RawCall._make(noted))
             read.update(map(id, tensors_of(noted[1])))
         return left
+
+
+def _times_in(args: Sequence[Any], item: object) -> int:
+    """How often is it among the arguments of a call, which may hand on what it was given?"""
+    return sum([arg is item for arg in args])
 
 
 def _without_what_is_over(call: RawCall) -> Raw:
