@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture.generators import held, paths_in
+from nanscope.capture.generators import held, paths_in, set_back, standing
 
 
 class Noisy(nn.Module):
@@ -47,6 +47,15 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "numpy as it was": lambda: np.random.RandomState(6),
     "python": lambda: random.Random(6),
 }
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_where_one_stood_is_no_other_place_when_it_goes_on(kind: str) -> None:
+    source = np.random.Generator(getattr(np.random, kind)(6))
+    (stood,) = standing([source])
+    drawn = source.random(700).tolist()
+    set_back(source, stood.state)
+    assert source.random(700).tolist() == drawn
 
 
 def stands(source: Any) -> bytes:

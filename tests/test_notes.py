@@ -279,7 +279,7 @@ def test_of_what_does_not_wait_nothing_is_remembered() -> None:
     tape, large = Tape(), torch.ones(notes.LIGHT // 4 + 1)
     with TapeMode(tape):
         made = torch.ones(1) * large
-        assert not tape.notes.pending and not tape.notes._light
+        assert not tape.notes.pending and not tape.notes._makers.light
     assert tape.find(made) is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.capture.notes import RawCall
+from nanscope.capture.raw import RawCall
 from nanscope.capture.sites import NOWHERE, Place
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Site

@@ -18,7 +18,7 @@ from nanscope.capture.account import Balance, Holding
 from nanscope.capture.entries import Value, node_of, tensors_of
 from nanscope.capture.log import Log
 from nanscope.capture.modules import Address
-from nanscope.capture.notes import RawCall
+from nanscope.capture.raw import RawCall
 from nanscope.capture.sites import Place
 from nanscope.capture.source import Key, apart
 from nanscope.capture.values import Values

@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     "torch._C.Generator": (torch.Generator.get_state, torch.Generator.set_state),
     "random.Random": (random.Random.getstate, random.Random.setstate),
     "numpy.random._generator.Generator": (
-        lambda generator: deepcopy(generator.bit_generator.state),
+        lambda generator: generator.bit_generator.state,  # numpy puts it together anew whenever it is asked
         lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
     "numpy.random.mtrand.RandomState": (lambda generator: generator.get_state(), lambda generator, state: generator.set_state(state)),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanscope.capture.entries import Noted, Record, Value, ids, next_version
 from nanscope.capture.modules import version_of
-from nanscope.capture.notes import RawCall
+from nanscope.capture.raw import RawCall
 from nanscope.capture.sites import Callers
 from nanscope.capture.values import Fleeting, Values
 

@@ -128,7 +128,7 @@ class ModuleCall:
 
     def is_gone(self) -> bool:
         """Is nothing left of what it has made?"""
-        return self.told and all(made.expired() for made in self.made)
+        return self.told and all([made.expired() for made in self.made])
 
     def roots_left(self) -> set[Address]:
         """Return where those outputs lie that are still there and have a gradient."""
@@ -261,6 +261,7 @@ class ModuleWatch:
         self._beside: list[ModuleCall] = []  # of which it has differentiated one output, and not another one
         self._frozen: list[ModuleCall] = []  # without gradient: of a reference model, or before the epochs over a batch
         self._frozen_outputs: dict[Address, tuple[str, Any]] = {}  # class, and weak handle on the tensor
+        self._outputs_due = KEPT_CALLS  # with more of them it is time to look which are gone
         self._without = Met()  # modules that made them
         self._with = Met()  # modules that were called with gradients enabled
         self._due = 2  # with more calls than these it is time to look for those of which nothing is left
@@ -386,7 +387,11 @@ class ModuleWatch:
             if call.number not in but:
                 call.let_go()
         self._frozen = [call for call in self._frozen if call.number in but]
-        self._frozen_outputs = {place: known for place, known in self._frozen_outputs.items() if not known[1].expired()} if but else {}
+        if not but:
+            self._frozen_outputs = {}
+        elif len(self._frozen_outputs) > self._outputs_due:  # a rollout may hold them all
+            self._frozen_outputs = {place: known for place, known in self._frozen_outputs.items() if not known[1].expired()}
+            self._outputs_due = max(KEPT_CALLS, 2 * len(self._frozen_outputs))
 
     def _hold(self, call: ModuleCall, older: list[ModuleCall], limit: int) -> None:
         """Hold the arguments of a call if they are small enough; older calls that nobody has differentiated so far make room."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanscope.capture.entries import tensors_of
-from nanscope.capture.notes import Raw, Seen
+from nanscope.capture.raw import Raw, Seen
 from nanscope.torch_inside import writes_counted
 
 RESULTS = 1 << 10  # of one call, at most

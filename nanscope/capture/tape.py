@@ -46,8 +46,9 @@ from nanscope.capture.jagged import Jagged
 from nanscope.capture.layout import is_dense, is_turned
 from nanscope.capture.log import REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
-from nanscope.capture.notes import Later, Notes, Raw, RawCall, Seen, SoFar
+from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
+from nanscope.capture.raw import Later, Raw, RawCall, Seen, SoFar
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.storages import Storages
@@ -77,7 +78,6 @@ BUDGET = 256 << 20  # bytes of tensors held by reference
 PATIENCE = 64  # values, by default
 REACH = 4  # calls that are gone through for each value that has been numbered since the last time
 NUMBERS = 4  # that went to the host, of which it is remembered what made them
-ROUNDS = 4  # steps that a call may wait for, if somebody holds what it has made
 
 
 class Tape:
@@ -118,7 +118,6 @@ class Tape:
         self._log.lost = self._opaques.lose
         self._storages = Storages(self._known, self._log, self.operators, self._opaques)
         self.opaque: dict[int, Opaque] = {}
-        self._rounds = 0  # steps in a row that have left calls which wait
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
@@ -189,15 +188,6 @@ class Tape:
             finally:
                 self._understands, log.noted, log.read[:] = False, None, read
                 self._known.just_made.clear()
-                self._let_go_of_graphs()
-
-    def _let_go_of_graphs(self) -> None:
-        """What is left of an earlier step has read what was differentiated in it, and must not keep the graph of that."""
-        over, self.notes.over = self.notes.over, {}
-        for tensor in over.values():
-            value = self._known.find(tensor)
-            if value is not None and value.leaf is not None:
-                self._known.drop(value.id)
 
     def _write_down(self, note: RawCall) -> None:
         if note.operator.draws:
@@ -684,10 +674,13 @@ class Tape:
             self._lasting = 4 * PATIENCE + 2 * len(self._log.entries)
         return {value.key[:4] for i in read if (value := self._known.by_id.get(i)) is not None and value.leaf is not None}
 
-    def stretch(self) -> list[Raw] | None:
-        """Return the calls since the last backward pass, if all of them wait to be understood, and nothing else is known of them."""
+    def stretch(self, whole: bool = False) -> list[Raw] | None:
+        """Return the calls since the last backward pass, if all of them wait to be understood, and nothing else is known of them.
+
+        whole: with those that are left of the step before.
+        """
         quiet = not (self.broken or self.tags or self.numbers or self.in_doubt or self.callers.scaler or self.callers.taken)
-        return self.notes.stretch() if quiet and not self._differentiated.any else None
+        return self.notes.stretch(whole) if quiet and not self._differentiated.any else None
 
     @property
     def numbered(self) -> int:
@@ -761,9 +754,7 @@ class Tape:
                 return
             self.clipping.forget()
             left = self.notes.close(done)
-            self._rounds = self._rounds + 1 if left.calls else 0
-            if self._rounds > ROUNDS:
-                self._rounds = 0
+            if left.stuck:
                 self._understand()
             for address in left.trailed:
                 self._known.supersede(address)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -31,6 +32,16 @@ def besides_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arg for name, arg in kwargs.items() if name != "out"}
 
 
+@dataclass(slots=True)
+class Touched:
+    """Of such memory, by where it begins. read: what calls that wait have read or made, besides such writes. named: those that have made
+    another name for all of it. upto: so many of them are looked at."""
+
+    upto: int = 0
+    read: set[int] = field(default_factory=set)
+    named: dict[int, list[int]] = field(default_factory=dict)
+
+
 class Trailing:
     """Decides for the writes of one thread. weights: of the models that nobody trains, buffers as well."""
 
@@ -40,9 +51,8 @@ class Trailing:
         self._ends: dict[int, int] | None = None  # of the memory of these weights, by where it begins; None until it is asked for
         self._passes = 0
         self._starts: list[int] = []  # in order
-        self._read: set[int] = set()  # of that what calls that wait have read or made, besides such writes
-        self._named: dict[int, list[int]] = {}  # and those that have made another name for all of it
-        self._seen = 0, 0  # as far as these are looked at
+        self._old, self._young = Touched(), Touched()  # of calls that stay where they are when a step is closed, and of those behind them
+        self._taken = self._cleared = 0  # how often these became others
 
     def forget(self) -> None:
         """Another backward pass is over: there may be other models, or other memory in the place of a weight."""
@@ -70,7 +80,7 @@ class Trailing:
         if self._ends is None:
             plain = [one for one in self.weights() if _is_whole(one)]
             self._ends = {one.data_ptr(): one.data_ptr() + one.nbytes for one in plain}
-            self._starts, self._seen = sorted(self._ends), (-1, 0)
+            self._starts, self._taken, self._cleared = sorted(self._ends), -1, -1
         return self._ends
 
     def _is_apart(self, target: Tensor) -> bool:
@@ -78,10 +88,10 @@ class Trailing:
         given?"""
         self._look_further()
         start = target.data_ptr()
-        if start in self._read:
+        if start in self._old.read or start in self._young.read:
             return False
         lies = target.shape, target.stride(), target.dtype
-        for number in self._named.get(start, ()):
+        for number in (*self._old.named.get(start, ()), *self._young.named.get(start, ())):
             whole, ((writes, _, shape, _), *_) = self._notes.pending[number][1][0], self._notes.pending[number][4]
             if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
                 return False
@@ -89,11 +99,17 @@ class Trailing:
 
     def _look_further(self) -> None:
         """Go through the calls that have come since this was asked."""
-        taken, upto = self._seen
-        if taken != self._notes.taken:
-            self._read, self._named, upto = set(), {}, 0
+        outlasted, cleared = self._notes.outlasted
+        if self._cleared != cleared:
+            self._old, self._cleared = Touched(), cleared
+        if self._taken != self._notes.taken:
+            self._look(self._old, outlasted)
+            self._young, self._taken = Touched(upto=outlasted), self._notes.taken
+        self._look(self._young, len(self._notes.pending))
+
+    def _look(self, known: Touched, upto: int) -> None:
         pending = self._notes.pending
-        for number in range(upto, len(pending)):
+        for number in range(known.upto, upto):
             one = pending[number]
             if type(one) is not tuple:
                 continue
@@ -101,10 +117,10 @@ class Trailing:
             for _, address, *_ in (*one[4], *one[5]):
                 start = self._start_of(address)
                 if names and start == address:
-                    self._named.setdefault(start, []).append(number)
+                    known.named.setdefault(start, []).append(number)
                 elif start and start != own:
-                    self._read.add(start)
-        self._seen = self._notes.taken, len(pending)
+                    known.read.add(start)
+        known.upto = upto
 
     def _start_of(self, address: int) -> int:
         """Where the memory begins that an address is in, 0 if it is in none of these."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from nanscope.capture.gauge import Dials
 from nanscope.capture.log import Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
-from nanscope.capture.notes import OURS
 from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
+from nanscope.capture.sieve import OURS
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.roles import Role
@@ -146,7 +146,9 @@ class Cruise:
             self._waits -= 1
             return None
         try:
-            return Passage(calls)
+            found = Passage(calls)
+            goes_back = self._tape.notes.goes_back(found.outer)
+            return Passage(self._tape.stretch(whole=True) or calls) if goes_back else found
         except Unlike:
             return None
 

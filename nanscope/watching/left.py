@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from nanscope.capture.notes import NONE, SoFar
+from nanscope.capture.raw import NONE, SoFar
 from nanscope.program.local import is_plain, local
 from nanscope.torch_inside import nonzeros, writes_counted
 from nanscope.watching.recording import Recording

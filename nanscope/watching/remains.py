@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanscope.capture.modules import ModuleWatch, version_of
-from nanscope.capture.notes import NONE, SoFar
+from nanscope.capture.raw import NONE, SoFar
 from nanscope.capture.tape import Tape
 from nanscope.locate.observe import observe_made
 from nanscope.program.calls import Site

@@ -1,0 +1,52 @@
+"""Which of the calls that wait has made a tensor: by identity, which nothing else can have as long as they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from nanscope.capture.entries import Operator, tensors_of
+from nanscope.capture.raw import Raw
+
+NOBODY = -1  # no call that waits
+
+
+@dataclass(slots=True)
+class Makers:
+    """light: what waiting calls have read and made: the number of that which has made it, if any. fleeting: the same of what was made of no
+    tensor, which may be gone."""
+
+    light: dict[int, int] = field(default_factory=dict)
+    fleeting: dict[int, int] = field(default_factory=dict)
+
+    def enter(self, call: Raw, number: int) -> None:
+        """A call waits."""
+        operator, args, _, results, seen, *_ = call
+        for tensor in tensors_of(args):
+            self.light.setdefault(id(tensor), NOBODY)
+        if seen:
+            self.make(operator, results, number)
+        else:
+            self.fleeting.update({item.identity: number for item in results})
+
+    def make(self, operator: Operator, results: Sequence[Tensor], number: int) -> None:
+        """It has made these of tensors that are entered."""
+        for item in results:
+            if operator.mutable or id(item) not in self.light:  # who hands on an argument has not made that
+                self.light[id(item)] = number
+
+    def number_of(self, tensor: Tensor, pending: Sequence[Any]) -> int:
+        """Return the number of the call that has made a tensor. pending: all that wait."""
+        number = self.light.get(id(tensor), NOBODY)
+        if number == NOBODY:
+            number = self.fleeting.get(id(tensor), NOBODY)
+            if number != NOBODY and not any(item.handle.is_of(tensor) for item in pending[number][3]):
+                return NOBODY
+        return number
+
+    def twin(self) -> Makers:
+        """Return another one that knows the same."""
+        return Makers(dict(self.light), dict(self.fleeting))

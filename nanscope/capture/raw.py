@@ -1,0 +1,64 @@
+"""A call as it came, which waits to be understood, and what else is to be done among such calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.entries import Operator
+from nanscope.capture.sites import Place
+
+Seen = tuple[int, int, torch.Size, bool]  # of an argument: how often it was written to, address, shape, whether it wanted a gradient
+Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it was written to, address, shape, strides
+
+
+class RawCall(NamedTuple):
+    """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
+    `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result.
+    place: in the trainer's code. grad: was autograd on? module: the part of the model that it was made in. destroyed: a copy of what a
+    write to the weights of a model that nobody trains has destroyed, see `Trailing`."""
+
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: Sequence[Any]
+    seen: list[Seen]
+    made: list[Made]
+    place: Place
+    grad: bool
+    module: str
+    destroyed: Tensor | None
+
+
+Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
+
+
+class Later:
+    """What is done among calls that wait, when those before it have been understood. holds: tensors that it asks about."""
+
+    __slots__ = ("act", "holds", "void")
+
+    def __init__(self, act: Callable[[], object], void: Callable[[], object], holds: Sequence[Tensor] = ()) -> None:
+        self.act, self.void, self.holds = act, void, holds
+
+
+class SoFar:
+    """How many calls there were at some moment: it is counted when somebody asks. number: None until then. settle: has it counted."""
+
+    __slots__ = ("_settle", "number")
+
+    def __init__(self, number: int | None, settle: Callable[[], None] = lambda: None) -> None:
+        self.number, self._settle = number, settle
+
+    @property
+    def calls(self) -> int:
+        """So many."""
+        if self.number is None:
+            self._settle()
+        return self.number or 0
+
+
+NONE = SoFar(0)
