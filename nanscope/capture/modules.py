@@ -128,7 +128,7 @@ class ModuleCall:
 
     def is_gone(self) -> bool:
         """Is nothing left of what it has made?"""
-        return self.told and all([made.expired() for made in self.made])
+        return self.told and all(made.expired() for made in self.made)
 
     def roots_left(self) -> set[Address]:
         """Return where those outputs lie that are still there and have a gradient."""

@@ -35,7 +35,7 @@ def is_captured() -> bool:
 
 def is_faked() -> bool:
     """Do calls go through one of torch's own modes, which hand over tensors without content?"""
-    return inside.count_modes() > 0 and any([inside.infra_mode(key) is not None for key in inside.INFRA_KEYS])
+    return inside.count_modes() > 0 and any(inside.infra_mode(key) is not None for key in inside.INFRA_KEYS)
 
 
 def is_watched() -> bool:
