@@ -379,6 +379,79 @@ class OfArrays(MaskedOverflow):
             self.old, self.advantages = old, advantages
 
 
+class Remembers(Loop):
+    """Metrics are kept for longer than a step, and one of long ago comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[Tensor] = []
+
+    def measured(self) -> Tensor:
+        with torch.no_grad():
+            apart = self.policy(self.seen)[0] - self.old
+            return (apart * (2000.0 if self.step == 3 else 1.0)).abs().exp().mean()
+
+    def loss(self) -> Tensor:
+        self.metrics.append(self.measured())
+        return super().loss() + (self.metrics[2] * 0.0 if self.is_bad else 0.0)
+
+
+class RemembersTheLoss(Remembers):
+    """One of what the model returned with a gradient, which is differentiated in its own step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_probs = self.old
+
+    def loss(self) -> Tensor:
+        total = super().loss()
+        with torch.no_grad():
+            self.metrics[-1] = (self.log_probs - self.old).mul(2000.0 if self.step == 3 else 1.0).abs().exp().mean()
+        return total
+
+    def given(self) -> Tensor:
+        self.log_probs = self.policy(self.seen)[0] * 1.0
+        return super().given()
+
+
+class RemembersArrays(Remembers):
+    """As arrays, which stand for the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrays: list[Any] = []
+
+    def measured(self) -> Tensor:
+        self.arrays.append(super().measured().numpy())
+        return torch.from_numpy(self.arrays[-1]) if len(self.arrays) != 3 else torch.from_numpy(self.arrays[0])
+
+    def loss(self) -> Tensor:
+        total = super().loss()
+        self.metrics[:-1] = [torch.zeros(())] * (len(self.metrics) - 1)
+        self.metrics[2:3] = [torch.from_numpy(self.arrays[2])] if self.step == BAD - 1 else self.metrics[2:3]
+        return total
+
+
+class RollsOut(Loop):
+    """Many calls without autograd before each batch and after each backward pass, most of which come to nothing."""
+
+    def rolled(self, seen: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(60):
+                seen = seen * 1.0
+                float((seen - seen.mean()).abs().sum())
+                seen = torch.where(seen > 1e30, 0.0, seen)
+        return seen
+
+    def given(self) -> Tensor:
+        seen = self.rolled(self.seen)
+        return (seen - math.inf).abs() * 0.0 if self.is_bad else seen
+
+    def between(self) -> None:
+        self.rolled(self.old)
+        super().between()
+
+
 class Raises(Loop):
     """A backward pass raises, and training goes on without it."""
 
@@ -410,7 +483,8 @@ class Dropped(Loop):
 LOOPS: tuple[type[Loop], ...] = (
     Loop, BadBatch, MaskedOverflow, BadGradient, BadUpdate, BadState, Spoilt, SpoiltWeight, BadNorm, Spike, PassedOver, Accumulated,
     AccumulatedLate, Normalised, CarriedOn, Annealed, AnnealedAway, ScaledAtLast, RunningUp, SeveralModels, SeveralOptimizers,
-    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays, Raises, Dropped,
+    OneLossOfTwoOptimizers, KeepsItsNumbers, OfATemporary, Drawn, Prepared, PreparedForSeveral, PreparedInParts, KeptForSeveral, Bounded, ScaledInPlace, OfArrays,
+    Remembers, RemembersTheLoss, RemembersArrays, RollsOut, Raises, Dropped,
 )  # fmt: skip
 UNSTEADY = (CarriedOn, SeveralModels, Normalised, KeepsItsNumbers)  # whose steps need not be recognised
 

@@ -11,6 +11,7 @@ understanding. A write to what only waiting calls have made and know waits as we
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ ANYWAY = 8  # times as much may wait of what lasts for a step anyway
 GRAPH = WEIGHT >> 6  # and one for each argument with a gradient, which may keep the activations of a model
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
+IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
 AGED = 3  # steps that a call has outlasted, after which it waits apart
 
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout})
@@ -58,7 +60,8 @@ class Closed:
 
 class Notes:
     """The calls that wait to be understood. module: the part of the model that they are made in. budget: bytes that may be held. weight: of
-    all that waits; with more than `most` it is time to understand it."""
+    all that waits; with more than `most` it is time to understand it. idle: how many were made without autograd since it was last looked
+    which have come to nothing; with more than `due` it is time to look again."""
 
     def __init__(self, callers: Callers, budget: int) -> None:
         self.pending: list[Any] = []  # of `Raw` and `Later`
@@ -71,6 +74,7 @@ class Notes:
         self._ends = 0  # since the last backward pass
         self._makers = Makers()
         self.weight, self.most = 0, min(WEIGHT, budget >> 4)
+        self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken
 
     def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> bool:
@@ -104,10 +108,12 @@ class Notes:
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
             results = [Fleeting(item) for item in results]
             makers.fleeting.update({item.identity: number for item in results})
-        place = self._callers.caller(FRAMES)
-        self.pending.append((operator, args, kwargs, results, seen, made, place, torch.is_grad_enabled(), self.module, destroyed))
+        place, grad = self._callers.caller(FRAMES), torch.is_grad_enabled()
+        self.pending.append((operator, args, kwargs, results, seen, made, place, grad, self.module, destroyed))
         if destroyed is not None:
             self.begin_stretch()
+        elif not grad:
+            self.idle += 1
         return True
 
     def can_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lasting: bool) -> bool:
@@ -203,6 +209,18 @@ class Notes:
         """How many calls, the first of all that wait, stay where they are when a step is closed; and how often these became others."""
         return self._old.calls, self._old.cleared
 
+    def sift(self) -> None:
+        """Let go of what has come to nothing."""
+        first = self._old.calls
+        pending = self.pending[first:]
+        del self.pending[first:]
+        found, numbers = sifted(pending, self._may_be_a_loss)
+        numbers.reverse()
+        self._ages = [self._ages[number] for number in numbers[: bisect_left(numbers, len(self._ages))]]
+        self._start, self._whole = [first + bisect_left(numbers, begin - first) for begin in (self._start, self._whole)]
+        self._go_on_with(list(reversed(found)))
+        self.due = max(IDLE, 2 * len(found))
+
     def close(self, done: Set[int]) -> Closed:
         """A step is over in which nothing was wrong: of the calls before the running stretch, keep those that somebody may come back for.
 
@@ -238,7 +256,7 @@ class Notes:
         aged = _how_many_may_outlast(left, [AGED + 1] * len(left) if closed.trailed else ages)
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
             self._grow_young()
-            closed.before = [*[RawCall._make(call) for call in reversed(left)], *sifted(self.pending)[0]]
+            closed.before = _readable([*reversed(left), *sifted(self.pending)[0]])
             left, ages, aged = [], [], 0
         self._old.add(left[:aged])
         if due:
@@ -266,7 +284,7 @@ class Notes:
             elif not one[3]:
                 written += one[1][0]
             else:
-                left.append(_without_what_is_over(RawCall._make(one), {}))
+                left.append(_without_what_is_over(one, {}))
         self._old.clear()
         self._ages.clear()
         self.pending.clear()
@@ -279,6 +297,7 @@ class Notes:
         self._makers = self._old.makers.twin()
         self.weight = self._old.bytes + self._old.calls * CALL
         self.taken += 1
+        self.idle, self.due = 0, IDLE
         for number in range(self._old.calls, len(self.pending)):
             call = self.pending[number]
             if not isinstance(call, Later):
@@ -303,7 +322,12 @@ class Notes:
         self._old.clear()
         self._ages.clear()
         self.taken += 1
-        return sifted(pending, self._may_be_a_loss if ends else None)[0]
+        self.idle, self.due = 0, IDLE
+        return _readable(sifted(pending, self._may_be_a_loss if ends else None)[0])
+
+
+def _readable(calls: Sequence[Raw | Later]) -> list[RawCall | Later]:
+    return [one if isinstance(one, Later) else RawCall._make(one) for one in calls]
 
 
 def _how_many_may_outlast(calls: Sequence[Raw], ages: Sequence[int]) -> int:
@@ -313,12 +337,13 @@ def _how_many_may_outlast(calls: Sequence[Raw], ages: Sequence[int]) -> int:
     return next(young, len(calls))
 
 
-def _without_what_is_over(call: RawCall, over: dict[int, Tensor | None]) -> Raw:
+def _without_what_is_over(call: Raw, over: dict[int, Tensor | None]) -> Raw:
     """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that, nor the
     graph of what was differentiated. over: that, by identity; takes what stands for it from now on."""
-    if call.operator.lasting:
-        return call.operator, (), *call[2:]
-    return (call.operator, _without_graphs(call.args, over), *call[2:]) if any(wanted for *_, wanted in call.seen) else tuple(call)
+    operator, args, _, _, seen, *_ = call
+    if operator.lasting:
+        return operator, (), *call[2:]
+    return (operator, _without_graphs(args, over), *call[2:]) if any(wanted for *_, wanted in seen) else call
 
 
 def _without_graphs(args: Sequence[Any], over: dict[int, Tensor | None]) -> Sequence[Any]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from nanscope.capture.entries import tensors_of
-from nanscope.capture.raw import Later, Raw, RawCall
+from nanscope.capture.raw import Later, Raw
 from nanscope.torch_inside import storage_uses, uses
 
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
 
 
-def sifted(pending: list[Any], ends: Callable[[Tensor], bool] | None = None) -> tuple[list[RawCall | Later], list[int]]:
+def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = None) -> tuple[list[Raw | Later], list[int]]:
     """Empty a list of calls. Returns what is left of it, the last first, and how many stood before each.
 
     ends: is asked of a number that has a gradient, and of which none was made, whether it stays all the same.
     """
-    left: list[RawCall | Later] = []
+    left: list[Raw | Later] = []
     numbers: list[int] = []
     read: set[int] = set()  # tensors that what is left reads
     went_on: set[int] = set()  # those of which something was made that has a gradient
@@ -59,13 +58,13 @@ def sifted(pending: list[Any], ends: Callable[[Tensor], bool] | None = None) -> 
         _count(noted, references, -1)
         if operator.draws:  # what it was drawn from need not be made again for it
             noted = (operator, (), *noted[2:])
-        left.append(RawCall._make(noted))
+        left.append(noted)
         numbers.append(len(pending))
         read.update(map(id, tensors_of(noted[1])))
     return left, numbers
 
 
-def _times_in(args: Sequence[Any], item: object) -> int:
+def _times_in(args: Sequence[object], item: object) -> int:
     """How often is it among the arguments of a call, which may hand on what it was given?"""
     return sum([arg is item for arg in args])
 

@@ -155,11 +155,18 @@ class Tape:
             self.clipping.noted(self.notes.last())
         if self.notes.weight > self.notes.most:
             self._understand()
+        elif self.notes.idle > self.notes.due:
+            self._sift()
 
     def settle(self) -> None:
         """Have all calls so far understood: whatever asks, or changes something, does this first."""
         if self.notes.pending or self._understands:
             self._understand()
+
+    def _sift(self) -> None:
+        with self._lock:
+            if not self._understands:
+                self.notes.sift()
 
     def _understand(self, notes: Sequence[RawCall | Later] | None = None) -> None:
         """Write down what waits, or some calls that have waited, the last first. Of what another thread is writing down just now, its end
