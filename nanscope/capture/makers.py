@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.raw import Raw
 
 NOBODY = -1  # no call that waits
+ANYWAY = 8  # times as much may wait of what lasts for a step anyway
+GRAPH = 1 << 21  # bytes that stand for the graph of an argument that no waiting call has made: it may keep the activations of a model
 
 
 @dataclass(slots=True)
@@ -22,15 +25,20 @@ class Makers:
     light: dict[int, int] = field(default_factory=dict)
     fleeting: dict[int, int] = field(default_factory=dict)
 
-    def enter(self, call: Raw, number: int) -> None:
-        """A call waits."""
+    def enter(self, call: Raw, number: int) -> int:
+        """A call waits. Returns the bytes that are held for it alone."""
         operator, args, _, results, seen, *_ = call
+        held = 0
         for tensor in tensors_of(args):
-            self.light.setdefault(id(tensor), NOBODY)
-        if seen:
-            self.make(operator, results, number)
-        else:
+            if id(tensor) not in self.light:
+                self.light[id(tensor)] = NOBODY
+                held += GRAPH if tensor.requires_grad and not tensor.is_leaf else 0
+                held += 0 if type(tensor) is Parameter else tensor.nbytes // (ANYWAY if operator.lasting else 1)
+        if not seen:
             self.fleeting.update({item.identity: number for item in results})
+            return held
+        self.make(operator, results, number)
+        return held if operator.view else held + sum([item.nbytes for item in results])
 
     def make(self, operator: Operator, results: Sequence[Tensor], number: int) -> None:
         """It has made these of tensors that are entered."""

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanscope.capture.entries import Operator
-from nanscope.capture.makers import NOBODY, Makers
+from nanscope.capture.makers import ANYWAY, GRAPH, NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import Later, Made, Raw, RawCall, Seen
-from nanscope.capture.sieve import ALIASED, sifted
+from nanscope.capture.sieve import ALIASED, sifted, without_graphs
 from nanscope.capture.sites import Callers
-from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
 from nanscope.program.numbers import is_finite
 from nanscope.torch_inside import base_of, storage_uses, writes_counted
@@ -35,8 +34,6 @@ LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no lon
 WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
 CALL = WEIGHT >> 10  # and what a call weighs by itself
-ANYWAY = 8  # times as much may wait of what lasts for a step anyway
-GRAPH = WEIGHT >> 6  # and one for each argument with a gradient, which may keep the activations of a model
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
 IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
@@ -142,10 +139,8 @@ class Notes:
                             size = whole if whole <= WHOLE else -1
                     if size < 0:
                         return -1
-                    weight += size
+                    weight += size + (GRAPH if wanted and not arg.is_leaf else 0)
                     fresh.append(id(arg))
-                if wanted and kind is Tensor:
-                    weight += GRAPH
                 seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
             elif kind not in ATOMS:
                 inner = self._read(arg, seen, fresh, lasting) if kind in (list, tuple) else -1
@@ -218,7 +213,7 @@ class Notes:
         numbers.reverse()
         self._ages = [self._ages[number] for number in numbers[: bisect_left(numbers, len(self._ages))]]
         self._start, self._whole = [first + bisect_left(numbers, begin - first) for begin in (self._start, self._whole)]
-        self._go_on_with(list(reversed(found)))
+        self._go_on_with(without_graphs(found)[::-1])
         self.due = max(IDLE, 2 * len(found))
 
     def close(self, done: Set[int]) -> Closed:
@@ -226,7 +221,7 @@ class Notes:
 
         done: calls, by identity, whose results nobody will come back for, whoever holds them.
         """
-        closed, over, due = Closed(), dict[int, Tensor | None](), self._old.are_due()
+        closed, due = Closed(), self._old.are_due()
         if due:
             self._grow_young()
         first = self._old.calls
@@ -244,14 +239,12 @@ class Notes:
             elif id(one) not in done:
                 kept.append(one)
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
-            elif one[4]:
-                over.update(dict.fromkeys(map(id, one[3])))
         one = None
         kept.reverse()
         ages.reverse()
         closed.later.reverse()
         found, numbers = sifted(kept)
-        left = [_without_what_is_over(call, over) for call in reversed(found) if not isinstance(call, Later)]
+        left = [_without_gradients(call) for call in reversed(without_graphs(found)) if not isinstance(call, Later)]
         ages = [ages[number] for number in reversed(numbers)]
         aged = _how_many_may_outlast(left, [AGED + 1] * len(left) if closed.trailed else ages)
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
@@ -284,7 +277,7 @@ class Notes:
             elif not one[3]:
                 written += one[1][0]
             else:
-                left.append(_without_what_is_over(one, {}))
+                left.append(_without_gradients(one))
         self._old.clear()
         self._ages.clear()
         self.pending.clear()
@@ -301,8 +294,7 @@ class Notes:
         for number in range(self._old.calls, len(self.pending)):
             call = self.pending[number]
             if not isinstance(call, Later):
-                self.weight += CALL + (sum([item.nbytes for item in call[3]]) if call[4] else 0)
-                self._makers.enter(call, number)
+                self.weight += CALL + self._makers.enter(call, number)
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""
@@ -337,22 +329,9 @@ def _how_many_may_outlast(calls: Sequence[Raw], ages: Sequence[int]) -> int:
     return next(young, len(calls))
 
 
-def _without_what_is_over(call: Raw, over: dict[int, Tensor | None]) -> Raw:
-    """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that, nor the
-    graph of what was differentiated. over: that, by identity; takes what stands for it from now on."""
-    operator, args, _, _, seen, *_ = call
-    if operator.lasting:
-        return operator, (), *call[2:]
-    return (operator, _without_graphs(args, over), *call[2:]) if any(wanted for *_, wanted in seen) else call
-
-
-def _without_graphs(args: Sequence[Any], over: dict[int, Tensor | None]) -> Sequence[Any]:
-    found = [_without_graphs(arg, over) if type(arg) is list or type(arg) is tuple else arg for arg in args]
-    for number, arg in enumerate(found):
-        if isinstance(arg, Tensor) and id(arg) in over:
-            with unseen():
-                found[number] = over[id(arg)] = arg.detach() if over[id(arg)] is None else over[id(arg)]
-    return found if type(args) is list else tuple(found)
+def _without_gradients(call: Raw) -> Raw:
+    """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that."""
+    return (call[0], (), *call[2:]) if call[0].lasting else call
 
 
 def _size_of(tensor: Tensor) -> int:

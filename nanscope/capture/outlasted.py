@@ -35,8 +35,7 @@ class Outlasted:
     def add(self, calls: Sequence[Raw]) -> None:
         """These wait behind them."""
         for call in calls:
-            self.makers.enter(call, self.calls)
-            self.bytes += sum([tensor.nbytes for tensor in tensors_of((call[1], call[3]))])
+            self.bytes += self.makers.enter(call, self.calls)
             self.calls += 1
 
 

@@ -153,20 +153,21 @@ class Tape:
             return
         if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
             self.clipping.noted(self.notes.last())
-        if self.notes.weight > self.notes.most:
-            self._understand()
-        elif self.notes.idle > self.notes.due:
-            self._sift()
+        if self.notes.weight > self.notes.most or self.notes.idle > self.notes.due:
+            self._make_room()
 
     def settle(self) -> None:
         """Have all calls so far understood: whatever asks, or changes something, does this first."""
         if self.notes.pending or self._understands:
             self._understand()
 
-    def _sift(self) -> None:
+    def _make_room(self) -> None:
+        """Let go of calls that have come to nothing, and understand the others if they still weigh much."""
         with self._lock:
             if not self._understands:
                 self.notes.sift()
+                if self.notes.weight > self.notes.most // 2:
+                    self._understand()
 
     def _understand(self, notes: Sequence[RawCall | Later] | None = None) -> None:
         """Write down what waits, or some calls that have waited, the last first. Of what another thread is writing down just now, its end
