@@ -17,7 +17,7 @@ from torch import nn
 
 from nanscope.bench import NAMES, asked, growth, tools, turns
 from nanscope.bench.measure import Figures, Quartiles, Seconds, bits_equal, compared, environment, nothing_kept, rotated, seconds_of
-from nanscope.bench.others import Sac
+from nanscope.bench.others import AGENTS, StableBaselines
 from nanscope.bench.steps import Work, grpo
 from nanscope.bench.subjects import SUBJECTS, Chapter, Setting
 from nanscope.bench.table import HEAD, RULE, append, history_row, time_of
@@ -249,12 +249,21 @@ def test_two_ranks_are_watched() -> None:
     assert [row.name for row in rows] == list(OURS) and "nanscope saw every step" in said[0]
 
 
-def test_sac_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stable-Baselines3's own loop: three optimizers an update, each step of which is seen."""
+@pytest.mark.parametrize(
+    ("name", "steps", "updates", "settings"), [("sac", 2, 2, {}), ("ppo", 64, 2, {"n_steps": 64, "n_epochs": 2}), ("dqn", 8, 2, {})]
+)
+def test_an_agent_of_stable_baselines_is_watched(name: str, steps: int, updates: int, settings: dict[str, int]) -> None:
+    """Its own loop: each step of each optimizer is seen, of SAC's three an update."""
     pytest.importorskip("stable_baselines3")
-    monkeypatch.setattr("nanscope.bench.others.UPDATES", 2)
-    rows, said = turns.by_turns(Sac(), OURS, rounds=1, timed=1, per=2)
+    usual = AGENTS[name]
+    agent = usual._replace(steps=steps, updates=updates, settings=usual.settings | settings)
+    work = StableBaselines(agent)
+    rows, said = turns.by_turns(work, OURS, rounds=1, timed=1, per=updates)
     assert [row.name for row in rows] == list(OURS) and "nanscope saw every step" in said[0]
+    work.restore()
+    before = work.steps
+    work.step()
+    assert work.steps - before == updates * len(agent.optimizers)
 
 
 def test_a_real_trainer_of_trl_is_watched() -> None:

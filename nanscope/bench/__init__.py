@@ -16,6 +16,8 @@ NAMES = (
     "150m",
     "generation",
     "sac",
+    "ppo",
+    "dqn",
     "trl",
     "ddp",
     "verdict",

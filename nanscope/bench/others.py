@@ -1,4 +1,4 @@
-"""Trainers of others, as they are: Stable-Baselines3's SAC on Pendulum, and TRL's GRPO on a random Qwen2 that needs no network.
+"""Trainers of others, as they are: SAC, PPO and DQN of Stable-Baselines3, and TRL's GRPO on a random Qwen2 that needs no network.
 
 Notable: neither is imported before it is asked for, and both are trained by their own loop; a step here is what that loop makes between two
 steps of its optimizer, the environment or the sampling included.
@@ -11,13 +11,12 @@ import importlib
 import io
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-UPDATES = 20  # of SAC, in one piece
-LEARNING_STARTS = 100  # steps of the environment before the first one
 GRPO_STEPS = 4  # of TRL, in one piece
 
 
@@ -35,28 +34,61 @@ class _Trainer:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-class Sac(_Trainer):
-    """Stable-Baselines3's SAC: each update is a step of three optimizers, for the critics, the actor and the temperature."""
+class Agent(NamedTuple):
+    """One of Stable-Baselines3, with its defaults but for `settings`. steps: of the environment, in one piece; updates: that they bring.
+    starts: steps of the environment before the first piece. optimizers: where in the agent they are."""
 
-    def __init__(self) -> None:
-        self._kind: Any = importlib.import_module("stable_baselines3").SAC
+    kind: str
+    environment: str
+    steps: int
+    updates: int
+    starts: int
+    optimizers: tuple[str, ...]
+    settings: dict[str, int]
+
+
+AGENTS = {
+    "sac": Agent(
+        "SAC",
+        "Pendulum-v1",
+        steps=20,
+        updates=20,
+        starts=100,
+        optimizers=("critic.optimizer", "actor.optimizer", "ent_coef_optimizer"),
+        settings={"learning_starts": 100, "batch_size": 256},
+    ),
+    "ppo": Agent("PPO", "CartPole-v1", steps=256, updates=40, starts=0, optimizers=("policy.optimizer",), settings={"n_steps": 256}),
+    "dqn": Agent(
+        "DQN", "CartPole-v1", steps=80, updates=20, starts=100, optimizers=("policy.optimizer",), settings={"learning_starts": 100}
+    ),
+}
+
+
+class StableBaselines(_Trainer):
+    """An agent as it learns: of SAC each update is a step of three optimizers, for the critics, the actor and the temperature."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._described = agent
+        self._kind: Any = getattr(importlib.import_module("stable_baselines3"), agent.kind)
         self.restore()
 
     def restore(self) -> None:
-        """A new agent, with a buffer that has been filled."""
-        self._agent = self._kind("MlpPolicy", "Pendulum-v1", seed=0, learning_starts=LEARNING_STARTS, batch_size=256, device="cpu")
-        self._agent.learn(LEARNING_STARTS)
+        """A new agent, with a buffer that has been filled where it has one."""
+        kind = self._described
+        self._agent = self._kind("MlpPolicy", kind.environment, seed=0, device="cpu", **kind.settings)
+        if kind.starts:
+            self._agent.learn(kind.starts)
         self.model = self._agent.policy
 
     def step(self) -> None:
-        """Some steps of the environment, each with an update."""
+        """Some steps of the environment, with the updates that belong to them."""
         before = self._made()
-        self._agent.learn(UPDATES, reset_num_timesteps=False)
+        self._agent.learn(self._described.steps, reset_num_timesteps=False)
         self.steps += self._made() - before
 
     def _made(self) -> int:
         """How many steps its optimizers count themselves."""
-        optimizers = (self._agent.critic.optimizer, self._agent.actor.optimizer, self._agent.ent_coef_optimizer)
+        optimizers = [attrgetter(name)(self._agent) for name in self._described.optimizers]
         return sum(int(next(iter(optimizer.state.values()))["step"]) if optimizer.state else 0 for optimizer in optimizers)
 
 

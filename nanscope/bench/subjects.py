@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,8 @@ class Subject(NamedTuple):
     packages: tuple[str, ...] = ()
 
 
-def _sac(rounds: int, quick: bool) -> Result:
-    return turns.by_turns(others.Sac(), OURS, rounds, 1, per=others.UPDATES)
+def _agent(name: str, rounds: int, quick: bool) -> Result:
+    return turns.by_turns(others.StableBaselines(others.AGENTS[name]), OURS, rounds, 1, per=others.AGENTS[name].updates)
 
 
 def _trl(rounds: int, quick: bool) -> Result:
@@ -90,7 +91,19 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "sac": Subject(
         "an update of Stable-Baselines3's SAC on Pendulum: critics, actor, temperature, and a step of the environment",
-        _sac,
+        partial(_agent, "sac"),
+        rounds=(2, 6),
+        packages=("stable_baselines3", "gymnasium"),
+    ),
+    "ppo": Subject(
+        "an update of Stable-Baselines3's PPO on CartPole: 64 samples, and 6.4 steps of the environment",
+        partial(_agent, "ppo"),
+        rounds=(2, 6),
+        packages=("stable_baselines3", "gymnasium"),
+    ),
+    "dqn": Subject(
+        "an update of Stable-Baselines3's DQN on CartPole: 32 samples, and 4 steps of the environment",
+        partial(_agent, "dqn"),
         rounds=(2, 6),
         packages=("stable_baselines3", "gymnasium"),
     ),

@@ -125,6 +125,8 @@ HISTORY = (
     Told("150m", "150m", "nanscope"),
     Told("generation", "generation", "24 M, nanscope"),
     Told("sac", "sac", "nanscope"),
+    Told("ppo", "ppo", "nanscope"),
+    Told("dqn", "dqn", "nanscope"),
     Told("trl", "trl", "nanscope"),
     Told("ddp", "ddp", "nanscope"),
     Told("64x1024 [s]", "verdict", "64x1024 verdict", 1.0),
