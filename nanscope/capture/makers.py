@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.raw import Raw
 
@@ -51,7 +52,7 @@ class Makers:
         number = self.light.get(id(tensor), NOBODY)
         if number == NOBODY:
             number = self.fleeting.get(id(tensor), NOBODY)
-            if number != NOBODY and not any(item.handle.is_of(tensor) for item in pending[number][3]):
+            if number != NOBODY and not any(item.handle.is_of(tensor) for item in pending[number][raw.RESULTS]):
                 return NOBODY
         return number
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from nanscope.capture import raw
 from nanscope.capture.entries import Operator
 from nanscope.capture.makers import ANYWAY, GRAPH, NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
@@ -232,10 +233,10 @@ class Notes:
             one = pending.pop()  # and no other reference to it is left
             if isinstance(one, Later):
                 closed.later.append(one)
-            elif not one[3]:
-                closed.written += one[1][0]
-            elif one[9] is not None:
-                closed.trailed.add(one[5][0][1])
+            elif not one[raw.RESULTS]:
+                closed.written += one[raw.ARGS][0]
+            elif one[raw.DESTROYED] is not None:
+                closed.trailed.add(one[raw.MADE][0][1])
             elif id(one) not in done:
                 kept.append(one)
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
@@ -257,7 +258,7 @@ class Notes:
         closed.stuck = any(age > AGED for age in ages[aged:])
         self._ages = ages[aged:] + later
         self._whole = self._old.calls
-        keeps_graph = any(call[4] and item.requires_grad for call in left[aged:] for item in call[3])
+        keeps_graph = any(call[raw.SEEN] and item.requires_grad for call in left[aged:] for item in call[raw.RESULTS])
         self._start = self._whole if keeps_graph else len(self.pending) + len(left)
         self.pending += left
         self._go_on_with(running)
@@ -274,8 +275,8 @@ class Notes:
         for one in self.pending:
             if isinstance(one, Later):
                 left.append(one)
-            elif not one[3]:
-                written += one[1][0]
+            elif not one[raw.RESULTS]:
+                written += one[raw.ARGS][0]
             else:
                 left.append(_without_gradients(one))
         self._old.clear()
@@ -331,7 +332,7 @@ def _how_many_may_outlast(calls: Sequence[Raw], ages: Sequence[int]) -> int:
 
 def _without_gradients(call: Raw) -> Raw:
     """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that."""
-    return (call[0], (), *call[2:]) if call[0].lasting else call
+    return (call[raw.OPERATOR], (), *call[2:]) if call[raw.OPERATOR].lasting else call
 
 
 def _size_of(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nanscope.capture import raw
 from nanscope.capture.entries import node_of, tensors_of
 from nanscope.capture.makers import Makers
 from nanscope.capture.raw import Raw
@@ -41,4 +42,4 @@ class Outlasted:
 
 def may_outlast(call: Raw) -> bool:
     """May a call wait for as long as somebody holds what it has made? Not if that, or what it has read, keeps a graph."""
-    return all(node_of(tensor) is None for tensor in tensors_of((call[1], call[3])))
+    return all(node_of(tensor) is None for tensor in tensors_of((call[raw.ARGS], call[raw.RESULTS])))

@@ -14,14 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
 from nanscope.capture.raw import Raw, Seen
 from nanscope.torch_inside import writes_counted
 
-RESULTS = 1 << 10  # of one call, at most
+STRIDE = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments; its length follows
 
-Code = int  # of a tensor in a stretch: call × RESULTS + result; from −1 down, those that come from outside, in order
+Code = int  # of a tensor in a stretch: call × STRIDE + result; from −1 down, those that come from outside, in order
 
 
 class Unlike(Exception):
@@ -48,7 +49,7 @@ class Passage:
         others: list[Any] = []
         self._tell(args, seen, read, others)
         self._read.append(read)
-        codes, first = self._codes, number * RESULTS
+        codes, first = self._codes, number * STRIDE
         if seen:
             shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
             for item, lay in zip(results, made, strict=True):
@@ -100,8 +101,8 @@ class Passage:
         """Return what stands there."""
         if code < 0:
             return self.outer[-1 - code]
-        call = self.calls[code // RESULTS]
-        result: Tensor | None = call[3][code % RESULTS] if call[4] else self._of_nothing[code]
+        call = self.calls[code // STRIDE]
+        result: Tensor | None = call[raw.RESULTS][code % STRIDE] if call[raw.SEEN] else self._of_nothing[code]
         if result is None:
             raise LookupError("nobody has read it")
         return result
@@ -112,13 +113,13 @@ class Passage:
 
     def numbers(self, number: int) -> Sequence[Any]:
         """Return the arguments of a call as they are, tensors among them."""
-        given: Sequence[Any] = self.calls[number][1]
+        given: Sequence[Any] = self.calls[number][raw.ARGS]
         return given
 
     def results(self, number: int) -> Sequence[Tensor]:
         """Return what a call has made of tensors; what it made of nothing nobody holds here."""
         call = self.calls[number]
-        return call[3] if call[4] else ()
+        return call[raw.RESULTS] if call[raw.SEEN] else ()
 
     def read(self, number: int) -> list[Code]:
         """Return the tensors that a call was given, as they were then; each as often as it was."""
@@ -132,12 +133,14 @@ class Passage:
             one = waiting.pop()
             if one not in found:
                 found.add(one)
-                waiting += self.read(one // RESULTS) if one >= 0 and one not in leaves else ()
+                waiting += self.read(one // STRIDE) if one >= 0 and one not in leaves else ()
         return found
 
     def references(self) -> Counter[int]:
         """Return how often each tensor is referred to by the calls, by identity."""
-        return Counter(id(item) for call in self.calls for item in (*tensors_of(call[1]), *(call[3] if call[4] else ())))
+        return Counter(
+            id(item) for call in self.calls for item in (*tensors_of(call[raw.ARGS]), *(call[raw.RESULTS] if call[raw.SEEN] else ()))
+        )
 
     def times_read(self) -> Counter[Code]:
         """Return how often each tensor is among arguments."""

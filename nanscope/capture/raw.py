@@ -34,6 +34,7 @@ class RawCall(NamedTuple):
 
 
 Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
+OPERATOR, ARGS, KWARGS, RESULTS, SEEN, MADE, PLACE, GRAD, MODULE, DESTROYED = range(10)  # and where in it is what
 
 
 class Later:

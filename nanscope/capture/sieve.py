@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
 from nanscope.capture.raw import Later, Raw
 from nanscope.capture.unseen import unseen
@@ -46,14 +47,14 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             ours = OURS - 1 + references.get(id(item), 1)
             if id(item) in read or uses(item) > 1:
                 break
-            if sys.getrefcount(item) > ours and (id(item) in references or sys.getrefcount(item) > ours + _times_in(noted[1], item)):
+            if sys.getrefcount(item) > ours and (id(item) in references or sys.getrefcount(item) > ours + _times_in(noted[raw.ARGS], item)):
                 break
             if not operator.view and storage_uses(item) > ALIASED:
                 break  # by another tensor that torch made without a call, as `x.data`
             if ends is not None and item.requires_grad:
                 if id(item) not in went_on and ends(item):
                     break
-                went_on.update(map(id, tensors_of(noted[1])))
+                went_on.update(map(id, tensors_of(noted[raw.ARGS])))
         else:
             if results:
                 _count(noted, references, -1)
@@ -63,7 +64,7 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             noted = (operator, (), *noted[2:])
         left.append(noted)
         numbers.append(len(pending))
-        read.update(map(id, tensors_of(noted[1])))
+        read.update(map(id, tensors_of(noted[raw.ARGS])))
     return left, numbers
 
 
@@ -84,7 +85,7 @@ def without_graphs(calls: list[Raw | Later]) -> list[Raw | Later]:
         return calls
     wanted = {which for which, ours in references.items() if uses(graphs[which]) > 1 or sys.getrefcount(graphs[which]) > ours + HERE}
     for call in calls:
-        if not (isinstance(call, Later) or wanted.isdisjoint(map(id, call[3]))):
+        if not (isinstance(call, Later) or wanted.isdisjoint(map(id, call[raw.RESULTS]))):
             wanted.update(map(id, _with_graphs(call)))
     with unseen():
         plain = {which: tensor.detach() for which, tensor in graphs.items() if which not in wanted}
@@ -93,15 +94,15 @@ def without_graphs(calls: list[Raw | Later]) -> list[Raw | Later]:
 
 def _with_graphs(call: Raw | Later) -> list[Tensor]:
     """Return what a call has read and made that there is a graph behind."""
-    if isinstance(call, Later) or not any(wanted for *_, wanted in call[4]):
+    if isinstance(call, Later) or not any(wanted for *_, wanted in call[raw.SEEN]):
         return []
-    return [one for one in tensors_of((call[1], call[3])) if one.requires_grad and not one.is_leaf]
+    return [one for one in tensors_of((call[raw.ARGS], call[raw.RESULTS])) if one.requires_grad and not one.is_leaf]
 
 
 def _in_place_of(call: Raw | Later, others: Mapping[int, Tensor]) -> Raw | Later:
     if isinstance(call, Later) or others.keys().isdisjoint(map(id, _with_graphs(call))):
         return call
-    return call[0], _replaced(call[1], others), call[2], _replaced(call[3], others), *call[4:]
+    return call[raw.OPERATOR], _replaced(call[raw.ARGS], others), call[raw.KWARGS], _replaced(call[raw.RESULTS], others), *call[4:]
 
 
 def _replaced(tree: Any, others: Mapping[int, Tensor]) -> Any:
@@ -121,14 +122,14 @@ def _times_in(args: Sequence[object], item: object) -> int:
 def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:
     """Of tensors that calls which wait have written to: how often these calls refer to them, by identity."""
     calls = [one for one in pending if not isinstance(one, Later)]
-    found = {id(one[3][0]): 0 for one in calls if one[0].mutable and one[3] and one[9] is None}
+    found = {id(one[raw.RESULTS][0]): 0 for one in calls if one[raw.OPERATOR].mutable and one[raw.RESULTS] and one[raw.DESTROYED] is None}
     for one in calls if found else ():
         _count(one, found, 1)
     return found
 
 
 def _count(call: Raw, references: dict[int, int], more: int) -> None:
-    for item in (*call[1], *call[3]) if references else ():
+    for item in (*call[raw.ARGS], *call[raw.RESULTS]) if references else ():
         if id(item) in references:
             references[id(item)] += more
         elif type(item) is list or type(item) is tuple:

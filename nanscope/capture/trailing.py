@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.notes import LIGHT, Notes
 from nanscope.capture.writes import Writes
@@ -92,7 +93,7 @@ class Trailing:
             return False
         lies = target.shape, target.stride(), target.dtype
         for number in (*self._old.named.get(start, ()), *self._young.named.get(start, ())):
-            whole, ((writes, _, shape, _), *_) = self._notes.pending[number][1][0], self._notes.pending[number][4]
+            whole, ((writes, _, shape, _), *_) = self._notes.pending[number][raw.ARGS][0], self._notes.pending[number][raw.SEEN]
             if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
                 return False
         return True
@@ -113,8 +114,8 @@ class Trailing:
             one = pending[number]
             if type(one) is not tuple:
                 continue
-            own, names = one[5][0][1] if one[9] is not None else 0, one[0].name == "detach"
-            for _, address, *_ in (*one[4], *one[5]):
+            own, names = one[raw.MADE][0][1] if one[raw.DESTROYED] is not None else 0, one[raw.OPERATOR].name == "detach"
+            for _, address, *_ in (*one[raw.SEEN], *one[raw.MADE]):
                 start = self._start_of(address)
                 if names and start == address:
                     known.named.setdefault(start, []).append(number)

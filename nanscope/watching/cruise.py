@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from nanscope.capture import raw
 from nanscope.capture.gauge import Dials
 from nanscope.capture.log import Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
-from nanscope.capture.pattern import RESULTS, Code, Passage, Unlike
+from nanscope.capture.pattern import STRIDE, Code, Passage, Unlike
 from nanscope.capture.sieve import OURS
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
@@ -183,7 +184,7 @@ class Cruise:
         ends = {code for code in codes.values() if code is not None}
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
-        made = tuple(sorted({code // RESULTS for code in behind.difference(leaves)}))
+        made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
         origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._numbered)
         own = list(zip(program.calls[-len(made) :], made, strict=False))
         if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][0].forms for call, number in own):
@@ -201,7 +202,7 @@ class Cruise:
             return None
         times = stretch.times_read()
         outside = sorted(set(range(len(stretch.calls))).difference(made))
-        beside = [number * RESULTS + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
+        beside = [number * STRIDE + n for number in outside for n, one in enumerate(stretch.results(number)) if one.requires_grad]
         return Known(
             stretch.key,
             root,
@@ -211,7 +212,7 @@ class Cruise:
             dialled,
             tuple(number for number in made if any(one.requires_grad for one in stretch.results(number))),
             tuple((code, times[code]) for code in beside),
-            tuple(call[6][0] for call in stretch.calls),
+            tuple(call[raw.PLACE][0] for call in stretch.calls),
         )
 
 
@@ -222,7 +223,7 @@ def _outer(codes: Iterable[Code], tensors: Iterable[Tensor]) -> Iterator[Tensor]
 
 def _is_scaled(stretch: Passage, known: Known) -> bool:
     """Has the last thing that was done to the loss become a multiplication against underflow?"""
-    last = known.root // RESULTS
+    last = known.root // STRIDE
     return stretch.calls[last][0].name.rstrip("_") == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
 
 
