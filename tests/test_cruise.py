@@ -563,3 +563,28 @@ def test_the_clip_of_a_step_is_that_of_this_step(cruises: bool, tmp_path: Path, 
         run.run()
     told = [entry.clip_fraction for entry in scope.history.entries]
     assert told == pytest.approx(run.clipped, abs=1e-6) and len({round(part, 6) for part in run.clipped}) > 3
+
+
+@pytest.mark.parametrize("ago", [1, 2, 5])
+def test_what_another_model_returned_some_steps_ago_is_explained(ago: int, tmp_path: Path) -> None:
+    """The bad step is the first that reads it; both models are given the same."""
+    torch.manual_seed(0)
+    policy, critic = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    seen, values = torch.randn(ROWS, WIDTH), list[Tensor]()
+    with nanscope.watch(optimizer, out=tmp_path) as scope:
+        for step in range(1, STEPS):
+            given = seen
+            if step == BAD - ago:
+                given = seen.clone()
+                given[2, 1] = math.inf
+            values.append(critic(given).detach())
+            optimizer.zero_grad()
+            loss = policy(seen).pow(2).mean()
+            if step == BAD:
+                loss = loss + values[-1 - ago].sum()
+            loss.backward()
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    assert (incident.step, incident.origin.variable) == (BAD, "given"), incident
+    assert "not-explained" not in [note.slug for note in scope.notes]

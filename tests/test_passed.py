@@ -375,6 +375,28 @@ def test_a_loss_that_is_thrown_away_is_worth_a_word(tmp_path: Path, name: str, m
     assert f"was {'NaN' if elsewhere else '−inf'}, and nothing was differentiated that it went into" in scope.verdict.sentence
 
 
+@pytest.mark.parametrize("calls", [60, 400])
+def test_a_rollout_that_follows_leaves_what_was_thrown_away(tmp_path: Path, calls: int) -> None:
+    """It is gone through many times meanwhile what of it has come to nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = torch.randn(6, 4)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 9):
+            loss = torch.log(model(torch.randn(6, 4)).pow(2).mean() * (step != 6))
+            if not np.isfinite(loss.detach().numpy()):
+                del loss
+                with torch.no_grad():
+                    for _ in range(calls):
+                        (seen * 2).sum()
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert scope.verdict.healthy and [note.slug for note in scope.notes] == ["nonfinite_absorbed"], scope.verdict.sentence
+
+
 class ReturnsItsLoss(nn.Module):
     """As models of transformers do. at: the call whose loss is infinite."""
 

@@ -22,17 +22,16 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator
-from nanscope.capture.makers import ANYWAY, GRAPH, NOBODY, Makers
+from nanscope.capture.makers import NOBODY, Makers, held_for, size_of
 from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import Later, Made, Raw, RawCall, Seen
-from nanscope.capture.sieve import ALIASED, sifted, without_graphs
+from nanscope.capture.sieve import ALIASED, sifted
 from nanscope.capture.sites import Callers
+from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
 from nanscope.program.numbers import is_finite
 from nanscope.torch_inside import base_of, storage_uses, writes_counted
 
-LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than anybody needs it
-WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
 CALL = WEIGHT >> 10  # and what a call weighs by itself
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
@@ -89,7 +88,7 @@ class Notes:
             if read < 0:
                 return False
             for item in results:
-                size = _size_of(item) if type(item) is Tensor or destroyed is not None else -1
+                size = size_of(item) if type(item) is Tensor or destroyed is not None else -1
                 if size < 0 or (operator.counts and item.is_floating_point()):
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
@@ -130,17 +129,10 @@ class Notes:
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in light:
-                    if kind is Parameter or (lasting and not wanted):  # which the model holds, too; but not for ever, where no step comes
-                        size = 0 if kind is Parameter else arg.nbytes // ANYWAY
-                        size = size if arg.layout is torch.strided and not arg.is_nested else -1
-                    else:
-                        size = _size_of(arg)
-                        if size >= 0 and base_of(arg) is not None:
-                            whole = arg.untyped_storage().nbytes()
-                            size = whole if whole <= WHOLE else -1
-                    if size < 0:
+                    held = held_for(arg, lasting)
+                    if held < 0:
                         return -1
-                    weight += size + (GRAPH if wanted and not arg.is_leaf else 0)
+                    weight += held
                     fresh.append(id(arg))
                 seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
             elif kind not in ATOMS:
@@ -208,13 +200,14 @@ class Notes:
     def sift(self) -> None:
         """Let go of what has come to nothing."""
         first = self._old.calls
-        pending = self.pending[first:]
+        pending, ends = self.pending[first:], self._ends
         del self.pending[first:]
         found, numbers = sifted(pending, self._may_be_a_loss)
+        self._ends = ends  # those that wait on are asked about again
         numbers.reverse()
         self._ages = [self._ages[number] for number in numbers[: bisect_left(numbers, len(self._ages))]]
         self._start, self._whole = [first + bisect_left(numbers, begin - first) for begin in (self._start, self._whole)]
-        self._go_on_with(without_graphs(found)[::-1])
+        self._go_on_with(found[::-1])
         self.due = max(IDLE, 2 * len(found))
 
     def close(self, done: Set[int]) -> Closed:
@@ -222,7 +215,7 @@ class Notes:
 
         done: calls, by identity, whose results nobody will come back for, whoever holds them.
         """
-        closed, due = Closed(), self._old.are_due()
+        closed, over, due = Closed(), dict[int, Tensor | None](), self._old.are_due()
         if due:
             self._grow_young()
         first = self._old.calls
@@ -240,12 +233,14 @@ class Notes:
             elif id(one) not in done:
                 kept.append(one)
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
+            elif one[raw.SEEN]:
+                over.update(dict.fromkeys(map(id, one[raw.RESULTS])))
         one = None
         kept.reverse()
         ages.reverse()
         closed.later.reverse()
         found, numbers = sifted(kept)
-        left = [_without_gradients(call) for call in reversed(without_graphs(found)) if not isinstance(call, Later)]
+        left = [_without_what_is_over(call, over) for call in reversed(found) if not isinstance(call, Later)]
         ages = [ages[number] for number in reversed(numbers)]
         aged = _how_many_may_outlast(left, [AGED + 1] * len(left) if closed.trailed else ages)
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
@@ -278,7 +273,7 @@ class Notes:
             elif not one[raw.RESULTS]:
                 written += one[raw.ARGS][0]
             else:
-                left.append(_without_gradients(one))
+                left.append(_without_what_is_over(one, {}))
         self._old.clear()
         self._ages.clear()
         self.pending.clear()
@@ -330,14 +325,19 @@ def _how_many_may_outlast(calls: Sequence[Raw], ages: Sequence[int]) -> int:
     return next(young, len(calls))
 
 
-def _without_gradients(call: Raw) -> Raw:
-    """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that."""
-    return (call[raw.OPERATOR], (), *call[2:]) if call[raw.OPERATOR].lasting else call
+def _without_what_is_over(call: Raw, over: dict[int, Tensor | None]) -> Raw:
+    """A call of a step that is over, whose result somebody holds: the gradients that a norm was taken of are not held for that, nor the
+    graph of what was differentiated. over: that, by identity; takes what stands for it from now on."""
+    operator, args, _, _, seen, *_ = call
+    if operator.lasting:
+        return operator, (), *call[2:]
+    return (operator, _without_graphs(args, over), *call[2:]) if any(wanted for *_, wanted in seen) else call
 
 
-def _size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, −1 if it cannot wait."""
-    size = tensor.nbytes
-    if size > LIGHT or tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype.is_complex:
-        return -1
-    return size
+def _without_graphs(args: Sequence[Any], over: dict[int, Tensor | None]) -> Sequence[Any]:
+    found = [_without_graphs(arg, over) if type(arg) is list or type(arg) is tuple else arg for arg in args]
+    for number, arg in enumerate(found):
+        if isinstance(arg, Tensor) and id(arg) in over:
+            with unseen():
+                found[number] = over[id(arg)] = arg.detach() if over[id(arg)] is None else over[id(arg)]
+    return found if type(args) is list else tuple(found)

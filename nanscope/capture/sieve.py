@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
 from nanscope.capture.raw import Later, Raw
-from nanscope.capture.unseen import unseen
 from nanscope.torch_inside import storage_uses, uses
 
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
-HERE = 2  # and while it is looked whether anybody else holds what has a graph
 ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
 
 
@@ -66,52 +63,6 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
         numbers.append(len(pending))
         read.update(map(id, tensors_of(noted[raw.ARGS])))
     return left, numbers
-
-
-def without_graphs(calls: list[Raw | Later]) -> list[Raw | Later]:
-    """Return calls that wait, so that they keep no graph which nobody else does. calls: the last first.
-
-    What has a gradient is held as it is while somebody may differentiate what was made of it, and else as what it was: `kept = x.detach()`
-    keeps the numbers of x, and not the activations of the model that x came of.
-    """
-    graphs: dict[int, Tensor] = {}
-    references: dict[int, int] = {}  # by these calls
-    for call in calls:
-        for which in map(id, found := _with_graphs(call)):
-            references[which] = references.get(which, 0) + 1
-        graphs.update(zip(map(id, found), found, strict=True))
-        found.clear()
-    if not graphs:
-        return calls
-    wanted = {which for which, ours in references.items() if uses(graphs[which]) > 1 or sys.getrefcount(graphs[which]) > ours + HERE}
-    for call in calls:
-        if not (isinstance(call, Later) or wanted.isdisjoint(map(id, call[raw.RESULTS]))):
-            wanted.update(map(id, _with_graphs(call)))
-    with unseen():
-        plain = {which: tensor.detach() for which, tensor in graphs.items() if which not in wanted}
-    return [_in_place_of(call, plain) for call in calls] if plain else calls
-
-
-def _with_graphs(call: Raw | Later) -> list[Tensor]:
-    """Return what a call has read and made that there is a graph behind."""
-    if isinstance(call, Later) or not any(wanted for *_, wanted in call[raw.SEEN]):
-        return []
-    return [one for one in tensors_of((call[raw.ARGS], call[raw.RESULTS])) if one.requires_grad and not one.is_leaf]
-
-
-def _in_place_of(call: Raw | Later, others: Mapping[int, Tensor]) -> Raw | Later:
-    if isinstance(call, Later) or others.keys().isdisjoint(map(id, _with_graphs(call))):
-        return call
-    return call[raw.OPERATOR], _replaced(call[raw.ARGS], others), call[raw.KWARGS], _replaced(call[raw.RESULTS], others), *call[4:]
-
-
-def _replaced(tree: Any, others: Mapping[int, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return others.get(id(tree), tree)
-    if type(tree) is list or type(tree) is tuple:
-        found = [_replaced(item, others) for item in tree]
-        return found if type(tree) is list else tuple(found)
-    return tree
 
 
 def _times_in(args: Sequence[object], item: object) -> int:
