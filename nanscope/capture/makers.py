@@ -51,11 +51,12 @@ class Makers:
                 self.light[id(item)] = number
 
     def number_of(self, tensor: Tensor, pending: Sequence[Any]) -> int:
-        """Return the number of the call that has made a tensor. pending: all that wait."""
+        """Return the number of the call that has made a tensor. pending: all that wait, unless another thread has just taken them."""
         number = self.light.get(id(tensor), NOBODY)
         if number == NOBODY:
             number = self.fleeting.get(id(tensor), NOBODY)
-            if number != NOBODY and not any(item.handle.is_of(tensor) for item in pending[number][raw.RESULTS]):
+            made = pending[number : number + 1] if number != NOBODY else ()
+            if not any(item.handle.is_of(tensor) for call in made for item in call[raw.RESULTS]):
                 return NOBODY
         return number
 

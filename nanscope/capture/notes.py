@@ -145,7 +145,8 @@ class Notes:
     def maker(self, tensor: Tensor) -> RawCall | None:
         """Return the call that waits and has made a tensor, None if there is none."""
         number = self._makers.number_of(tensor, self.pending)
-        return None if number == NOBODY else RawCall._make(self.pending[number])
+        made = self.pending[number : number + 1] if number != NOBODY else ()  # or nothing, where another thread has just taken them
+        return RawCall._make(made[0]) if made else None
 
     def own(self, tensor: object) -> bool:
         """Do only calls that wait know the memory of a tensor, which can make it again? Then a write to it may wait as well."""
