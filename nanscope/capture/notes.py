@@ -201,14 +201,13 @@ class Notes:
     def sift(self) -> None:
         """Let go of what has come to nothing."""
         first = self._old.calls
-        pending, ends = self.pending[first:], self._ends
-        del self.pending[first:]
+        pending, ends = self._taken_from(first), self._ends
         found, numbers = sifted(pending, self._may_be_a_loss)
         self._ends = ends  # those that wait on are asked about again
         numbers.reverse()
         self._ages = [self._ages[number] for number in numbers[: bisect_left(numbers, len(self._ages))]]
         self._start, self._whole = [first + bisect_left(numbers, begin - first) for begin in (self._start, self._whole)]
-        self._go_on_with(found[::-1])
+        self._go_on_with(found[::-1], first)
         self.due = max(IDLE, 2 * len(found))
 
     def close(self, done: Set[int]) -> Closed:
@@ -220,8 +219,8 @@ class Notes:
         if due:
             self._grow_young()
         first = self._old.calls
-        pending, running = self.pending[first : self._start], self.pending[self._start :]
-        del self.pending[first:]
+        running = self._taken_from(self._start)
+        pending = self._taken_from(first, self._start)
         kept, ages, later = list[Any](), list[int](), self._ages[len(pending) :]
         while pending:
             one = pending.pop()  # and no other reference to it is left
@@ -248,6 +247,7 @@ class Notes:
             self._grow_young()
             closed.before = _readable([*reversed(left), *sifted(self.pending)[0]])
             left, ages, aged = [], [], 0
+        first = self._old.calls
         self._old.add(left[:aged])
         if due:
             self._old.were_looked_at()
@@ -255,9 +255,8 @@ class Notes:
         self._ages = ages[aged:] + later
         self._whole = self._old.calls
         keeps_graph = any(call[raw.SEEN] and item.requires_grad for call in left[aged:] for item in call[raw.RESULTS])
-        self._start = self._whole if keeps_graph else len(self.pending) + len(left)
-        self.pending += left
-        self._go_on_with(running)
+        self._start = self._whole if keeps_graph else first + len(left)
+        self._go_on_with([*left, *running], first)
         return closed
 
     def _grow_young(self) -> None:
@@ -268,7 +267,7 @@ class Notes:
     def let_go_of_lasting(self) -> list[Tensor]:
         """Hold no gradients any more that calls have read which wait, before a stretch begins. Returns what was written to as a list."""
         written, left = list[Tensor](), list[Raw | Later]()
-        for one in self.pending:
+        for one in self._taken_from(0):
             if isinstance(one, Later):
                 left.append(one)
             elif not one[raw.RESULTS]:
@@ -277,13 +276,19 @@ class Notes:
                 left.append(_without_what_is_over(one, {}))
         self._old.clear()
         self._ages.clear()
-        self.pending.clear()
-        self._go_on_with(left)
+        self._go_on_with(left, 0)
         self.begin_stretch()
         return written
 
-    def _go_on_with(self, running: list[Raw | Later]) -> None:
-        self.pending += running
+    def _taken_from(self, first: int, last: int | None = None) -> list[Any]:
+        """Return what waits from one number on, up to another one, and has it wait no more. What another thread adds meanwhile stays."""
+        taken = self.pending[first:last]
+        del self.pending[first : first + len(taken)]
+        return taken
+
+    def _go_on_with(self, calls: list[Raw | Later], first: int) -> None:
+        """These wait from one number on, before what has come meanwhile."""
+        self.pending[first:first] = calls
         self._makers = self._old.makers.twin()
         self.weight = self._old.bytes + self._old.calls * CALL
         self.taken += 1
@@ -303,10 +308,9 @@ class Notes:
         """Return what waits, the last first, but for what has come to nothing: nobody holds what it has made, nor what was made of that.
 
         ends: of numbers with a gradient that are not finite, and of which none was made, a few are returned all the same: one may be a loss
-        that was thrown away. Another thread may add a call meanwhile: that waits for the next time.
+        that was thrown away.
         """
-        pending = self.pending[:]
-        del self.pending[: len(pending)]
+        pending = self._taken_from(0)
         self._makers, self.weight, self._start, self._whole = Makers(), 0, 0, 0
         self._old.clear()
         self._ages.clear()
