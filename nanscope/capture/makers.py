@@ -19,7 +19,7 @@ NOBODY = -1  # no call that waits
 LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than it takes to understand the call
 WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 ANYWAY = 8  # times as much may wait of what lasts for a step anyway
-GRAPH = 1 << 21  # bytes that stand for the graph of an argument that no waiting call has made: it may keep the activations of a model
+GRAPH = 1 << 20  # bytes that stand for the graph of an argument that no waiting call has made: it may keep the activations of a model
 
 
 @dataclass(slots=True)
