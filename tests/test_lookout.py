@@ -183,7 +183,6 @@ def test_hostile_names_are_clean_in_the_data() -> None:
     assert not set(data) & set("<>&")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def with_numbers() -> Verdict:
     """A step whose roles have numbers of every size."""
     incident = incident_of("forward masked")
@@ -199,6 +198,7 @@ def with_numbers() -> Verdict:
     return dataclasses.replace(verdict_of("forward masked"), incidents=(dataclasses.replace(incident, tokens=tokens),))
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("text", [None, " <i>the</i>\u202e", "one number a row", "numbers"])
 def test_the_script_shows_what_stands_there_without_it(tmp_path: Path, text: str | None) -> None:
     """In a browser the table of the origin, which the script writes anew, says the same numbers and texts, and the controls are there."""
