@@ -16,7 +16,7 @@ from test_tape import PLAIN, UNSEEN, WRITES, fresh, replayed
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture import makers, notes
+from nanscope.capture import notes, weighing
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.raw import RawCall
 from nanscope.capture.tape import Tape
@@ -230,7 +230,7 @@ def test_large_gradients_that_a_clip_reads_and_writes_are_let_go_with_the_step(t
     """They are there until the trainer drops them, and no longer."""
     policy = nn.Linear(1024, 1024)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
-    assert policy.weight.nbytes > makers.LIGHT
+    assert policy.weight.nbytes > weighing.LIGHT
     norms = []  # that are to be logged
     with nanscope.watch(policy, out=tmp_path):
         for step in range(8):
@@ -248,9 +248,9 @@ def test_large_tensors_in_lists_do_not_wait_for_ever() -> None:
     tape, norms = Tape(BUDGET), []
     with TapeMode(tape):
         for _ in range(100):
-            large = torch.rand(makers.LIGHT // 2)  # 4 MB
+            large = torch.rand(weighing.LIGHT // 2)  # 4 MB
             norms.append(torch._foreach_norm([large]))
-            assert len(tape.notes.pending) <= makers.ANYWAY * tape.notes.most // large.nbytes + 1
+            assert len(tape.notes.pending) <= weighing.ANYWAY * tape.notes.most // large.nbytes + 1
 
 
 def test_what_something_was_made_of_stays_with_it() -> None:
@@ -268,17 +268,17 @@ def test_what_is_large_does_not_wait() -> None:
     """It is held for no longer than it is needed, and neither is what it is a view of."""
     tape = Tape()
     with TapeMode(tape):
-        large, small = torch.ones(makers.LIGHT // 4 + 1), torch.ones(3)
+        large, small = torch.ones(weighing.LIGHT // 4 + 1), torch.ones(3)
         kept = [large * 2, small * 2]
         assert len(tape.notes.pending) == 1
-        kept.append(torch.ones(makers.WHOLE // 4, 2)[:, 0][:3] * 2)
+        kept.append(torch.ones(weighing.WHOLE // 4, 2)[:, 0][:3] * 2)
         assert len(tape.notes.pending) == 0
     assert all(tape.find(one) is not None for one in kept)
 
 
 def test_of_what_does_not_wait_nothing_is_remembered() -> None:
     """Its arguments may be gone, and others have their identities."""
-    tape, large = Tape(), torch.ones(makers.LIGHT // 4 + 1)
+    tape, large = Tape(), torch.ones(weighing.LIGHT // 4 + 1)
     with TapeMode(tape):
         made = torch.ones(1) * large
         assert not tape.notes.pending and not tape.notes._makers.light
@@ -298,7 +298,7 @@ def test_not_many_graphs_wait() -> None:
             mode.wake("model")
             last = (out * 2).add(1).mul(3).sum()
             del hidden, out
-            assert len(graphs) <= notes.WEIGHT // makers.GRAPH + 1
+            assert len(graphs) <= weighing.WEIGHT // weighing.GRAPH + 1
     assert tape.find(last) is not None
     with TapeMode(tape):
         long = weight * 1.0

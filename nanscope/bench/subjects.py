@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +46,14 @@ class Subject(NamedTuple):
     packages: tuple[str, ...] = ()
 
 
-def _agent(name: str, rounds: int, quick: bool) -> Result:
-    return turns.by_turns(others.StableBaselines(others.AGENTS[name]), OURS, rounds, 1, per=others.AGENTS[name].updates)
+def _agent(name: str, words: str) -> Subject:
+    """Return one of Stable-Baselines3, by its name among `AGENTS`."""
+
+    def measure(rounds: int, quick: bool) -> Result:
+        agent = others.AGENTS[name]
+        return turns.by_turns(others.StableBaselines(agent), OURS, rounds, 1, per=agent.updates)
+
+    return Subject(words, measure, rounds=(2, 6), packages=("stable_baselines3", "gymnasium"))
 
 
 def _trl(rounds: int, quick: bool) -> Result:
@@ -89,24 +94,9 @@ SUBJECTS: dict[str, Subject] = {
         rounds=(2, 4),
         usual=(False, True),
     ),
-    "sac": Subject(
-        "an update of Stable-Baselines3's SAC on Pendulum: critics, actor, temperature, and a step of the environment",
-        partial(_agent, "sac"),
-        rounds=(2, 6),
-        packages=("stable_baselines3", "gymnasium"),
-    ),
-    "ppo": Subject(
-        "an update of Stable-Baselines3's PPO on CartPole: 64 samples, and 6.4 steps of the environment",
-        partial(_agent, "ppo"),
-        rounds=(2, 6),
-        packages=("stable_baselines3", "gymnasium"),
-    ),
-    "dqn": Subject(
-        "an update of Stable-Baselines3's DQN on CartPole: 32 samples, and 4 steps of the environment",
-        partial(_agent, "dqn"),
-        rounds=(2, 6),
-        packages=("stable_baselines3", "gymnasium"),
-    ),
+    "sac": _agent("sac", "an update of Stable-Baselines3's SAC on Pendulum: critics, actor, temperature, and a step of the environment"),
+    "ppo": _agent("ppo", "an update of Stable-Baselines3's PPO on CartPole: 64 samples, and 6.4 steps of the environment"),
+    "dqn": _agent("dqn", "an update of Stable-Baselines3's DQN on CartPole: 32 samples, and 4 steps of the environment"),
     "trl": Subject(
         "a step of TRL's GRPOTrainer on a random two-layer Qwen2, sampling included",
         _trl,

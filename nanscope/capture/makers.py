@@ -6,20 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.raw import Raw
-from nanscope.torch_inside import base_of
+from nanscope.capture.weighing import held_for
 
 NOBODY = -1  # no call that waits
-LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than it takes to understand the call
-WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
-ANYWAY = 8  # times as much may wait of what lasts for a step anyway
-GRAPH = 1 << 20  # bytes that stand for the graph of an argument that no waiting call has made: it may keep the activations of a model
 
 
 @dataclass(slots=True)
@@ -63,25 +57,3 @@ class Makers:
     def twin(self) -> Makers:
         """Return another one that knows the same."""
         return Makers(dict(self.light), dict(self.fleeting))
-
-
-def held_for(tensor: Tensor, lasting: bool) -> int:
-    """Return the bytes that are held for an argument which no other waiting call holds, −1 if it cannot wait. lasting: see `Operator`."""
-    wanted = tensor.requires_grad
-    if type(tensor) is Parameter or (lasting and not wanted):  # which the model holds, too; but not for ever, where no step comes
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return -1
-        return 0 if type(tensor) is Parameter else tensor.nbytes // ANYWAY
-    size = size_of(tensor)
-    if size >= 0 and base_of(tensor) is not None:
-        whole = tensor.untyped_storage().nbytes()
-        size = whole if whole <= WHOLE else -1
-    return size + GRAPH if size >= 0 and wanted and not tensor.is_leaf else size
-
-
-def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, −1 if it cannot wait."""
-    size = tensor.nbytes
-    if size > LIGHT or tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype.is_complex:
-        return -1
-    return size

@@ -22,18 +22,17 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator
-from nanscope.capture.makers import NOBODY, Makers, held_for, size_of
+from nanscope.capture.makers import NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import Later, Made, Raw, RawCall, Seen
 from nanscope.capture.sieve import ALIASED, sifted
 from nanscope.capture.sites import Callers
 from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
+from nanscope.capture.weighing import CALL, WEIGHT, held_for, size_of
 from nanscope.program.numbers import is_finite
 from nanscope.torch_inside import base_of, storage_uses, writes_counted
 
-WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
-CALL = WEIGHT >> 10  # and what a call weighs by itself
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
 IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
@@ -311,11 +310,10 @@ class Notes:
         that was thrown away.
         """
         pending = self._taken_from(0)
-        self._makers, self.weight, self._start, self._whole = Makers(), 0, 0, 0
+        self._start = self._whole = 0
         self._old.clear()
         self._ages.clear()
-        self.taken += 1
-        self.idle, self.due = 0, IDLE
+        self._go_on_with([], 0)
         return _readable(sifted(pending, self._may_be_a_loss if ends else None)[0])
 
 

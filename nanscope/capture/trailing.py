@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
-from nanscope.capture.makers import LIGHT
 from nanscope.capture.notes import Notes
+from nanscope.capture.weighing import LIGHT
 from nanscope.capture.writes import Writes
 from nanscope.torch_inside import writes_counted
 

@@ -187,7 +187,7 @@ class Cruise:
         made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
         origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._numbered)
         own = list(zip(program.calls[-len(made) :], made, strict=False))
-        if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][0].forms for call, number in own):
+        if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
             return None
         before = len(program.calls) > len(made)  # it reads what was computed before: that has no gradient
         for code, origin in zip(leaves, origins, strict=False):  # those from outside are the first
@@ -224,7 +224,8 @@ def _outer(codes: Iterable[Code], tensors: Iterable[Tensor]) -> Iterator[Tensor]
 def _is_scaled(stretch: Passage, known: Known) -> bool:
     """Has the last thing that was done to the loss become a multiplication against underflow?"""
     last = known.root // STRIDE
-    return stretch.calls[last][0].name.rstrip("_") == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
+    operator = stretch.calls[last][raw.OPERATOR]
+    return operator.name.rstrip("_") == "mul" and any(type(arg) is float and arg >= BY_HAND for arg in stretch.numbers(last))
 
 
 def _held(stretch: Passage, known: Known) -> tuple[Code, ...]:
