@@ -137,24 +137,26 @@ class Tape:
 
     def may_write(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Destroyed | None:
         """A call is about to write to one tensor: return what it destroys that nobody could make again; None if it may not wait."""
-        if not operator.gives and self.notes.own(args[0]):
-            return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
-        content = self.trailing.destroyed(operator, args, kwargs)
-        return None if content is None else (content,)
+        with self._lock:
+            if not operator.gives and self.notes.own(args[0]):
+                return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
+            content = self.trailing.destroyed(operator, args, kwargs)
+            return None if content is None else (content,)
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> None:
         """Write down a call that was made, as it came if it can wait to be understood. destroyed: a copy of that, see `may_write`."""
         if operator.gives:
             kwargs = besides_out(kwargs)
-        if not self.notes.add(operator, args, kwargs, result, destroyed):
-            noting = self.before(operator, args, kwargs)
-            if noting is not None:
-                self.after(noting, args, result)
-            return
-        if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
-            self.clipping.noted(self.notes.last())
-        if self.notes.weight > self.notes.most or self.notes.idle > self.notes.due:
-            self._make_room()
+        with self._lock:  # another thread that asks takes what waits
+            if not self.notes.add(operator, args, kwargs, result, destroyed):
+                noting = self.before(operator, args, kwargs)
+                if noting is not None:
+                    self.after(noting, args, result)
+                return
+            if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
+                self.clipping.noted(self.notes.last())
+            if self.notes.weight > self.notes.most or self.notes.idle > self.notes.due:
+                self._make_room()
 
     def settle(self) -> None:
         """Have all calls so far understood: whatever asks, or changes something, does this first."""
@@ -163,11 +165,10 @@ class Tape:
 
     def _make_room(self) -> None:
         """Let go of calls that have come to nothing, and understand the others if they still weigh much."""
-        with self._lock:
-            if not self._understands:
-                self.notes.sift()
-                if self.notes.weight > self.notes.most // 2:
-                    self._understand()
+        if not self._understands:
+            self.notes.sift()
+            if self.notes.weight > self.notes.most // 2:
+                self._understand()
 
     def _understand(self, notes: Sequence[RawCall | Later] | None = None) -> None:
         """Write down what waits, or some calls that have waited, the last first. Of what another thread is writing down just now, its end
@@ -292,11 +293,13 @@ class Tape:
         """Note what a call is about to read; None if it is not one to be written down."""
         if operator.name == ANSWER:
             return operator, None, None
-        if operator.silent or (operator.name in DATA_FACTORIES and operator.mutable and self._fills_what_nobody_knows(args)):
+        if operator.silent:
             return None
-        if operator.mutable:
-            self.clipping.wrote()
         with self._lock:
+            if operator.name in DATA_FACTORIES and operator.mutable and self._fills_what_nobody_knows(args):
+                return None
+            if operator.mutable:
+                self.clipping.wrote()
             if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
                 self.settle()  # what makes no value, and of nothing, has no place among the others
                 self.notes.begin_stretch()
