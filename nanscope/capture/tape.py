@@ -228,6 +228,8 @@ class Tape:
             return
         if not note.seen or all(item.data_ptr() == where for item, (_, where, *_) in zip(note.results, note.made, strict=True)):
             self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
+            if note.operator.view and note.seen and _has_missed_a_write(note):
+                self._known.unfind(iter(note.results))
 
     def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
         """What an argument was when the call was made."""
@@ -518,6 +520,13 @@ class Tape:
         for tensor in tensors:
             if (grad := tensor.grad) is not None and is_plain(grad) and grad.layout is torch.strided:
                 self._note_opaque(grad, "backward")
+
+    def updated(self, weights: Iterable[Tensor]) -> None:
+        """An optimizer has written to these, unseen: under no name is what lies there what was known of it. `p.data` counts no write to p,
+        nor does what else a trainer has laid in the memory of its weights."""
+        with self._lock:
+            if self._known.by_storage:
+                self._known.unfind(iter(weights))
 
     def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
         """Return the ids of values, None if one of them is not known."""
@@ -821,3 +830,9 @@ class Tape:
             self._over = self._known.length
         self._gone_through = self._known.length
         self._due = self._known.length + max(self._patience, 2 * len(self._known.by_id), 2 * self._usual if over else 0)
+
+
+def _has_missed_a_write(view: RawCall) -> bool:
+    """Was a tensor written to since a view of it was made that counts its own writes, as `x.data` does? That tells nobody what it holds."""
+    now, (writes, *_) = version_of(view.args[0]), view.seen[0]
+    return now != writes and any(version_of(item) != now for item in view.results)

@@ -78,6 +78,9 @@ class Values:
                 return None
         if value.guard is not None and value.guard.expired():
             return None
+        held = value.tensor
+        if held is not None and held is not tensor and not value.copied and held.data_ptr() != key[0]:
+            return None  # it was given other memory, as by `x.data = y`, and this is somebody else in what it has left
         version = version_of(tensor) if version is None else version
         if value.version is None:
             value.version = version

@@ -43,6 +43,17 @@ def test_nothing_does_harm_in_a_long_search(search: str, few: int, many: int) ->
     searched(*search.split(), "--first", "1000000", "--cases", str(many), "--jobs", str(os.cpu_count() or 1), seconds=6 * 3600)
 
 
+def test_a_step_is_saved_as_it_was_whatever_its_memory_is_called() -> None:
+    """Random loops that write to tensors, exchange them and keep them: each saved step makes its loss again, and each run is the bare one."""
+    searched("aliases.py", "--cases", "40", seconds=600)
+
+
+@pytest.mark.nightly
+def test_a_step_is_saved_as_it_was_in_a_long_search() -> None:
+    """The same, on as many as there is time for."""
+    searched("aliases.py", "--first", "1000000", "--cases", "20000", "--jobs", str(os.cpu_count() or 1), seconds=6 * 3600)
+
+
 @pytest.mark.nightly
 def test_no_ranks_hang_or_part() -> None:
     """Two and four ranks × parallelism × fault × mode: every run ends, is the bare one, and is skipped by all ranks or by none."""
