@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nanscope
-from nanscope.capture.tape import Tape
+from nanscope.capture.scribe import Scribe
 from nanscope.snapshot.coverage import GAPS, Gap, Status, gap_words, with_gap
 from nanscope.watching.step import Step
 
@@ -47,7 +47,7 @@ def test_a_loss_that_could_not_be_recorded_is_a_gap(monkeypatch: pytest.MonkeyPa
     def fails(*args: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(Tape, "_after_call", fails)
+    monkeypatch.setattr(Scribe, "_after_call", fails)
     with nanscope.watch() as scope:
         train()
     assert scope.verdict.status is Status.PARTLY and "2 steps watched" in scope.verdict.sentence

@@ -22,7 +22,9 @@ from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 
 CAPTURE = Path(nanscope.__file__).parent / "capture"
-ROOMS = {str(CAPTURE / f"{name}.py"): name for name in ("clipping", "makers", "mode", "notes", "sieve", "tape", "trailing", "weighing")}
+ROOMS = {
+    str(CAPTURE / f"{name}.py"): name for name in ("clipping", "makers", "mode", "notes", "scribe", "sieve", "tape", "trailing", "weighing")
+}
 IDLE = 8  # calls of a rollout, in place of ours
 TIMES = 2  # that a line is interrupted: what it does for the first time, and again
 PATIENCE = 0.005  # seconds: an asker who has to wait for us would wait for ever

@@ -34,7 +34,7 @@ def recorded(formula: Formula) -> Program:
     arguments = [tensor(letter) for letter in formula.arguments]
     made = {id(given) for given in arguments if given.requires_grad}
     tape = Tape()
-    tape.module_outputs = lambda given: "Linear (net)" if id(given) in made else None
+    tape.leaves.module_outputs = lambda given: "Linear (net)" if id(given) in made else None
     with TapeMode(tape):
         loss = formula.function(*arguments)
     assert not tape.broken, tape.broken

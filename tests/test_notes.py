@@ -19,6 +19,7 @@ import nanscope
 from nanscope.capture import notes, weighing
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.raw import RawCall
+from nanscope.capture.scribe import Scribe
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.program.calls import Arg, Ref
@@ -418,7 +419,7 @@ def test_what_cannot_be_understood_is_forgotten_at_once(monkeypatch: pytest.Monk
     with TapeMode(tape):
         kept = fresh(3) * 2
         with monkeypatch.context() as patched:
-            patched.setattr(Tape, "_after_call", lambda *args: 1 / 0)
+            patched.setattr(Scribe, "_after_call", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 tape.forget(over=None)
         assert not tape.broken and not tape.notes.pending
@@ -446,7 +447,7 @@ def test_what_cannot_be_understood_stops_no_run(monkeypatch: pytest.MonkeyPatch,
 
     policy = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    monkeypatch.setattr(Tape, "_after_call", fail)
+    monkeypatch.setattr(Scribe, "_after_call", fail)
     with nanscope.watch(out=tmp_path) as scope:
         for _ in range(3):
             policy(torch.ones(2, 3)).mul(2).sum().backward()

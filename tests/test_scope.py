@@ -19,6 +19,7 @@ from nanscope.capture import gauge
 from nanscope.capture.log import RING
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.modules import ModuleWatch
+from nanscope.capture.scribe import Scribe
 from nanscope.capture.tape import Tape
 from nanscope.watching import line, narrow, recording
 from nanscope.watching.acting import OnNonFinite
@@ -322,8 +323,8 @@ def test_scopes_nest_and_repeat(tmp_path: Path) -> None:
 
 
 PLANTS = [
-    (Tape, "_arg"),
-    (Tape, "_after_call"),
+    (Scribe, "_arg"),
+    (Scribe, "_after_call"),
     (Tape, "program"),
     (Tape, "forget"),
     (Tape, "value_of"),

@@ -1539,8 +1539,8 @@ def test_a_parameter_and_a_modules_output_are_told_apart() -> None:
     weight = nn.Parameter(torch.ones(3))
     hidden = fresh(3)
     output = hidden * 2
-    tape.is_parameter = lambda tensor: "lm_head.weight" if tensor is weight else None
-    tape.module_outputs = lambda tensor: "Qwen2" if tensor is output else None
+    tape.leaves.is_parameter = lambda tensor: "lm_head.weight" if tensor is weight else None
+    tape.leaves.module_outputs = lambda tensor: "Qwen2" if tensor is output else None
 
     found = replayed(lambda mode: (weight * output).sum() + hidden.sum(), tape=tape)
     assert sorted((leaf.origin, leaf.name, leaf.made_by) for leaf in found.program.leaves) == [

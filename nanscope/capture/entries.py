@@ -304,9 +304,15 @@ def ids(arg: Arg) -> Iterator[int]:
             yield from ids(item)
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in an argument, or in all of them, in order."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_of(item)
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_of(item)
+    return found

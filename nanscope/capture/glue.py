@@ -80,7 +80,7 @@ def glue_within(tape: Tape, tensors: Iterable[Tensor]) -> dict[Address, Glue]:
 
 def glue_behind(tape: Tape, leaf: int) -> tuple[Glue, ...]:
     """Return what led to the arguments of the call that a leaf came out of, and that cannot be made again; nothing if that is not known."""
-    call = tape.opaque.get(leaf)
+    call = tape.leaves.opaque.get(leaf)
     read = [value for one in dict.fromkeys(call.read) if (value := tape.values.get(one)) is not None] if call is not None else []
     return tuple(glue for value in read if (glue := _made(tape, value, value.key[:4])) is not None)
 

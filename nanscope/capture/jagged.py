@@ -56,7 +56,7 @@ class Jagged:
         if operator.name in _ADDED_UP and len(args) == 1 and not keywords and isinstance(result, Tensor) and not result.dim():
             self._log.append(operator.overload, ((Ref(value.id),), ()), [result], diff, False)
             return True
-        return self._taken_out(value, packed, args[0], list(tensors_of(result)), diff)
+        return self._taken_out(value, packed, args[0], tensors_of(result), diff)
 
     def _taken_out(self, value: Value, packed: Tensor, wrapper: Tensor, results: Sequence[Tensor], diff: bool) -> bool:
         """What `values()` and `unbind()` return is a slice of what was packed."""

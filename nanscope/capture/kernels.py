@@ -45,7 +45,7 @@ def reopen(glimpses: Sequence[Glimpse], taken: Mapping[str, Tensor], budget: int
     with torch.no_grad():
         log_probs = selected_log_probs(kernel, taken, plain(seen.held.get(kernel.temperature)))
     log_probs.requires_grad_()
-    tape.module_outputs = lambda tensor: "model" if tensor is log_probs else None
+    tape.leaves.module_outputs = lambda tensor: "model" if tensor is log_probs else None
     with torch.enable_grad(), sealed(Seal([log_probs]), [seen.held.get(kernel.formula)]), TapeMode(tape, within=running_backward()):
         loss = (_by_formula if kernel.formula in seen.held else _by_objective)(kernel, seen, log_probs, taken, tape)
     value = tape.find(loss)

@@ -397,7 +397,7 @@ class Reruns:
             seen = eye()
             if isinstance(seen, Tape):
                 take_off_backward_hooks(twin)
-                seen.is_parameter = functools.partial(self._parameter_name, copies)
+                seen.leaves.is_parameter = functools.partial(self._parameter_name, copies)
             seal = Seal(copies.own())
             with sealed(seal, copies.code):
                 try:

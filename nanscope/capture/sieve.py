@@ -33,7 +33,7 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             numbers.append(len(pending))
             read.update(map(id, noted.holds))
             continue
-        operator, _, _, results, seen, *_, destroyed = noted
+        operator, args, _, results, seen, _, _, _, _, destroyed = noted
         for item in results:
             if destroyed is not None:
                 break  # the model holds that memory
@@ -44,24 +44,27 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             ours = OURS - 1 + references.get(id(item), 1)
             if id(item) in read or uses(item) > 1:
                 break
-            if sys.getrefcount(item) > ours and (id(item) in references or sys.getrefcount(item) > ours + _times_in(noted[raw.ARGS], item)):
+            if sys.getrefcount(item) > ours and (id(item) in references or sys.getrefcount(item) > ours + _times_in(args, item)):
                 break
             if not operator.view and storage_uses(item) > ALIASED:
                 break  # by another tensor that torch made without a call, as `x.data`
             if ends is not None and item.requires_grad:
                 if id(item) not in went_on and ends(item):
                     break
-                went_on.update(map(id, tensors_of(noted[raw.ARGS])))
+                went_on.update(map(id, tensors_of(args)))
         else:
             if results:
-                _count(noted, references, -1)
+                if references:
+                    _count(noted, references, -1)
                 continue
-        _count(noted, references, -1)
+        if references:
+            _count(noted, references, -1)
         if operator.draws:  # what it was drawn from need not be made again for it
-            noted = (operator, (), *noted[2:])
+            args = ()
+            noted = (operator, args, *noted[2:])
         left.append(noted)
         numbers.append(len(pending))
-        read.update(map(id, tensors_of(noted[raw.ARGS])))
+        read.update(map(id, tensors_of(args)))
     return left, numbers
 
 
@@ -72,15 +75,16 @@ def _times_in(args: Sequence[object], item: object) -> int:
 
 def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:
     """Of tensors that calls which wait have written to: how often these calls refer to them, by identity."""
-    calls = [one for one in pending if not isinstance(one, Later)]
-    found = {id(one[raw.RESULTS][0]): 0 for one in calls if one[raw.OPERATOR].mutable and one[raw.RESULTS] and one[raw.DESTROYED] is None}
-    for one in calls if found else ():
-        _count(one, found, 1)
+    writes = [one for one in pending if not isinstance(one, Later) and one[raw.OPERATOR].mutable and one[raw.DESTROYED] is None]
+    found = {id(one[raw.RESULTS][0]): 0 for one in writes if one[raw.RESULTS]}
+    for one in pending if found else ():
+        if not isinstance(one, Later):
+            _count(one, found, 1)
     return found
 
 
 def _count(call: Raw, references: dict[int, int], more: int) -> None:
-    for item in (*call[raw.ARGS], *call[raw.RESULTS]) if references else ():
+    for item in (*call[raw.ARGS], *call[raw.RESULTS]):
         if id(item) in references:
             references[id(item)] += more
         elif type(item) is list or type(item) is tuple:

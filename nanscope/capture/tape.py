@@ -12,7 +12,6 @@ has no faithful one, and a write that the tape did not see, which the tensor's v
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
@@ -30,41 +29,38 @@ from nanscope.capture.differentiated import Differentiated, Part, Pass, program_
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
 from nanscope.capture.entries import (
     ANSWER,
-    PLAIN,
     Noted,
-    Opaque,
     Operator,
     Record,
     Taken,
     Unseen,
     Value,
-    history_of,
     node_of,
     tensors_of,
 )
 from nanscope.capture.jagged import Jagged
-from nanscope.capture.layout import is_dense, is_turned
+from nanscope.capture.leaves import Leaves
 from nanscope.capture.log import REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
-from nanscope.capture.raw import Later, Raw, RawCall, Seen, SoFar
-from nanscope.capture.sites import NOWHERE, Callers, Place
+from nanscope.capture.raw import Later, Raw, RawCall, SoFar
+from nanscope.capture.scribe import Scribe
+from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.storages import Storages
 from nanscope.capture.trailing import Trailing, besides_out
-from nanscope.capture.values import Fleeting, Values, key_of
+from nanscope.capture.values import Values
 from nanscope.capture.writes import Writes
 from nanscope.frameworks.live import Glimpse
-from nanscope.program.calls import Arg, Leaf, Ref
+from nanscope.program.calls import Leaf
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import first_nonfinite, tensor_bytes
-from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES
+from nanscope.program.ops import DATA_FACTORIES
 from nanscope.program.program import Program
 from nanscope.roles import Role
 from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
-    base_of,
     has_schema,
     sequence_number,
 )
@@ -87,9 +83,9 @@ class Tape:
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
     broken: why nothing is recorded any more, "" while all is well. clipping: what was measured of gradients. agreed: by the ranks of the
-    run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and were not finite. opaque: of
-    leaves that came out of such calls, what is known of them. notes: calls that wait; whoever asks for what is known, for the log, for
-    doubts or for passes, and whoever writes to memory that others know, has them understood first.
+    run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and were not finite. leaves: what
+    came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for passes, and whoever writes to
+    memory that others know, has them understood first.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
@@ -106,18 +102,19 @@ class Tape:
         self.clipping = Clipping()
         self.agreed = Agreed()
         self.numbers: deque[Sliced] = deque(maxlen=NUMBERS)
-        self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
-        self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
-        self._jagged = Jagged(self._log, self._known, self.find, self._leaf)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
         self._opaques = Opaques(PATIENCE)
         self._log.lost = self._opaques.lose
+        self.leaves = Leaves(self._known, self._opaques, self._differentiated)
+        jagged = Jagged(self._log, self._known, self.find, self.leaves.number)
+        self._scribe = Scribe(
+            self._known, self._log, self.callers, self._writes, self.leaves, self._opaques, jagged, self.clipping, self.agreed
+        )
         self._storages = Storages(self._known, self._log, self.operators, self._opaques)
-        self.opaque: dict[int, Opaque] = {}
         self._keywords = False  # the call that could not be noted had keyword arguments
         self._patience = self._due = patience  # when so many values have been numbered, the log is gone through
         self._lasting = 4 * PATIENCE  # with so many calls left over by backward passes it is looked which are still asked for
@@ -188,7 +185,7 @@ class Tape:
                         note.act()
                         continue
                     log.noted = note
-                    self._write_down(note)
+                    self._scribe.write(note)
                     if self._known.length > self._due:
                         self.collect()
             except Exception as error:
@@ -197,60 +194,6 @@ class Tape:
             finally:
                 self._understands, log.noted, log.read[:] = False, None, read
                 self._known.just_made.clear()
-
-    def _write_down(self, note: RawCall) -> None:
-        if note.operator.draws:
-            self._forget_results(note.results, note.operator.name)
-            return
-        seen = iter(note.seen)
-        try:
-            noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
-        except Unseen:
-            self._forget_results(note.results, note.operator.name)
-            return
-        if note.operator.mutable and not note.results:
-            self._after_write(note.operator, noted, None, note.args, None)
-            return
-        if note.destroyed is not None:
-            address = note.made[0][1]
-            self._writes.had(address, note.destroyed)
-            if note.results[0].data_ptr() != address:  # it lies somewhere else by now, and nobody has what was made
-                self._known.supersede(address)
-                return
-        if note.operator.gives:
-            self._known.unfind(tensors_of((note.args, note.results)))
-            self._forget_results(note.results, note.operator.name)
-            return
-        if note.operator.mutable:
-            target = self._known.by_id[self._log.read[0]]
-            self._writes.before(target, note.args[0], note.operator.turns)
-            self._after_write(note.operator, noted, target, note.args, note.results[0])
-            return
-        if not note.seen or all(item.data_ptr() == where for item, (_, where, *_) in zip(note.results, note.made, strict=True)):
-            self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
-            if note.operator.view and note.seen and _has_missed_a_write(note):
-                self._known.unfind(iter(note.results))
-
-    def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
-        """What an argument was when the call was made."""
-        if isinstance(arg, Tensor):
-            version, address, shape, wanted = next(seen)
-            made = self._known.just_made.get(id(arg))
-            if made is not None and self._known.by_key.get(made.key) != made.id:
-                made = None  # somebody has written to it by another name, or nobody will ask for it any more
-            if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
-                value = made
-            elif arg.data_ptr() == address and arg.shape == shape:
-                history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
-                value = self._known.find(arg, history, version) or self._leaf(arg, (history, version))
-            else:  # it is other memory by now, or another part of it
-                value = self._known.add(tuple(shape), arg.dtype, wanted)
-                self._known.nameless.add(value.id)
-            self._log.read.append(value.id)
-            return Ref(value.id)
-        if isinstance(arg, (list, tuple)):
-            return tuple([self._was(item, seen) for item in arg])
-        return arg  # type: ignore[no-any-return]
 
     @property
     def known(self) -> Values:
@@ -302,22 +245,20 @@ class Tape:
                 return None
             if operator.mutable:
                 self.clipping.wrote()
-            if operator.replayable or operator.mutable or next(tensors_of((args, *kwargs.values())), None) is not None:
+            if operator.replayable or operator.mutable or tensors_of((args, *kwargs.values())):
                 self.settle()  # what makes no value, and of nothing, has no place among the others
                 self.notes.begin_stretch()
             try:
                 if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
                     return operator, ((), ()), value
-                arg = self._arg
-                self._log.read.clear()
-                noted: Noted = (tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ())
+                noted = self._scribe.arguments(args, kwargs)
                 target: Value | None = None
                 if operator.mutable and args and isinstance(args[0], Tensor):
                     target = self.value_of(args[0])
                     self._writes.before(target, args[0], operator.turns)
             except Unseen:
                 self._keywords = bool(kwargs)
-                self._read_rest(args, kwargs)
+                self._scribe.rest(args, kwargs)
                 return operator, None, None
             return operator, noted, target
 
@@ -334,35 +275,15 @@ class Tape:
         if noting[0].name == ANSWER and not is_doubtful(result):
             return
         with self._lock:
-            self._after(*noting, args, result)
-            if self._known.length > self._due:
-                self.collect()
-
-    def _after(self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
-        if operator.name == ANSWER:
-            if not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
+            operator, noted, target = noting
+            if operator.name != ANSWER:
+                self._scribe.after(operator, noted, target, args, result, self._keywords)
+            elif not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
                 self.settle()
                 self.notes.begin_stretch()
                 self._answered(args[0], result)
-        elif noted is None and operator.overload.startswith("c10d."):
-            self._known.unfind(tensors_of((args, result)))
-            self.clipping.wrote()
-            self.agreed.collective(operator, args, bool(self.clipping.norms))
-        elif noted is None:
-            if not self._jagged.after(operator, args, self._keywords, result):
-                counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index
-                self._forget_results(result, "" if counts else operator.name)
-            if operator.norm and not torch.is_grad_enabled():
-                parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
-                self.clipping.took([part for _, part in parts], self.callers.caller())
-                for item, part in parts:
-                    self.agreed.norm(item, part)
-        elif operator.mutable:
-            self._after_write(operator, noted, target, args, result)
-        elif target is not None:
-            self._known.hold_instead(target, result)
-        else:
-            self._after_call(operator, noted, result)
+            if self._known.length > self._due:
+                self.collect()
 
     def _answered(self, tensor: Tensor, answer: object) -> None:
         with contextlib.suppress(Unseen):
@@ -381,84 +302,11 @@ class Tape:
             if program.calls and tensor_bytes(tensors) <= REMEMBERED:
                 self.numbers.append((program, tensors))
 
-    def _read_rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of a call that no program holds, because of one argument: what else it reads."""
-        self._log.read.clear()
-        for tensor in tensors_of((args, tuple(kwargs.values()))):
-            with contextlib.suppress(Unseen):
-                self._arg(tensor)
-
-    def _arg(self, arg: Any) -> Arg:
-        if isinstance(arg, Tensor):
-            if (type(arg) is not Tensor and refuses(arg)) or (arg.layout is not torch.strided and arg.is_nested):
-                raise Unseen  # torch may be making its history right now, under a lock: asking for it would wait for ever
-            value = self.value_of(arg).id
-            self._log.read.append(value)
-            return Ref(value)
-        if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)):
-            return arg
-        if isinstance(arg, (list, tuple)):
-            return tuple(self._arg(item) for item in arg)
-        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Unseen
-        raise Unseen
-
-    def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
-        if target is None:
-            self._known.unfind(tensors_of((args, result)))
-            for item in tensors_of(result):
-                if is_plain(item) and not any(item is arg for arg in args):
-                    self._note_opaque(item, operator.name, tuple(self._log.read))
-        elif operator.turns:
-            self._writes.after_turn(operator, noted, target, args[0])
-        elif not self._writes.after(operator, noted, target, args[0]):
-            self._known.unfind(tensors_of((args, result)))
-            self._forget_results(args[0] if result is None else result, operator.name)  # of an out= the buffer, else what was written to
-
-    def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
-        results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
-        if not (isinstance(result, Tensor) or any(isinstance(item, (Tensor, Fleeting)) for item in results)):
-            return
-        odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
-        if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
-            self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
-        else:
-            self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)
-        if operator.norm and self._log.noted is None and not torch.is_grad_enabled():
-            results = list(tensors_of(result))
-            self.clipping.took(results, self.callers.caller())
-            of, *rest = noted[0]
-            operands = [self._known.by_id[arg.id] for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
-            self.clipping.measure([(one.key[0], math.prod(one.shape), one.version) for one in operands], rest, results)
-
-    def _lies_as_numbered(self, noted: Noted) -> bool:
-        """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
-        value = self._known.by_id[noted[0][0].id] if isinstance(noted[0][0], Ref) else None
-        return value is not None and value.key[0] == value.storage and is_dense(value) and not is_turned(value)
-
-    def _forget_results(self, result: Any, op: str = "") -> None:
-        for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor) and is_plain(item):
-                place = key_of(item, PLAIN)[:4]
-                for value in self._known.relatives(memory_of(item)):
-                    if value.key[:4] == place:
-                        self._known.by_key.pop(value.key, None)
-                if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
-                    self._note_opaque(item, op, tuple(self._log.read))
-
-    def _note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
-        placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
-        self._opaques.note(tensor, Opaque(op, read, self._place() if placed else NOWHERE))
-
-    def _place(self) -> Place:
-        """Where the call is made that is being understood."""
-        return self.callers.caller() if self._log.noted is None else self._log.noted.place
-
     def came_out(self, name: str, tensors: Iterable[Tensor]) -> bool:
         """Note what code has made that is compiled, and that nobody recorded; False if all of it was. name: of the code."""
         unknown = [tensor for tensor in tensors if is_plain(tensor) and self.known.find(tensor) is None]
         for tensor in unknown:
-            self._note_opaque(tensor, name)
+            self._scribe.note_opaque(tensor, name)
         return bool(unknown)
 
     # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -471,62 +319,26 @@ class Tape:
         """Return what the tape knows of a tensor that was computed outside of a module; None for one that came in, or out of a module."""
         value = self.find(tensor)
         if value is None and self._opaques.has(tensor):
-            value = self._leaf(tensor)
+            value = self.leaves.number(tensor)
         return None if value is None or (value.leaf is not None and value.leaf.origin != "opaque") else value
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what the tape knows of a tensor; a tensor that it does not know becomes a leaf."""
-        return self.known.find(tensor) or self.known.resolved(tensor) or self._leaf(tensor)
-
-    def _leaf(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
-        """Number a tensor that comes from outside. was: see `Values.leaf`."""
-        node, base = node_of(tensor), base_of(tensor)
-        # A view that was made under no_grad says that it wants a gradient, and gets none.
-        wanted = tensor.requires_grad if was is None else was[0] != PLAIN
-        diff = wanted and not (node is None and base is not None and base.requires_grad)
-        call = self._opaques.take(tensor)
-        opaque = "" if call is None else call.op
-        module = "" if opaque else (self.module_outputs(tensor) or "")
-        parameter = "" if opaque or module else (self.is_parameter(tensor) or "")
-        derived = None if opaque or module or parameter else self._differentiated.of(tensor)
-        if opaque.startswith(tuple(UNWRITTEN_FACTORIES)):
-            kind, made_by = "data", "empty"
-        elif derived is not None:
-            kind, made_by = "opaque", "backward"
-        elif not (module or parameter) and (lost := self._opaques.lost(tensor)):
-            kind, made_by = "cut", lost
-        elif opaque:
-            kind, made_by = "opaque", opaque
-        elif module:
-            kind, made_by = "module", module
-        elif parameter:
-            kind, made_by = "parameter", parameter
-        elif diff and node is not None:
-            kind, made_by = "opaque", type(node).__name__.removesuffix("Backward")
-        else:
-            kind, made_by = "data", ""
-        value = self._known.leaf(tensor, was)
-        value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
-        if made_by == "empty" and call is not None:
-            value.place = call.place
-        if derived is not None:
-            self._differentiated.read[value.id] = derived
-        if call is not None and call.read:
-            self.opaque[value.id] = call
-        return value
+        self.settle()
+        return self._scribe.value_of(tensor)
 
     def made_by_backward(self, tensors: Iterable[Tensor]) -> None:
         """A backward pass has ended: the gradients of these are none of the batch's data, whoever reads them."""
         for tensor in tensors:
             if (grad := tensor.grad) is not None and is_plain(grad) and grad.layout is torch.strided:
-                self._note_opaque(grad, "backward")
+                self._scribe.note_opaque(grad, "backward")
 
     def updated(self, weights: Iterable[Tensor]) -> None:
         """An optimizer has written to these, unseen: under no name is what lies there what was known of it. `p.data` counts no write to p,
         nor does what else a trainer has laid in the memory of its weights."""
         with self._lock:
             if self._known.by_storage:
-                self._known.unfind(iter(weights))
+                self._known.unfind(weights)
 
     def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
         """Return the ids of values, None if one of them is not known."""
@@ -781,7 +593,7 @@ class Tape:
             if left.before:
                 self._understand(left.before)
             if self._known.by_storage:
-                self._known.unfind(iter(left.written))
+                self._known.unfind(left.written)
             if self._known.length > self._over:  # some did not wait
                 self._forget_values((), (), False, sequence_number())
             for one in left.later:
@@ -822,7 +634,7 @@ class Tape:
         self._known.forget_histories(over and not waiting)
         self._slicing.forget()
         self.tags = {name: i for name, i in self.tags.items() if i in self._known.by_id}
-        self.opaque = {i: call for i, call in self.opaque.items() if i in self._known.by_id}
+        self.leaves.sweep()
         self._differentiated.keep(self._known.by_id)
         self._opaques.sweep()
         if over:
@@ -830,9 +642,3 @@ class Tape:
             self._over = self._known.length
         self._gone_through = self._known.length
         self._due = self._known.length + max(self._patience, 2 * len(self._known.by_id), 2 * self._usual if over else 0)
-
-
-def _has_missed_a_write(view: RawCall) -> bool:
-    """Was a tensor written to since a view of it was made that counts its own writes, as `x.data` does? That tells nobody what it holds."""
-    now, (writes, *_) = version_of(view.args[0]), view.seen[0]
-    return now != writes and any(version_of(item) != now for item in view.results)

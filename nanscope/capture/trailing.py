@@ -67,7 +67,7 @@ class Trailing:
         target = kwargs.get("out") if operator.gives else args[0] if args else None
         if operator.turns or not _is_whole(target) or target.nbytes > LIGHT:
             return None
-        read = list(tensors_of(args))
+        read = tensors_of(args)
         if not read or (torch.is_grad_enabled() and any(one.requires_grad for one in (target, *read))):
             return None
         start = target.data_ptr()

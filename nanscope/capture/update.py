@@ -57,7 +57,7 @@ def update_again(
     copied.__dict__.update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
     twin = own_group["params"][next(place for place, member in enumerate(members) if member is parameter)]
     tape = Tape(budget)
-    tape.is_parameter = lambda tensor: name if tensor is twin else None
+    tape.leaves.is_parameter = lambda tensor: name if tensor is twin else None
     for key, value in (("gradient", twin.grad), *copied.state[twin].items()):
         if isinstance(value, Tensor):
             tape.tag(key, value)

@@ -303,7 +303,7 @@ class Values:
         self._add(value)
         return value
 
-    def unfind(self, tensors: Iterator[Tensor]) -> None:
+    def unfind(self, tensors: Iterable[Tensor]) -> None:
         """Whoever shares memory with these tensors becomes a leaf when it is read next, with the content that it has then."""
         for tensor in tensors:
             if is_plain(tensor) and (storage := memory_of(tensor)) in self.by_storage:

@@ -207,8 +207,8 @@ class Recording:
         self.tape = tape
         self.made_within = glue_within(tape, (*self._of_functions(), *self._begun()))
         self.numbers = tuple(tape.numbers)
-        leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.opaque] if self.program is not None else []
-        self.opaque = {leaf: Behind(tape.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
+        leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.leaves.opaque] if self.program is not None else []
+        self.opaque = {leaf: Behind(tape.leaves.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
 
     def _of_functions(self) -> Iterator[Tensor]:
         """What custom functions have returned to the loss."""

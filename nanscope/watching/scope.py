@@ -196,7 +196,7 @@ class Scope(Shown):
         mode = TapeMode(tape, self._failsafe)
         awake = Awake(mode, self._deep_every)
         watch = ModuleWatch(awake.begin, awake.end, self._failsafe)
-        tape.module_outputs, tape.is_parameter = watch.output_of, watch.parameter_name
+        tape.leaves.module_outputs, tape.leaves.is_parameter = watch.output_of, watch.parameter_name
         tape.known.gradients, tape.trailing.weights = watch.gradients, watch.untrained
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
         examiner = Examiner(tape, watch, self._targets, self._save_tokens)

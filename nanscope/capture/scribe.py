@@ -1,0 +1,218 @@
+"""How a call is written down: its arguments by number, what it has made or written to, and what of it no program will have."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanscope.capture.agreed import Agreed
+from nanscope.capture.clipping import Clipping
+from nanscope.capture.entries import PLAIN, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
+from nanscope.capture.jagged import Jagged
+from nanscope.capture.layout import is_dense, is_turned
+from nanscope.capture.leaves import Leaves
+from nanscope.capture.log import Log
+from nanscope.capture.modules import version_of
+from nanscope.capture.opaques import Opaques
+from nanscope.capture.raw import RawCall, Seen
+from nanscope.capture.sites import NOWHERE, Callers, Place
+from nanscope.capture.values import Fleeting, Values, key_of
+from nanscope.capture.writes import Writes
+from nanscope.program.calls import Arg, Ref
+from nanscope.program.local import is_plain, local, memory_of, refuses
+from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES
+
+
+class Scribe:
+    """Writes calls into a log, one that has just been made, and one that has waited."""
+
+    def __init__(
+        self,
+        known: Values,
+        log: Log,
+        callers: Callers,
+        writes: Writes,
+        leaves: Leaves,
+        opaques: Opaques,
+        jagged: Jagged,
+        clipping: Clipping,
+        agreed: Agreed,
+    ) -> None:
+        self._known, self._log, self._callers, self._writes = known, log, callers, writes
+        self._leaves, self._opaques, self._jagged = leaves, opaques, jagged
+        self._clipping, self._agreed = clipping, agreed
+
+    def write(self, note: RawCall) -> None:
+        """Write down a call that has waited."""
+        if note.operator.draws:
+            self._forget_results(note.results, note.operator.name)
+            return
+        seen = iter(note.seen)
+        try:
+            noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
+        except Unseen:
+            self._forget_results(note.results, note.operator.name)
+            return
+        if note.operator.mutable and not note.results:
+            self._after_write(note.operator, noted, None, note.args, None)
+            return
+        if note.destroyed is not None:
+            address = note.made[0][1]
+            self._writes.had(address, note.destroyed)
+            if note.results[0].data_ptr() != address:  # it lies somewhere else by now, and nobody has what was made
+                self._known.supersede(address)
+                return
+        if note.operator.gives:
+            self._known.unfind(tensors_of((note.args, note.results)))
+            self._forget_results(note.results, note.operator.name)
+            return
+        if note.operator.mutable:
+            target = self._known.by_id[self._log.read[0]]
+            self._writes.before(target, note.args[0], note.operator.turns)
+            self._after_write(note.operator, noted, target, note.args, note.results[0])
+            return
+        if not note.seen or all(item.data_ptr() == where for item, (_, where, *_) in zip(note.results, note.made, strict=True)):
+            self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
+            if note.operator.view and note.seen and _has_missed_a_write(note):
+                self._known.unfind(note.results)
+
+    def _was(self, arg: Any, seen: Iterator[Seen]) -> Arg:
+        """What an argument was when the call was made."""
+        if isinstance(arg, Tensor):
+            version, address, shape, wanted = next(seen)
+            made = self._known.just_made.get(id(arg))
+            if made is not None and self._known.by_key.get(made.key) != made.id:
+                made = None  # somebody has written to it by another name, or nobody will ask for it any more
+            if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
+                value = made
+            elif arg.data_ptr() == address and arg.shape == shape:
+                history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
+                value = self._known.find(arg, history, version) or self._leaves.number(arg, (history, version))
+            else:  # it is other memory by now, or another part of it
+                value = self._known.add(tuple(shape), arg.dtype, wanted)
+                self._known.nameless.add(value.id)
+            self._log.read.append(value.id)
+            return Ref(value.id)
+        if isinstance(arg, (list, tuple)):
+            return tuple([self._was(item, seen) for item in arg])
+        return arg  # type: ignore[no-any-return]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noted:
+        """Number what a call is about to read. Raises Unseen where no program can hold it."""
+        self._log.read.clear()
+        arg = self._arg
+        return tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ()
+
+    def rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of a call that no program holds, because of one argument: what else it reads."""
+        self._log.read.clear()
+        for tensor in tensors_of((args, tuple(kwargs.values()))):
+            with contextlib.suppress(Unseen):
+                self._arg(tensor)
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, Tensor):
+            if (type(arg) is not Tensor and refuses(arg)) or (arg.layout is not torch.strided and arg.is_nested):
+                raise Unseen  # torch may be making its history right now, under a lock: asking for it would wait for ever
+            value = self.value_of(arg).id
+            self._log.read.append(value)
+            return Ref(value)
+        if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)):
+            return arg
+        if isinstance(arg, (list, tuple)):
+            return tuple(self._arg(item) for item in arg)
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Unseen
+        raise Unseen
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return what is known of a tensor; one that is not known becomes a leaf."""
+        return self._known.find(tensor) or self._known.resolved(tensor) or self._leaves.number(tensor)
+
+    def after(
+        self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any, keywords: bool
+    ) -> None:
+        """Write down a call that was made. noted: its arguments, None if no program can hold them. target: what it has written to.
+        keywords: it was given some."""
+        if noted is None and operator.overload.startswith("c10d."):
+            self._known.unfind(tensors_of((args, result)))
+            self._clipping.wrote()
+            self._agreed.collective(operator, args, bool(self._clipping.norms))
+        elif noted is None:
+            if not self._jagged.after(operator, args, keywords, result):
+                counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index
+                self._forget_results(result, "" if counts else operator.name)
+            if operator.norm and not torch.is_grad_enabled():
+                parts = [(item, part) for item in tensors_of(result) if (part := local(item)) is not None]
+                self._clipping.took([part for _, part in parts], self._callers.caller())
+                for item, part in parts:
+                    self._agreed.norm(item, part)
+        elif operator.mutable:
+            self._after_write(operator, noted, target, args, result)
+        elif target is not None:
+            self._known.hold_instead(target, result)
+        else:
+            self._after_call(operator, noted, result)
+
+    def _after_write(self, operator: Operator, noted: Noted, target: Value | None, args: tuple[Any, ...], result: Any) -> None:
+        if target is None:
+            self._known.unfind(tensors_of((args, result)))
+            for item in tensors_of(result):
+                if is_plain(item) and not any(item is arg for arg in args):
+                    self.note_opaque(item, operator.name, tuple(self._log.read))
+        elif operator.turns:
+            self._writes.after_turn(operator, noted, target, args[0])
+        elif not self._writes.after(operator, noted, target, args[0]):
+            self._known.unfind(tensors_of((args, result)))
+            self._forget_results(args[0] if result is None else result, operator.name)  # of an out= the buffer, else what was written to
+
+    def _after_call(self, operator: Operator, noted: Noted, result: Any) -> None:
+        results: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
+        if not (isinstance(result, Tensor) or any(isinstance(item, (Tensor, Fleeting)) for item in results)):
+            return
+        odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
+        if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
+            self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
+        else:
+            self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)
+        if operator.norm and self._log.noted is None and not torch.is_grad_enabled():
+            results = tensors_of(result)
+            self._clipping.took(results, self._callers.caller())
+            of, *rest = noted[0]
+            operands = [self._known.by_id[arg.id] for arg in (of if isinstance(of, tuple) else (of,)) if isinstance(arg, Ref)]
+            self._clipping.measure([(one.key[0], math.prod(one.shape), one.version) for one in operands], rest, results)
+
+    def _lies_as_numbered(self, noted: Noted) -> bool:
+        """Does the argument of `as_strided`, which counts in memory, lie in it from the first element on and without gaps?"""
+        value = self._known.by_id[noted[0][0].id] if isinstance(noted[0][0], Ref) else None
+        return value is not None and value.key[0] == value.storage and is_dense(value) and not is_turned(value)
+
+    def _forget_results(self, result: Any, op: str = "") -> None:
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor) and is_plain(item):
+                place = key_of(item, PLAIN)[:4]
+                for value in self._known.relatives(memory_of(item)):
+                    if value.key[:4] == place:
+                        self._known.by_key.pop(value.key, None)
+                if op and (op not in DATA_FACTORIES or op.startswith(tuple(UNWRITTEN_FACTORIES))):
+                    self.note_opaque(item, op, tuple(self._log.read))
+
+    def note_opaque(self, tensor: Tensor, op: str, read: tuple[int, ...] = ()) -> None:
+        """A call has made a tensor that no program can make again. op: its name. read: by the call."""
+        placed = bool(read) or op.startswith(tuple(UNWRITTEN_FACTORIES))
+        self._opaques.note(tensor, Opaque(op, read, self._place() if placed else NOWHERE))
+
+    def _place(self) -> Place:
+        """Where the call is made that is being understood."""
+        return self._callers.caller() if self._log.noted is None else self._log.noted.place
+
+
+def _has_missed_a_write(view: RawCall) -> bool:
+    """Was a tensor written to since a view of it was made that counts its own writes, as `x.data` does? That tells nobody what it holds."""
+    now, (writes, *_) = version_of(view.args[0]), view.seen[0]
+    return now != writes and any(version_of(item) != now for item in view.results)
