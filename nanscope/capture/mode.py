@@ -31,6 +31,7 @@ from nanscope.torch_inside import (
 )
 
 Answer = TypeVar("Answer")
+NO_KEYWORDS: dict[str, Any] = {}  # of a call that was given none: one for all, since what waits is held, and the collector counts
 OVER = "over"  # why a mode sleeps that nobody will wake
 
 
@@ -114,7 +115,7 @@ class TapeMode(Mode):
             _put_back(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, ear = kwargs or {}, self.depth or self.tape
+        kwargs, ear = kwargs or NO_KEYWORDS, self.depth or self.tape
         crowded = count_modes() > 0 or count_function_modes() > 0  # somebody else looks, too
         operator = ear.operators.get(id(func)) or self._door(crowded, ear.look_up, func)
         if operator is None or operator.silent:

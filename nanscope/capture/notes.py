@@ -36,6 +36,7 @@ from nanscope.torch_inside import base_of, storage_uses, writes_counted
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
 IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
+SHAPES = 4096  # that are remembered
 AGED = 3  # steps that a call has outlasted, after which it waits apart
 
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout})
@@ -69,6 +70,8 @@ class Notes:
         self._callers = callers
         self._ends = 0  # since the last backward pass
         self._makers = Makers()
+        self._shapes: dict[torch.Size, torch.Size] = {}  # each once, for all calls: what is held is gone through by Python's collector
+        self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.weight, self.most = 0, min(WEIGHT, budget >> 4)
         self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken
@@ -81,7 +84,7 @@ class Notes:
         seen: list[Seen] = []
         made: list[Made] = []
         fresh: list[int] = []
-        weight = CALL
+        weight, one_shape, one_stride = CALL, self._shapes.setdefault, self._strides.setdefault
         try:
             read = self._read(args, seen, fresh, operator.lasting)
             if read < 0:
@@ -92,7 +95,8 @@ class Notes:
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
                 writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
-                made.append((writes, item.data_ptr(), item.shape, item.stride()))
+                shape, strides = item.shape, item.stride()
+                made.append((writes, item.data_ptr(), one_shape(shape, shape), one_stride(strides, strides)))
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
         self.weight += weight + read + (0 if destroyed is None else destroyed.nbytes)
@@ -104,8 +108,8 @@ class Notes:
         else:  # what a factory makes torch hands out as a copy if somebody else holds it
             results = [Fleeting(item) for item in results]
             makers.fleeting.update({item.identity: number for item in results})
-        place, grad = self._callers.caller(FRAMES), torch.is_grad_enabled()
-        self.pending.append((operator, args, kwargs, results, seen, made, place, grad, self.module, destroyed))
+        (code, lasti), grad = self._callers.caller(FRAMES), torch.is_grad_enabled()
+        self.pending.append((operator, args, kwargs, results, seen, made, code, lasti, grad, self.module, destroyed))
         if destroyed is not None:
             self.begin_stretch()
         elif not grad:
@@ -122,7 +126,7 @@ class Notes:
     def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int], lasting: bool) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
         another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds. lasting: see `Operator`."""
-        weight, light = 0, self._makers.light
+        weight, light, one_shape = 0, self._makers.light, self._shapes.setdefault
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
@@ -133,7 +137,8 @@ class Notes:
                         return -1
                     weight += held
                     fresh.append(id(arg))
-                seen.append((writes_counted(arg), arg.data_ptr(), arg.shape, wanted))
+                shape = arg.shape
+                seen.append((writes_counted(arg), arg.data_ptr(), one_shape(shape, shape), wanted))
             elif kind not in ATOMS:
                 inner = self._read(arg, seen, fresh, lasting) if kind in (list, tuple) else -1
                 if inner < 0:
@@ -292,6 +297,9 @@ class Notes:
         self.weight = self._old.bytes + self._old.calls * CALL
         self.taken += 1
         self.idle, self.due = 0, IDLE
+        for known in (self._shapes, self._strides):
+            if len(known) > SHAPES:
+                known.clear()
         for number in range(self._old.calls, len(self.pending)):
             call = self.pending[number]
             if not isinstance(call, Later):

@@ -42,7 +42,7 @@ class Passage:
         self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
 
     def _told(self, number: int, call: Raw) -> tuple[Any, ...]:
-        operator, args, kwargs, results, seen, made, (code, lasti), grad, module, _ = call
+        operator, args, kwargs, results, seen, made, code, lasti, grad, module, _ = call
         if operator.mutable and not results:
             raise Unlike
         read: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it
 
 class RawCall(NamedTuple):
     """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
-    `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result.
-    place: in the trainer's code. grad: was autograd on? module: the part of the model that it was made in. destroyed: a copy of what a
-    write to the weights of a model that nobody trains has destroyed, see `Trailing`."""
+    `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result. code, lasti:
+    the function of the trainer's that made it, and its instruction. grad: was autograd on? module: the part of the model that it was made
+    in. destroyed: a copy of what a write to the weights of a model that nobody trains has destroyed, see `Trailing`."""
 
     operator: Operator
     args: tuple[Any, ...]
@@ -27,14 +28,20 @@ class RawCall(NamedTuple):
     results: Sequence[Any]
     seen: list[Seen]
     made: list[Made]
-    place: Place
+    code: CodeType | None
+    lasti: int
     grad: bool
     module: str
     destroyed: Tensor | None
 
+    @property
+    def place(self) -> Place:
+        """Where in the trainer's code."""
+        return self.code, self.lasti
+
 
 Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
-OPERATOR, ARGS, KWARGS, RESULTS, SEEN, MADE, PLACE, GRAD, MODULE, DESTROYED = range(10)  # and where in it is what
+OPERATOR, ARGS, KWARGS, RESULTS, SEEN, MADE, CODE, LASTI, GRAD, MODULE, DESTROYED = range(11)  # and where in it is what
 
 
 class Later:

@@ -33,7 +33,7 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             numbers.append(len(pending))
             read.update(map(id, noted.holds))
             continue
-        operator, args, _, results, seen, _, _, _, _, destroyed = noted
+        operator, args, _, results, seen, _, _, _, _, _, destroyed = noted
         for item in results:
             if destroyed is not None:
                 break  # the model holds that memory

@@ -212,7 +212,7 @@ class Cruise:
             dialled,
             tuple(number for number in made if any(one.requires_grad for one in stretch.results(number))),
             tuple((code, times[code]) for code in beside),
-            tuple(call[raw.PLACE][0] for call in stretch.calls),
+            tuple(call[raw.CODE] for call in stretch.calls),
         )
 
 
