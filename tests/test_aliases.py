@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from test_tape import fresh
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.capture.entries import Handle
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
@@ -128,3 +131,13 @@ def test_a_tensor_in_the_memory_that_another_one_has_left_is_not_taken_for_it() 
         if left:
             return
     pytest.skip("torch has used that memory for something else")
+
+
+def test_there_is_no_handle_on_what_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises, and says nothing more when it is gone."""
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(NotImplementedError):
+        Handle(torch.ones(2).to_sparse())
+    gc.collect()
+    assert not said

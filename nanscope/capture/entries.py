@@ -246,8 +246,9 @@ class Handle:
         return bool(self._tensor.expired())
 
     def __del__(self) -> None:
-        if drop_storage_handle is not None:  # None while the interpreter shuts down
-            drop_storage_handle(self._storage)
+        storage = getattr(self, "_storage", None)  # which a sparse tensor has none of
+        if storage is not None and drop_storage_handle is not None:  # None while the interpreter shuts down
+            drop_storage_handle(storage)
 
 
 def still_there(known: Mapping[Address, tuple[Made, Handle]]) -> dict[Address, tuple[Made, Handle]]:
