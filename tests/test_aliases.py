@@ -54,6 +54,31 @@ class Named(Loop):
             self.held = self.weight.data
 
 
+class Copied(Loop):
+    """What the weight was before the update is kept for the next loss."""
+
+    def before_update(self) -> None:
+        self.held = self.weight.data.clone()
+
+
+class Averaged(Loop):
+    """An average of the weight, without a word to autograd."""
+
+    def before_update(self) -> None:
+        self.held = 0.5 * self.held + 0.5 * self.weight.data
+
+
+class Viewed(Loop):
+    """One name of the weight is kept, and read before each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = self.weight.data
+
+    def before_update(self) -> None:
+        self.held = torch.cat([self.name[:2] * 2, self.name[2:]])
+
+
 class Shared(Loop):
     """The weight is laid where something else lies."""
 
@@ -77,7 +102,7 @@ class Flat(Loop):
         self.weight.grad = None
 
 
-@pytest.mark.parametrize("kind", [Synced, Named, Shared, Flat])
+@pytest.mark.parametrize("kind", [Synced, Named, Copied, Averaged, Viewed, Shared, Flat])
 def test_a_saved_step_holds_what_the_loss_has_read(kind: type[Loop], tmp_path: Path) -> None:
     """What an optimizer writes is seen under every name of it, and what was copied before stays what it was."""
     loop = kind()
@@ -100,6 +125,24 @@ def test_a_saved_step_holds_what_the_loss_has_read(kind: type[Loop], tmp_path: P
         made = snapshot.program.execute(snapshot.tensors, backward=False).values[snapshot.program.output]
         assert same_bits(made.detach(), snapshot.loss)
         assert same_bits(made.detach(), (out + weight * 2 + held * 3).tanh().sum())
+
+
+def test_what_overflows_by_what_a_weight_was_before_its_update_is_found(tmp_path: Path) -> None:
+    """The copy was made of another name of it, and waited while the optimizer wrote."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = model.weight.detach().clone()
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope:
+        for step in range(8):
+            moved = (model.weight - old) * (1e4 if step == 6 else 1.0)
+            far = torch.exp(moved.abs())
+            (model(torch.ones(4)).pow(2).sum() + far.mean()).backward()
+            old = model.weight.data.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    first = scope.verdict.incidents[0]
+    assert first.step == 7 and first.origin.op == "exp" and first.origin.expression == "torch.exp(moved.abs())"
 
 
 def left_to(size: int, tape: Tape) -> tuple[bool, Tensor, Tensor, list[Tensor]]:

@@ -27,6 +27,7 @@ from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import Later, Made, Raw, RawCall, Seen
 from nanscope.capture.sieve import ALIASED, sifted
 from nanscope.capture.sites import Callers
+from nanscope.capture.spans import Spans
 from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
 from nanscope.capture.weighing import CALL, WEIGHT, held_for, size_of
@@ -36,6 +37,7 @@ from nanscope.torch_inside import base_of, storage_uses, writes_counted
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
 IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
+ELSEWHERE = -1  # where nobody lies
 SHAPES = 4096  # that are remembered
 AGED = 3  # steps that a call has outlasted, after which it waits apart
 
@@ -304,6 +306,15 @@ class Notes:
             call = self.pending[number]
             if not isinstance(call, Later):
                 self.weight += CALL + self._makers.enter(call, number)
+
+    def overwritten(self, memory: Spans) -> None:
+        """Somebody has written to memory, unseen: what calls that wait have read there without a gradient is not there any more. Of what
+        has one its own count of writes tells."""
+        for one in self.pending[self._old.calls :]:
+            seen: list[Seen] = one[raw.SEEN] if type(one) is tuple else []
+            for at, (writes, address, shape, wanted) in enumerate(seen):
+                if not wanted and memory.start_of(address):
+                    seen[at] = writes, ELSEWHERE, shape, wanted
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""

@@ -48,6 +48,7 @@ from nanscope.capture.raw import Later, Raw, RawCall, SoFar
 from nanscope.capture.scribe import Scribe
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
+from nanscope.capture.spans import Spans
 from nanscope.capture.storages import Storages
 from nanscope.capture.trailing import Trailing, besides_out
 from nanscope.capture.values import Values
@@ -337,8 +338,16 @@ class Tape:
         """An optimizer has written to these, unseen: under no name is what lies there what was known of it. `p.data` counts no write to p,
         nor does what else a trainer has laid in the memory of its weights."""
         with self._lock:
-            if self._known.by_storage:
-                self._known.unfind(weights)
+            if not (self._known.by_storage or self.notes.pending):
+                return
+            ends: dict[int, int] = {}
+            for weight in weights:
+                if weight.requires_grad and is_plain(weight):
+                    memory = weight.untyped_storage()
+                    ends[memory.data_ptr()] = memory.data_ptr() + memory.nbytes()
+            for storage in self._known.by_storage.keys() & ends.keys():
+                self._known.supersede(storage)
+            self.notes.overwritten(Spans(ends))
 
     def known_as(self, tensors: Iterable[Tensor]) -> list[int] | None:
         """Return the ids of values, None if one of them is not known."""

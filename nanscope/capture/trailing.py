@@ -10,7 +10,6 @@ the same, is understood at once.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -22,6 +21,7 @@ from torch.nn import Parameter
 from nanscope.capture import raw
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.capture.notes import Notes
+from nanscope.capture.spans import Spans
 from nanscope.capture.weighing import LIGHT
 from nanscope.capture.writes import Writes
 from nanscope.torch_inside import writes_counted
@@ -50,9 +50,8 @@ class Trailing:
     def __init__(self, notes: Notes, writes: Writes) -> None:
         self.weights: Callable[[], Iterable[Tensor]] = tuple
         self._notes, self._writes = notes, writes
-        self._ends: dict[int, int] | None = None  # of the memory of these weights, by where it begins; None until it is asked for
+        self._spans: Spans | None = None  # the memory of these weights; None until it is asked for
         self._passes = 0
-        self._starts: list[int] = []  # in order
         self._old, self._young = Touched(), Touched()  # of calls that stay where they are when a step is closed, and of those behind them
         self._taken = self._cleared = 0  # how often these became others
 
@@ -60,7 +59,7 @@ class Trailing:
         """Another backward pass is over: there may be other models, or other memory in the place of a weight."""
         self._passes += 1
         if self._passes % FRESH == 0:
-            self._ends = None
+            self._spans = None
 
     def destroyed(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return a copy of what a call is about to destroy that may wait for that, None if it may not."""
@@ -78,12 +77,12 @@ class Trailing:
         self._writes.leave_behind(start)
         return target.detach().clone()
 
-    def _memory(self) -> Mapping[int, int]:
-        if self._ends is None:
+    def _memory(self) -> Spans:
+        if self._spans is None:
             plain = [one for one in self.weights() if _is_whole(one)]
-            self._ends = {one.data_ptr(): one.data_ptr() + one.nbytes for one in plain}
-            self._starts, self._taken, self._cleared = sorted(self._ends), -1, -1
-        return self._ends
+            self._spans = Spans({one.data_ptr(): one.data_ptr() + one.nbytes for one in plain})
+            self._taken, self._cleared = -1, -1
+        return self._spans
 
     def _is_apart(self, target: Tensor) -> bool:
         """Does no call that waits know the memory of a tensor, but for its names? And has nobody written to it unseen since they were
@@ -110,25 +109,19 @@ class Trailing:
         self._look(self._young, len(self._notes.pending))
 
     def _look(self, known: Touched, upto: int) -> None:
-        pending = self._notes.pending
+        pending, start_of = self._notes.pending, self._memory().start_of
         for number in range(known.upto, upto):
             one = pending[number]
             if type(one) is not tuple:
                 continue
             own, names = one[raw.MADE][0][1] if one[raw.DESTROYED] is not None else 0, one[raw.OPERATOR].name == "detach"
             for _, address, *_ in (*one[raw.SEEN], *one[raw.MADE]):
-                start = self._start_of(address)
+                start = start_of(address)
                 if names and start == address:
                     known.named.setdefault(start, []).append(number)
                 elif start and start != own:
                     known.read.add(start)
         known.upto = upto
-
-    def _start_of(self, address: int) -> int:
-        """Where the memory begins that an address is in, 0 if it is in none of these."""
-        below = bisect_right(self._starts, address)
-        start = self._starts[below - 1] if below else 0
-        return start if address < self._memory().get(start, 0) else 0
 
 
 def _is_whole(tensor: Any) -> TypeGuard[Tensor]:

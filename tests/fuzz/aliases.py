@@ -212,6 +212,8 @@ def train(loop: list[list[Act]], out: Path | None) -> tuple[list[Tensor], str]:
                 act.run(world)
             with contextlib.suppress(RuntimeError):  # what a backward pass needs was written to
                 world.loss().backward()  # type: ignore[no-untyped-call]
+            for act in acts[-2:]:  # before the update
+                act.run(world)
             world.optimizer.step()
             world.optimizer.zero_grad()
     return [one.detach().clone() for one in (*world.model.parameters(), world.weight, *world.kept)], said.getvalue()

@@ -1,0 +1,22 @@
+"""Pieces of memory, and which of them an address is in."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+
+class Spans:
+    """Some of them. ends: by where they begin."""
+
+    def __init__(self, ends: Mapping[int, int]) -> None:
+        self._ends, self._starts = ends, sorted(ends)
+
+    def __contains__(self, start: int) -> bool:
+        return start in self._ends
+
+    def start_of(self, address: int) -> int:
+        """Return where that begins which an address is in, 0 if it is in none."""
+        below = bisect_right(self._starts, address)
+        start = self._starts[below - 1] if below else 0
+        return start if address < self._ends.get(start, 0) else 0
