@@ -351,8 +351,8 @@ class Step(Relay):
         """They have stepped: close the step."""
         optimizer = optimizers[-1]
         self._failsafe("spared", self._spared.settle, stepped)
-        self._failsafe("tape", self._tape.updated, (weight for one in optimizers for weight in updated_by(one)))
         weights, bad = self._weights.after(optimizers, self._first)
+        self._failsafe("tape", self._tape.updated, (weight for one in optimizers for weight in updated_by(one)))
         self._tape.begin_stretch()
         # of two optimizers the second has no say in what the first has written
         if self._course.bad and (bad or not self._course.closed or stepped is Stepped.SKIPPED):
