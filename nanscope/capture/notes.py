@@ -310,11 +310,12 @@ class Notes:
     def overwritten(self, memory: Spans) -> None:
         """Somebody has written to memory, unseen: what calls that wait have read there without a gradient is not there any more. Of what
         has one its own count of writes tells."""
+        low, high = memory.low, memory.high
         for one in self.pending[self._old.calls :]:
             seen: list[Seen] = one[raw.SEEN] if type(one) is tuple else []
-            for at, (writes, address, shape, wanted) in enumerate(seen):
-                if not wanted and memory.start_of(address):
-                    seen[at] = writes, ELSEWHERE, shape, wanted
+            for at, what in enumerate(seen):
+                if low <= what[1] < high and not what[3] and memory.start_of(what[1]):
+                    seen[at] = what[0], ELSEWHERE, *what[2:]
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 
 class Spans:
-    """Some of them. ends: by where they begin."""
+    """Some of them. ends: by where they begin. low, high: all are between these."""
 
     def __init__(self, ends: Mapping[int, int]) -> None:
         self._ends, self._starts = ends, sorted(ends)
+        self.low, self.high = (self._starts[0], max(ends.values())) if ends else (0, 0)
 
     def __contains__(self, start: int) -> bool:
         return start in self._ends
