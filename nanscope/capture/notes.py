@@ -6,7 +6,8 @@ time that somebody asks is never understood at all.
 
 What tells a tensor from others at the time of the call is noted with it: how often it was written to, where it lay, whether it wanted a
 gradient. Whoever writes to memory that others know asks first, and so only what writes unseen can change anything between a call and its
-understanding. A write to what only waiting calls have made and know waits as well, and so does one to a list of tensors: no program has it.
+understanding: an optimizer does, and what was read in the memory of its weights is then known to be gone (`overwritten`). A write to what
+only waiting calls have made and know waits as well, and so does one to a list of tensors: no program has it.
 """
 
 from __future__ import annotations
