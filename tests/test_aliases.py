@@ -29,7 +29,6 @@ class Loop:
         self.model, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
         self.held = torch.randn(4)
         self.updated: list[Tensor] = [*self.model.parameters(), self.weight]
-        self.flat = torch.randn(8)
 
     def before_update(self) -> None:
         """Gradients are there."""

@@ -31,7 +31,7 @@ PATIENCE = 0.005  # seconds: an asker who has to wait for us would wait for ever
 
 
 class Interrupted:
-    """Stops where the n-th new line of ours begins, and has something done in another thread. n: 0 for none, to count them."""
+    """Stops where the n-th new line of ours begins, and has something done in another thread. number: n; 0 for none, to count them."""
 
     def __init__(self, number: int, act: Callable[[], object]) -> None:
         self.lines: list[tuple[str, int]] = []

@@ -126,8 +126,6 @@ class Scribe:
             return arg
         if isinstance(arg, (list, tuple)):
             return tuple(self._arg(item) for item in arg)
-        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Unseen
         raise Unseen
 
     def value_of(self, tensor: Tensor) -> Value:

@@ -612,7 +612,7 @@ class Tape:
         """The first step is over: what a clip has read in it need not be held until the next."""
         with self._lock:
             if not self._understands and self.notes.pending:
-                self._known.unfind(iter(self.notes.let_go_of_lasting()))
+                self._known.unfind(self.notes.let_go_of_lasting())
 
     def leave_room(self) -> None:
         """Drop everything if half of the budget is not free: the next loss matters more than what prepared the last one."""
