@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanscope.capture.raw import RawCall
+from nanscope.capture.raw import EACH, RawCall, each
 from nanscope.capture.sites import NOWHERE, Place
 from nanscope.capture.source import site_of
 from nanscope.program.calls import Site
@@ -47,7 +47,7 @@ class Clipping:
         """A call that waits has taken norms, or has written to tensors."""
         if call.operator.norm:
             self.took(call.results, call.place)
-            self.measure([(address, shape.numel(), version) for version, address, shape, _ in call.seen], call.args[1:], call.results)
+            self.measure([(address, shape.numel(), version) for version, address, shape, _ in each(call.seen)], call.args[1:], call.results)
         elif call.results:
             self.wrote()
         else:
@@ -73,7 +73,7 @@ class Clipping:
     def _scale(self, call: RawCall) -> None:
         """A list of tensors was written to: multiplied by one number after their norms were taken, or nobody knows what they are now."""
         grads, *rest = call.args
-        at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in call.seen[: len(grads)]]
+        at = [self.measured_at.get((address, shape.numel())) for _, address, shape, _ in each(call.seen[: EACH * len(grads)])]
         by_one = call.operator.name == "_foreach_mul_" and len(rest) == 1 and type(rest[0]) is Tensor and rest[0].numel() == 1
         again = self._written and (not by_one or rest[0] is not self._factor or any(id(grad) in self._scaled for grad in grads))
         if again or not by_one or None in at or len(set(map(id, grads))) < len(grads):

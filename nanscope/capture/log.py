@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture import raw
 from nanscope.capture.entries import Noted, Record, Value, ids, next_version
 from nanscope.capture.modules import version_of
 from nanscope.capture.raw import RawCall
@@ -68,12 +69,14 @@ class Log:
         note = self.noted
         for n, item in enumerate(results):
             if isinstance(item, Tensor):
-                writes = note.made[n][0] if note is not None else next_version(item) if view is None else version_of(item)
-                value = self._values.register(item, index, diff, view, self.read, writes, None if note is None else note.made[n][1:])
+                at = n * raw.EACH
+                writes = note.made[at] if note is not None else next_version(item) if view is None else version_of(item)
+                lay = None if note is None else tuple(note.made[at + raw.ADDRESS : at + raw.EACH])
+                value = self._values.register(item, index, diff, view, self.read, writes, lay)
                 outs.append(value.id)
                 lasting = lasting and value.bytes <= REMEMBERED
             elif isinstance(item, Fleeting) and note is not None:
-                outs.append(self._values.register_fleeting(item, index, note.made[n][0]).id)
+                outs.append(self._values.register_fleeting(item, index, note.made[n * raw.EACH]).id)
                 lasting = lasting and item.bytes <= REMEMBERED
             else:
                 outs.append(None)

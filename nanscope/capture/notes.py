@@ -25,7 +25,7 @@ from nanscope.capture import raw
 from nanscope.capture.entries import Operator
 from nanscope.capture.makers import NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
-from nanscope.capture.raw import Later, Made, Raw, RawCall, Seen
+from nanscope.capture.raw import EACH, Later, Raw, RawCall
 from nanscope.capture.sieve import ALIASED, sifted
 from nanscope.capture.sites import Callers
 from nanscope.capture.spans import Spans
@@ -37,7 +37,7 @@ from nanscope.torch_inside import base_of, storage_uses, writes_counted
 
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
-IDLE = 64  # calls of a rollout, say: most are metrics, or come to a number that is drawn
+IDLE = 96  # calls of a rollout, say: most are metrics, or come to a number that is drawn. Six objects each: 700 call Python's collector
 ELSEWHERE = -1  # where nobody lies
 SHAPES = 4096  # that are remembered
 AGED = 3  # steps that a call has outlasted, after which it waits apart
@@ -84,8 +84,8 @@ class Notes:
         results = (result,) if type(result) is Tensor or destroyed is not None else result if type(result) in (tuple, list) else ()
         if not (results or operator.mutable) or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return False
-        seen: list[Seen] = []
-        made: list[Made] = []
+        seen: list[Any] = []
+        made: list[Any] = []
         fresh: list[int] = []
         weight, one_shape, one_stride = CALL, self._shapes.setdefault, self._strides.setdefault
         try:
@@ -99,7 +99,7 @@ class Notes:
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
                 writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
                 shape, strides = item.shape, item.stride()
-                made.append((writes, item.data_ptr(), one_shape(shape, shape), one_stride(strides, strides)))
+                made += writes, item.data_ptr(), one_shape(shape, shape), one_stride(strides, strides)
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
         self.weight += weight + read + (0 if destroyed is None else destroyed.nbytes)
@@ -126,7 +126,7 @@ class Notes:
         except RuntimeError:  # no memory of its own, or in inference mode
             return False
 
-    def _read(self, args: Sequence[Any], seen: list[Seen], fresh: list[int], lasting: bool) -> int:
+    def _read(self, args: Sequence[Any], seen: list[Any], fresh: list[int], lasting: bool) -> int:
         """Note what tensors among arguments are at this moment, and return the bytes that are held for them alone; −1 if one of them, or
         another argument, cannot wait. fresh: takes the identities of those that no other waiting call holds. lasting: see `Operator`."""
         weight, light, one_shape = 0, self._makers.light, self._shapes.setdefault
@@ -141,7 +141,7 @@ class Notes:
                     weight += held
                     fresh.append(id(arg))
                 shape = arg.shape
-                seen.append((writes_counted(arg), arg.data_ptr(), one_shape(shape, shape), wanted))
+                seen += writes_counted(arg), arg.data_ptr(), one_shape(shape, shape), wanted
             elif kind not in ATOMS:
                 inner = self._read(arg, seen, fresh, lasting) if kind in (list, tuple) else -1
                 if inner < 0:
@@ -236,7 +236,7 @@ class Notes:
             elif not one[raw.RESULTS]:
                 closed.written += one[raw.ARGS][0]
             elif one[raw.DESTROYED] is not None:
-                closed.trailed.add(one[raw.MADE][0][1])
+                closed.trailed.add(one[raw.MADE][raw.ADDRESS])
             elif id(one) not in done:
                 kept.append(one)
                 ages.append(self._ages[len(pending)] + 1 if len(pending) < len(self._ages) else 1)
@@ -313,10 +313,11 @@ class Notes:
         has one its own count of writes tells."""
         low, high = memory.low, memory.high
         for one in self.pending[self._old.calls :]:
-            seen: list[Seen] = one[raw.SEEN] if type(one) is tuple else []
-            for at, what in enumerate(seen):
-                if low <= what[1] < high and not what[3] and memory.start_of(what[1]):
-                    seen[at] = what[0], ELSEWHERE, *what[2:]
+            seen: list[Any] = one[raw.SEEN] if type(one) is tuple else []
+            for at in range(0, len(seen), EACH):
+                address = seen[at + raw.ADDRESS]
+                if low <= address < high and not seen[at + raw.WANTED] and memory.start_of(address):
+                    seen[at + raw.ADDRESS] = ELSEWHERE
 
     def forget(self) -> None:
         """Nothing waits any more, and nobody will ask."""
@@ -355,7 +356,7 @@ def _without_what_is_over(call: Raw, over: dict[int, Tensor | None]) -> Raw:
     operator, args, _, _, seen, *_ = call
     if operator.lasting:
         return operator, (), *call[2:]
-    return (operator, _without_graphs(args, over), *call[2:]) if any(wanted for *_, wanted in seen) else call
+    return (operator, _without_graphs(args, over), *call[2:]) if any(seen[raw.WANTED :: EACH]) else call
 
 
 def _without_graphs(args: Sequence[Any], over: dict[int, Tensor | None]) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
-from nanscope.capture.raw import Raw, Seen
+from nanscope.capture.raw import EACH, Raw
 from nanscope.torch_inside import writes_counted
 
 STRIDE = 1 << 10  # of one call, at most
@@ -52,25 +52,26 @@ class Passage:
         codes, first = self._codes, number * STRIDE
         if seen:
             shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
-            for item, lay in zip(results, made, strict=True):
-                codes[id(item)] = first, seen[0][0] if shared else lay[0]
+            for item, writes in zip(results, made[::EACH], strict=True):
+                codes[id(item)] = first, seen[raw.WRITES] if shared else writes
                 first += 1
         else:
-            for item, lay in zip(results, made, strict=True):
+            for item, writes in zip(results, made[::EACH], strict=True):
                 self._of_nothing[first] = None
                 if not item.handle.gone():
-                    codes[item.identity] = first, lay[0]
+                    codes[item.identity] = first, writes
                 first += 1
         named = tuple((name, float if type(value) is float else value) for name, value in kwargs.items()) if kwargs else ()
-        return operator.overload, tuple(read), tuple(others), id(code), lasti, grad, module, len(made), named
+        return operator.overload, tuple(read), tuple(others), id(code), lasti, grad, module, len(results), named
 
-    def _tell(self, args: Sequence[Any], seen: Sequence[Seen], read: list[int], others: list[Any]) -> None:
+    def _tell(self, args: Sequence[Any], seen: Sequence[Any], read: list[int], others: list[Any]) -> None:
         """Take arguments apart: tensors, and whatever else."""
         codes, of_nothing = self._codes, self._of_nothing
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
-                version, _, _, wanted = seen[len(read)]
+                at = len(read) * EACH
+                version, wanted = seen[at + raw.WRITES], seen[at + raw.WANTED]
                 known = codes.get(id(arg))
                 if known is None:
                     self.outer.append(arg)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -18,16 +18,17 @@ Made = tuple[int, int, torch.Size, tuple[int, ...]]  # of a result: how often it
 
 class RawCall(NamedTuple):
     """A call that was made. results: none of one that has written to a list, what was written to of one that has written to a tensor, and
-    `Fleeting` ones of one that has read no tensor. seen: of each tensor among the arguments, in order. made: of each result. code, lasti:
-    the function of the trainer's that made it, and its instruction. grad: was autograd on? module: the part of the model that it was made
-    in. destroyed: a copy of what a write to the weights of a model that nobody trains has destroyed, see `Trailing`."""
+    `Fleeting` ones of one that has read no tensor. seen: `Seen` of the tensors among the arguments, in order; made: `Made` of the results:
+    both flat, see `each`, since what waits is held, and Python's collector counts. code, lasti: the function of the trainer's that made it,
+    and its instruction. grad: was autograd on? module: the part of the model that it was made in. destroyed: a copy of what a write to the
+    weights of a model that nobody trains has destroyed, see `Trailing`."""
 
     operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: Sequence[Any]
-    seen: list[Seen]
-    made: list[Made]
+    seen: list[Any]
+    made: list[Any]
     code: CodeType | None
     lasti: int
     grad: bool
@@ -42,6 +43,15 @@ class RawCall(NamedTuple):
 
 Raw = tuple[Any, ...]  # what makes a `RawCall`: making it takes as long as all else
 OPERATOR, ARGS, KWARGS, RESULTS, SEEN, MADE, CODE, LASTI, GRAD, MODULE, DESTROYED = range(11)  # and where in it is what
+
+WRITES, ADDRESS, SHAPE, WANTED = range(4)  # and where in what is seen of a tensor, or made
+EACH = 4  # and how many these are
+
+
+def each(flat: Iterable[Any]) -> Iterator[Seen]:
+    """Take apart what was seen of tensors, or of what was made."""
+    one = iter(flat)
+    return zip(one, one, one, one, strict=True)
 
 
 class Later:

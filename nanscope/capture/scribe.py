@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanscope.capture import raw
 from nanscope.capture.agreed import Agreed
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.entries import PLAIN, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
@@ -19,7 +20,7 @@ from nanscope.capture.leaves import Leaves
 from nanscope.capture.log import Log
 from nanscope.capture.modules import version_of
 from nanscope.capture.opaques import Opaques
-from nanscope.capture.raw import RawCall, Seen
+from nanscope.capture.raw import EACH, RawCall, Seen, each
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
@@ -52,7 +53,7 @@ class Scribe:
         if note.operator.draws:
             self._forget_results(note.results, note.operator.name)
             return
-        seen = iter(note.seen)
+        seen = each(note.seen)
         try:
             noted: Noted = tuple([self._was(arg, seen) for arg in note.args]), tuple(note.kwargs.items())
         except Unseen:
@@ -62,7 +63,7 @@ class Scribe:
             self._after_write(note.operator, noted, None, note.args, None)
             return
         if note.destroyed is not None:
-            address = note.made[0][1]
+            address = note.made[raw.ADDRESS]
             self._writes.had(address, note.destroyed)
             if note.results[0].data_ptr() != address:  # it lies somewhere else by now, and nobody has what was made
                 self._known.supersede(address)
@@ -76,7 +77,7 @@ class Scribe:
             self._writes.before(target, note.args[0], note.operator.turns)
             self._after_write(note.operator, noted, target, note.args, note.results[0])
             return
-        if not note.seen or all(item.data_ptr() == where for item, (_, where, *_) in zip(note.results, note.made, strict=True)):
+        if not note.seen or all(map(_lies_at, note.results, note.made[raw.ADDRESS :: EACH])):
             self._after_call(note.operator, noted, note.results)  # else one is other memory by now, and nobody has what was made
             if note.operator.view and note.seen and _has_missed_a_write(note):
                 self._known.unfind(note.results)
@@ -210,7 +211,11 @@ class Scribe:
         return self._callers.caller() if self._log.noted is None else self._log.noted.place
 
 
+def _lies_at(tensor: Tensor, address: int) -> bool:
+    return tensor.data_ptr() == address
+
+
 def _has_missed_a_write(view: RawCall) -> bool:
     """Was a tensor written to since a view of it was made that counts its own writes, as `x.data` does? That tells nobody what it holds."""
-    now, (writes, *_) = version_of(view.args[0]), view.seen[0]
+    now, writes = version_of(view.args[0]), view.seen[raw.WRITES]
     return now != writes and any(version_of(item) != now for item in view.results)

@@ -93,7 +93,7 @@ class Trailing:
             return False
         lies = target.shape, target.stride(), target.dtype
         for number in (*self._old.named.get(start, ()), *self._young.named.get(start, ())):
-            whole, ((writes, _, shape, _), *_) = self._notes.pending[number][raw.ARGS][0], self._notes.pending[number][raw.SEEN]
+            whole, (writes, _, shape, *_) = self._notes.pending[number][raw.ARGS][0], self._notes.pending[number][raw.SEEN]
             if (shape, whole.stride(), whole.dtype) != lies or writes_counted(whole) != writes:
                 return False
         return True
@@ -114,8 +114,8 @@ class Trailing:
             one = pending[number]
             if type(one) is not tuple:
                 continue
-            own, names = one[raw.MADE][0][1] if one[raw.DESTROYED] is not None else 0, one[raw.OPERATOR].name == "detach"
-            for _, address, *_ in (*one[raw.SEEN], *one[raw.MADE]):
+            own, names = one[raw.MADE][raw.ADDRESS] if one[raw.DESTROYED] is not None else 0, one[raw.OPERATOR].name == "detach"
+            for address in (*one[raw.SEEN][raw.ADDRESS :: raw.EACH], *one[raw.MADE][raw.ADDRESS :: raw.EACH]):
                 start = start_of(address)
                 if names and start == address:
                     known.named.setdefault(start, []).append(number)

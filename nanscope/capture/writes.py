@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanscope.capture import raw
 from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_intact, next_version
 from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
 from nanscope.capture.log import REMEMBERED, Log
@@ -107,7 +108,7 @@ class Writes:
         """How many writes to a tensor are counted before the one that is being written down, and after it."""
         if self._log.noted is None:
             return version_of(tensor), next_version(tensor)
-        after = self._log.noted.made[0][0]
+        after = self._log.noted.made[raw.WRITES]
         return after - 1, after
 
     def _lies_otherwise(self, known: Operator, noted: Noted, target: Value) -> bool:
