@@ -9,6 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanscope.torch_inside import release_of
+
 FLOATS = {
     torch.float64: (5e-324, 1.7e308),
     torch.float32: (1e-45, 3.4e38),
@@ -20,6 +22,7 @@ FLOATS = {
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *WHOLE, *COMPLEX)
+NUMBERS_ARE_FILLED_IN = release_of(torch.__version__) >= (2, 15)  # `x[mask] = 0.0` is no write of a tensor any more
 SHAPES = ((), (1,), (0,), (2, 0, 3), (7,), (3, 4), (2, 3, 2), (1, 5, 1))
 
 

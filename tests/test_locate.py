@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import leaf, record
+from tensors import NUMBERS_ARE_FILLED_IN
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional
@@ -148,9 +149,12 @@ def categorical_kl(logits: Tensor, old: Tensor) -> Tensor:
     return 0.0 * kl_divergence(Categorical(logits=old), Categorical(logits=logits)).mean()
 
 
+# A number that is set where a mask is: of a mask filled with infinities it is asked where they do harm.
+BY_DECISION: tuple[str, tuple[int, ...], bool | None] = ("mul", (), None) if NUMBERS_ARE_FILLED_IN else ("index_put", (0, 1), False)
+
 CASES = [
     Case("the first of two", scored_twice, lambda: (torch.tensor([0.5, 0.0]).requires_grad_(), torch.tensor([0.5, 0.0])), Phase.FORWARD, "log", (1,), False, None, "old"),
-    Case("infinite by decision", categorical_kl, lambda: (torch.tensor([[0.0, -200.0]], requires_grad=True), torch.zeros(1, 2)), Phase.FORWARD, "index_put", (0, 1), False, Role.KL),
+    Case("infinite by decision", categorical_kl, lambda: (torch.tensor([[0.0, -200.0]], requires_grad=True), torch.zeros(1, 2)), Phase.FORWARD, *BY_DECISION, Role.KL),
     Case(
         "-inf of the batch, twice",
         lambda logps, ref_logps, old_logps: ((ref_logps - old_logps) * logps).sum(),

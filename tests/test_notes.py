@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -16,7 +17,7 @@ from test_tape import PLAIN, UNSEEN, WRITES, fresh, replayed
 from torch import Tensor, nn
 
 import nanscope
-from nanscope.capture import notes, weighing
+from nanscope.capture import notes, tape, weighing
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.raw import RawCall
 from nanscope.capture.scribe import Scribe
@@ -24,7 +25,7 @@ from nanscope.capture.tape import Tape
 from nanscope.capture.unseen import unseen
 from nanscope.program.calls import Arg, Ref
 from nanscope.program.program import Program
-from nanscope.torch_inside import drop_storage_handle, storage_gone, storage_handle
+from nanscope.torch_inside import DETACH_IS_SEEN_TWICE, drop_storage_handle, storage_gone, storage_handle
 
 Loss = Callable[[TapeMode], Tensor]
 
@@ -50,10 +51,10 @@ def described(program: Program) -> tuple[object, ...]:
     return calls, leaves, number(program.output)
 
 
-def recorded(loss: Loss) -> tuple[object, ...]:
+def recorded(loss: Loss, kind: type[TapeMode] = TapeMode) -> tuple[object, ...]:
     torch.manual_seed(0)
     tape = Tape()
-    mode = TapeMode(tape)
+    mode = kind(tape)
     with mode:
         live = loss(mode)
     assert not tape.broken
@@ -169,6 +170,49 @@ def test_the_program_is_what_it_is_without_waiting(loss: Loss, monkeypatch: pyte
     waited = recorded(loss)
     monkeypatch.setattr(notes.Notes, "add", lambda *args: False)
     assert waited == recorded(loss)
+
+
+class ShownTwice(TapeMode):
+    """As torch before 2.10 shows it to a mode: a `detach`, then that of what it has made, which is what the caller is given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, (made,), {}) if func is torch.ops.aten.detach.default else made
+
+
+def detached_again(mode: TapeMode) -> Tensor:
+    """By the loop itself, which holds both."""
+    x = fresh(3) * 2
+    kept = x.detach()
+    again = kept.detach()
+    return (x.exp() * kept).sum() + (again * x).sum() + (x.detach() * again).sum()
+
+
+def detached_and_written_to(mode: TapeMode) -> Tensor:
+    x = fresh(3) * 2
+    x.mul_(3)
+    kept = x.detach()
+    kept.add_(1)
+    return (kept * fresh(3, seed=2)).sum()
+
+
+def detached_of_a_large_one(mode: TapeMode) -> Tensor:
+    """Which does not wait."""
+    return (fresh(1 << 20)[:3].detach() * fresh(3, seed=2)).sum()
+
+
+@pytest.mark.skipif(DETACH_IS_SEEN_TWICE, reason="here torch shows it twice by itself")
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(
+    "loss", [stacked, detached_again, detached_and_written_to, detached_of_a_large_one], ids=lambda loss: loss.__name__
+)
+def test_a_detach_that_is_shown_twice_is_one_call(loss: Loss, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_once = recorded(loss)
+    for module in (notes, tape):
+        monkeypatch.setattr(module, "DETACH_IS_SEEN_TWICE", True)
+    if not waits:
+        monkeypatch.setattr(notes.Notes, "add", lambda *args: False)
+    assert recorded(loss, ShownTwice) == shown_once
 
 
 def test_what_was_read_of_a_tensor_is_not_what_it_has_become() -> None:

@@ -17,7 +17,6 @@ from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
 from nanscope.program.ops import DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, OVERWRITES, SHARED, SILENT
 from nanscope.torch_inside import (
-    DETACH_IS_SEEN_TWICE,
     base_of,
     drop_storage_handle,
     overload_name,
@@ -32,7 +31,7 @@ Made = TypeVar("Made")
 
 Noted = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # arguments and keyword arguments, tensors by reference
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]  # address, shape, stride, dtype, history
-AT_ONCE = SILENT | {"as_strided", *(("detach",) if DETACH_IS_SEEN_TWICE else ())}  # what more is asked of than a value
+AT_ONCE = SILENT | {"as_strided"}  # what more is asked of than a value
 ANSWER = "_local_scalar_dense"  # the call by which an element goes to the host
 PLAIN = 0  # the history of a value that no gradient flows through; any other is the identity of a tensor, see `history_of`
 

@@ -33,7 +33,7 @@ from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
 from nanscope.capture.weighing import CALL, WEIGHT, held_for, size_of
 from nanscope.program.numbers import is_finite
-from nanscope.torch_inside import base_of, storage_uses, writes_counted
+from nanscope.torch_inside import DETACH_IS_SEEN_TWICE, base_of, storage_uses, writes_counted
 
 ENDS = 4  # numbers that may be losses which were thrown away, between two backward passes
 FRAMES = 3  # of ours between a call and its noting
@@ -78,12 +78,15 @@ class Notes:
         self.weight, self.most = 0, min(WEIGHT, budget >> 4)
         self.idle, self.due = 0, IDLE
         self.taken = 0  # times that what waits was taken
+        self.shown = 0  # what a `detach` has made, by identity, that may be seen once more, see DETACH_IS_SEEN_TWICE
 
     def add(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> bool:
         """Note a call that was made and has written to no tensor that others know; False if it has to be understood at once."""
         results = (result,) if type(result) is Tensor or destroyed is not None else result if type(result) in (tuple, list) else ()
         if not (results or operator.mutable) or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return False
+        if DETACH_IS_SEEN_TWICE and operator.name == "detach" and id(args[0]) == self.shown:
+            return self._add_again(args[0], result)
         seen: list[Any] = []
         made: list[Any] = []
         fresh: list[int] = []
@@ -117,6 +120,20 @@ class Notes:
             self.begin_stretch()
         elif not grad:
             self.idle += 1
+        if DETACH_IS_SEEN_TWICE and operator.name == "detach":
+            self.shown = id(result)
+        return True
+
+    def _add_again(self, tensor: Tensor, result: Tensor) -> bool:
+        """It is the `detach` that was noted last. tensor: what it has made. result: what the trainer is given for that."""
+        number = len(self.pending) - 1
+        call = self.pending[number] if self.pending else None
+        if type(call) is not tuple or not any(one is tensor for one in call[raw.RESULTS]):
+            return False  # that was understood at once
+        self._makers.light.pop(id(tensor), None)
+        self._makers.make(call[raw.OPERATOR], (result,), number)
+        self.pending[number] = (*call[: raw.RESULTS], (result,), *call[raw.SEEN :])
+        self.shown = 0
         return True
 
     def can_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lasting: bool) -> bool:

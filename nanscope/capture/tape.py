@@ -250,7 +250,8 @@ class Tape:
                 self.settle()  # what makes no value, and of nothing, has no place among the others
                 self.notes.begin_stretch()
             try:
-                if DETACH_IS_SEEN_TWICE and operator.name == "detach" and (value := self._known.held_as(args[0])) is not None:
+                again = DETACH_IS_SEEN_TWICE and operator.name == "detach" and id(args[0]) == self.notes.shown
+                if again and (value := self._known.held_as(args[0])) is not None:
                     return operator, ((), ()), value
                 noted = self._scribe.arguments(args, kwargs)
                 target: Value | None = None
@@ -277,6 +278,8 @@ class Tape:
             return
         with self._lock:
             operator, noted, target = noting
+            if DETACH_IS_SEEN_TWICE and operator.name == "detach":
+                self.notes.shown = id(result) if target is None else 0
             if operator.name != ANSWER:
                 self._scribe.after(operator, noted, target, args, result, self._keywords)
             elif not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
