@@ -676,6 +676,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "fill": lambda x: (x[0, 0],),
     "index_add": lambda x: (0, torch.tensor([2, 0]), x[:2]),
     "index_copy": lambda x: (0, torch.tensor([2, 0]), x[:2]),
+    "index_fill": lambda x: (0, torch.tensor([2, 0]), 0.25),
     "index_put": lambda x: ((torch.tensor([2, 0]),), x[:2]),
     "index_reduce": lambda x: (0, torch.tensor([2, 0]), x[:2], "prod"),
     "lerp": lambda x: (x[0], 0.3),

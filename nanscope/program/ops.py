@@ -39,7 +39,7 @@ _TABLE: dict[Flow, str] = {
         bitwise_left_shift bitwise_right_shift special_erfcx special_i0""",
     Flow.MOVE: """
         _reshape_alias _unsafe_view as_strided broadcast_to cat chunk concat constant_pad_nd diag_embed diagonal
-        diagonal_scatter embedding expand expand_as flatten flip gather hstack index index_copy index_put index_select
+        diagonal_scatter embedding expand expand_as flatten flip gather hstack index index_copy index_fill index_put index_select
         masked_fill masked_scatter masked_select movedim narrow permute put repeat repeat_interleave reshape roll rot90
         scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t take
         take_along_dim tile transpose tril triu unbind unflatten unfold unsqueeze view view_as where vstack
@@ -74,6 +74,7 @@ FLOW: dict[str, Flow] = {name: flow for flow, names in _TABLE.items() for name i
 PAYLOAD: dict[str, tuple[int, ...]] = {
     "diagonal_scatter": (0, 1),
     "index_copy": (0, 3),
+    "index_fill": (0, 3),
     "index_put": (0, 2),
     "_unsafe_index_put": (0, 2),
     "masked_fill": (0, 2),
@@ -260,13 +261,13 @@ WEIGHINGS = COPIES | MASKINGS | _family("_unsafe_view div neg squeeze unsqueeze 
 BEFORE_RAISED = CLAMPS | SUMS | PRODUCTS | _family("div nan_to_num neg where")  # of a log-ratio, before e is raised to it
 SIZED = EXPANSIONS | _family("_unsafe_view new_full new_ones new_zeros reshape view")  # argument 1 is the size of the result
 INSIDE_ROW = _family("gather index_select narrow select slice squeeze unsqueeze")  # argument 1 is a dimension
-FILLS = _family("fill masked_fill")
+FILLS = _family("fill index_fill masked_fill")
 LITERALS = FILLS | _family("full full_like lift_fresh new_full")  # put a number of the code into a tensor
 SETS = FILLS | _family("index_put scatter")  # put something into a part of a tensor
 MOVES_OF_WRITES = _family("as_strided expand lift_fresh reshape")  # on the way there
 WRITES = SETS | MOVES_OF_WRITES
 ACCUMULATING = _family("_unsafe_index_put index_put put")  # add to what is there, if argument 3 says so
-CONSTANT_PAYLOADS = _family("masked_fill scatter where")  # may take a number instead of a tensor
+CONSTANT_PAYLOADS = _family("index_fill masked_fill scatter where")  # may take a number instead of a tensor
 MASK_ARITHMETIC = SHIFTS | _family("_to_copy div log mul neg")  # ways to make −inf of a mask: mask.log(), (1 - mask) * -inf
 
 # Elements out of nothing, or as many as the content says.
@@ -284,7 +285,7 @@ UNDECLARED_WRITES = "batch_norm"  # what is called so writes to what it is given
 MADE_OF_PRODUCTS = _family("_trilinear")  # by calls that autocast casts, and it casts nothing before
 KEPT_OPERANDS = _family("abs cos div log log10 log1p log2 mul sin")  # autograd keeps these, and not the result
 BOUNDED = _family("relu sigmoid tanh")  # what they give is bad only where what they were given is
-LETS_IN = _family("add fill index_put masked_fill scatter sub where")  # by which masks of infinities come to what they mask
+LETS_IN = _family("add fill index_fill index_put masked_fill scatter sub where")  # by which masks of infinities come to what they mask
 OVERWRITES = _family("copy fill zero")  # writes that read nothing of what they write to, without their underscore
 BATCH_NORMS = _family("_batch_norm_with_update _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm native_batch_norm")
 RUNNING_STATISTICS, IN_TRAINING = (3, 4), 5  # of a batch norm: which arguments these are, and which one says that they are only written to

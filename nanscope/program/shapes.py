@@ -203,7 +203,7 @@ _RULES: dict[str, Callable[[Given], list[Shape]]] = {
         (
             """
             _log_softmax _softmax cumsum cumprod alias clone contiguous detach lift_fresh _to_copy fill zeros_like ones_like full_like
-            scatter scatter_add flip tril triu""",
+            index_fill scatter scatter_add flip tril triu""",
             _like_self,
         ),
         ("reshape", _reshaped),
