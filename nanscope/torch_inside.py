@@ -51,6 +51,9 @@ COMPILED_CODE_SEES_MODES = release_of(torch.__version__) < (2, 10)
 # Before torch 2.10 a mode is shown `detach` twice: that of the tensor, and that of the result, which counts its writes by itself.
 DETACH_IS_SEEN_TWICE = release_of(torch.__version__) < (2, 10)
 
+# Since torch 2.10 whatever holds a tensor inside of torch, a graph say, is one reference to Python.
+HOLDING_COUNTS = release_of(torch.__version__) >= (2, 10)
+
 # Before torch 2.10 every division of the least integer by -1 stops the process, since then that alone which is truncated.
 EVERY_DIVISION_STOPS = release_of(torch.__version__) < (2, 10)
 
@@ -199,6 +202,11 @@ _under: Callable[[Tensor], Tensor] = spared("torch._C._functorch.get_unwrapped",
 def storage_uses(tensor: Tensor) -> int:
     """Return how many hold the memory of a tensor; it and who asks are two."""
     return _storage_uses(tensor.untyped_storage()._cdata)
+
+
+def references(tensor: Tensor) -> int:
+    """Return what `sys.getrefcount` does where this is called; whatever holds a tensor inside of torch is one of them in every release."""
+    return sys.getrefcount(tensor) - 1 + (not HOLDING_COUNTS and uses(tensor) > 1)
 
 
 def lowered(tensor: Tensor) -> Tensor:

@@ -85,8 +85,10 @@ class Notes:
         results = (result,) if type(result) is Tensor or destroyed is not None else result if type(result) in (tuple, list) else ()
         if not (results or operator.mutable) or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return False
-        if DETACH_IS_SEEN_TWICE and operator.name == "detach" and id(args[0]) == self.shown:
-            return self._add_again(args[0], result)
+        if DETACH_IS_SEEN_TWICE and self.shown:
+            shown, self.shown = self.shown, 0
+            if operator.name == "detach" and id(args[0]) == shown:
+                return self._add_again(args[0], result)
         seen: list[Any] = []
         made: list[Any] = []
         fresh: list[int] = []
@@ -129,11 +131,11 @@ class Notes:
         number = len(self.pending) - 1
         call = self.pending[number] if self.pending else None
         if type(call) is not tuple or not any(one is tensor for one in call[raw.RESULTS]):
+            self.shown = id(tensor)
             return False  # that was understood at once
         self._makers.light.pop(id(tensor), None)
         self._makers.make(call[raw.OPERATOR], (result,), number)
         self.pending[number] = (*call[: raw.RESULTS], (result,), *call[raw.SEEN :])
-        self.shown = 0
         return True
 
     def can_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lasting: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
@@ -12,7 +11,7 @@ from nanscope.capture.account import Balance
 from nanscope.capture.entries import PLAIN, Handle, Key, Unseen, Value, history_of
 from nanscope.capture.modules import version_of
 from nanscope.program.local import is_plain, memory_of, refuses
-from nanscope.torch_inside import base_of, uses
+from nanscope.torch_inside import base_of, references, uses
 
 Lying = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
 
@@ -187,12 +186,12 @@ class Values:
         tensor = value.tensor
         if tensor is None:
             return value.guard is not None and not value.guard.gone()
-        return sys.getrefcount(tensor) > OURS + besides or uses(tensor) > 1
+        return references(tensor) > OURS + besides or uses(tensor) > 1
 
     def is_saved(self, value: Value, besides: int = 0) -> bool:
         """Is a tensor out of the reach of Python, and only saved by a graph for its backward pass? That counts as one reference."""
         tensor = value.tensor
-        return tensor is not None and sys.getrefcount(tensor) == OURS + 1 + besides and uses(tensor) > 1
+        return tensor is not None and references(tensor) == OURS + 1 + besides and uses(tensor) > 1
 
     def has_gradient(self, values: Iterable[Value]) -> bool:
         """Is one of these the gradient of a weight? That holds it as a graph would, and an optimizer comes back for it."""

@@ -9,7 +9,6 @@ step that is to be saved) has it written down then, and finds what he would have
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from nanscope.capture.sieve import OURS
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Ref
 from nanscope.roles import Role
+from nanscope.torch_inside import references
 from nanscope.watching.dialled import Dialled
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import BY_HAND
@@ -233,6 +233,6 @@ def _held(stretch: Passage, known: Known) -> tuple[Code, ...]:
     held = []
     for code, times in known.beside:
         item = stretch.tensor(code)
-        if sys.getrefcount(item) > OURS + times:
+        if references(item) > OURS + times:
             held.append(code)
     return tuple(held)
