@@ -401,3 +401,68 @@ def test_our_own_failure_to_see_an_end_is_a_gap(tmp_path: Path, monkeypatch: pyt
     scope = watched(tmp_path, loop)
     assert [incident.step for incident in scope.verdict.incidents] == [2] and scope.steps == 2
     assert [gap.slug for gap in scope.verdict.gaps] == ["step-ends-failed"]
+
+
+class Trapped(nn.Module):
+    """Divides by the length of a row where that is not 0, and differentiates where it is, too: the loss stays finite."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, width, bias=False), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        length = hidden.norm(dim=-1, keepdim=True)
+        return self.last(torch.where(length > 0, hidden / length, hidden))  # type: ignore[no-any-return]
+
+
+ASKED: dict[str, Callable[[list[Tensor]], bool]] = {  # how a loop asks whether its gradients are finite
+    "each": lambda grads: all(grad.isfinite().all() for grad in grads),
+    "any that is not": lambda grads: not any(torch.isnan(grad).any() or torch.isinf(grad).any() for grad in grads),
+    "their norm": lambda grads: bool(torch.stack([grad.norm() for grad in grads]).norm().isfinite()),
+    "a number": lambda grads: math.isfinite(torch.stack([grad.norm() for grad in grads]).norm().item()),
+    "a sum": lambda grads: math.isfinite(sum(grad.pow(2).sum().item() for grad in grads)),
+    "in one": lambda grads: bool(torch.cat([grad.flatten() for grad in grads]).isfinite().all()),
+    "without gradients": torch.no_grad()(lambda grads: all(not grad.isnan().any() for grad in grads)),
+}
+DROPPED: dict[str, Callable[[nn.Module], None]] = {
+    "to none": lambda model: model.zero_grad(),
+    "to zero": lambda model: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("width", [8, 1 << 18], ids=["small", "large"])
+@pytest.mark.parametrize("drops", DROPPED)
+@pytest.mark.parametrize("asks", ASKED)
+def test_gradients_that_the_loop_has_asked_about_and_dropped(tmp_path: Path, asks: str, drops: str, width: int) -> None:
+    """Nothing but the question tells that they were bad. Where they are fine nothing is."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 8):
+            DROPPED[drops](model)
+            x = torch.randn(8, 6)
+            x[3] *= step != 5
+            model(x).square().mean().backward()
+            if ASKED[asks]([parameter.grad for parameter in model.parameters() if parameter.grad is not None]):
+                optimizer.step()
+
+    scope = watched(tmp_path, loop, Trapped(width))
+    assert [(entry.step, entry.stepped) for entry in scope.history.entries if entry.nonfinite] == [(5, SKIPPED)], scope.verdict.sentence
+    origin = scope.verdict.incidents[0].origin
+    assert (origin.op, origin.index[0]) == ("div", 3), scope.verdict.sentence
+
+
+def test_what_the_loop_asks_about_other_numbers_tells_nothing_of_its_gradients(tmp_path: Path) -> None:
+    """NaN in a metric, and gradients that are dropped for another reason."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            rewards = torch.tensor([1.0, NAN if step == 5 else 0.0])
+            model(torch.randn(8, 4)).square().mean().backward()
+            if rewards.isfinite().all() and not math.isnan(rewards.mean().item()):
+                optimizer.step()
+
+    scope = watched(tmp_path, loop)
+    assert scope.verdict.healthy and scope.bad_steps == 0, scope.verdict.sentence

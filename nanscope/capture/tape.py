@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
+from nanscope.capture.asked import Asked
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
@@ -83,10 +84,10 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
-    broken: why nothing is recorded any more, "" while all is well. clipping: what was measured of gradients. agreed: by the ranks of the
-    run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and were not finite. leaves: what
-    came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for passes, and whoever writes to
-    memory that others know, has them understood first.
+    broken: why nothing is recorded any more, "" while all is well. clipping, asked: what was measured of gradients, and asked about them.
+    agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
+    were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
+    passes, and whoever writes to memory that others know, has them understood first.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
@@ -106,6 +107,7 @@ class Tape:
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
+        self.asked = Asked(self._known, self._log)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
         self._opaques = Opaques(PATIENCE)
@@ -282,12 +284,17 @@ class Tape:
                 self.notes.shown = id(result) if target is None else 0
             if operator.name != ANSWER:
                 self._scribe.after(operator, noted, target, args, result, self._keywords)
-            elif not (type(result) is bool and self._doubts.is_about_finite(args[0], self.notes.maker)):
-                self.settle()
-                self.notes.begin_stretch()
-                self._answered(args[0], result)
+            else:
+                self._has_gone_to_the_host(args[0], result)
             if self._known.length > self._due:
                 self.collect()
+
+    def _has_gone_to_the_host(self, tensor: Tensor, answer: object) -> None:
+        self.asked.answered(tensor, self.notes.maker)
+        if not (type(answer) is bool and self._doubts.is_about_finite(tensor, self.notes.maker)):
+            self.settle()
+            self.notes.begin_stretch()
+            self._answered(tensor, answer)
 
     def _answered(self, tensor: Tensor, answer: object) -> None:
         with contextlib.suppress(Unseen):
@@ -502,6 +509,7 @@ class Tape:
         self._differentiated.forget()
         self.broken = ""
         self.clipping.forget()
+        self.asked.forget()
         self._opaques.forget()
         self.agreed.forget()
         self.trailing.forget()
@@ -597,6 +605,7 @@ class Tape:
             if self._understands or not self.notes.pending:
                 return
             self.clipping.forget()
+            self.asked.forget()
             left = self.notes.close(done)
             if left.stuck:
                 self._understand()

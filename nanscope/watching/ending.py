@@ -58,8 +58,10 @@ class Ending:
         return left.weights_moved() or any(self._tape.storages.was_written(parameter, left.until.calls) for parameter in left.parameters)
 
     def norm_is_bad(self) -> bool:
-        """Has the trainer taken a norm of its gradients that is not finite? That of a sharded tensor is not read: it takes all ranks."""
-        return count_bad([norm for norm in self._tape.clipping.norms if type(norm) is Tensor]) > 0
+        """Has the trainer taken a norm of its gradients that is not finite, or asked whether they are, and they were not? The norm of a
+        sharded tensor is not read: it takes all ranks."""
+        asked = any(not bool(finite) for finite in self._tape.asked.finite)
+        return asked or count_bad([norm for norm in self._tape.clipping.norms if type(norm) is Tensor]) > 0
 
     def norm_may_be_bad(self) -> bool:
         """Does no norm say that the gradients were finite?"""
