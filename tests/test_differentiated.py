@@ -201,6 +201,47 @@ def test_what_was_differentiated_is_let_go_of(tmp_path: Path) -> None:
     assert max(held[50:]) <= max(held[:50])
 
 
+def in_chunks(hidden: Tensor, head: nn.Linear, old: Tensor) -> Tensor:
+    """As a chunked loss does: each part is differentiated by itself, and the model is given what they come to."""
+    handed = torch.zeros_like(hidden)
+    for rows in (slice(0, 3), slice(3, 6)):
+        part = hidden[rows].detach().requires_grad_()
+        ratio = torch.exp(head(part).squeeze(-1) - old[rows])
+        found = torch.autograd.grad(-ratio.mean(), [part, *head.parameters()])
+        handed[rows] = found[0]
+        for weight, gradient in zip(head.parameters(), found[1:], strict=True):
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    return handed
+
+
+def by_hand(hidden: Tensor, head: nn.Linear, old: Tensor) -> Tensor:
+    """The gradient of a loss that nobody writes down."""
+    ratio = torch.exp(head(hidden.detach()).squeeze(-1).detach() - old)
+    return -ratio[:, None] * head.weight.detach() / len(ratio)
+
+
+@pytest.mark.parametrize("handed", [in_chunks, by_hand])
+def test_a_gradient_that_backward_was_handed_by_the_code_of_the_loop(
+    tmp_path: Path, handed: Callable[[Tensor, nn.Linear, Tensor], Tensor]
+) -> None:
+    """No other rank has sent it: what made it has a line, and what is done about that."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=1e-3)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 7):
+            old = torch.zeros(6)
+            old[4] -= 200.0 * (step == 5)
+            optimizer.zero_grad()
+            hidden = body(torch.randn(6, 4))
+            hidden.backward(handed(hidden, head, old))
+            optimizer.step()
+    incident = scope.verdict.incidents[0]
+    origin = incident.origin
+    assert (incident.step, incident.cause, origin.op, origin.variable) == (5, "exp_overflow", "exp", "ratio"), incident.sentence
+    assert "handed" not in incident.sentence and any(fix.works for fix in incident.fixes)
+
+
 class Logs(nn.Module):
     """The logarithm of its input, in a layer."""
 

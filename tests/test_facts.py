@@ -9,10 +9,12 @@ import torch
 from recorded import record
 from torch import Tensor
 
+from nanscope.causes import Cause
 from nanscope.locate.location import locate
 from nanscope.locate.observe import observe
 from nanscope.locate.spike import spike
 from nanscope.snapshot.observation import Observation
+from nanscope.verdict.rules import cause_of
 
 SAME = torch.tensor([0.85, 0.85, 0.85])
 CLOSE = torch.tensor([0.85, 0.85, 0.8500001])
@@ -94,3 +96,20 @@ def test_what_a_linear_layer_gives_is_told_as_the_code_gets_it() -> None:
     assert recorded.location is not None
     origin = observe(recorded.location, recorded.trace).origin
     assert (origin.op, origin.variable, origin.shape, origin.index) == ("mm", "patches", (2, 4, 5), (1, 2, 0))
+
+
+def counted(log_probs: Tensor, hits: Tensor, mask: Tensor) -> Tensor:
+    """Rewards that are counts under a mask, of which a group has the same."""
+    rewards = ((hits % 3 == 0).float() * mask).sum(1)
+    groups = rewards.view(-1, 2)
+    advantages = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)
+    return -(log_probs * advantages.view(-1, 1) * mask).sum() / mask.sum()
+
+
+def test_how_far_counts_lie_apart_is_no_count() -> None:
+    """The mask selects everything: the group has no spread."""
+    found = record(counted, torch.randn(4, 6).requires_grad_(), torch.arange(24).view(4, 6), torch.ones(4, 6))
+    location = locate(found.trace)
+    assert location is not None
+    seen = observe(location, found.trace)
+    assert (seen.origin.op, seen.facts.mask_denominator, cause_of(seen)) == ("div", False, Cause.ZERO_DIV_ZERO)

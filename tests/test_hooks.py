@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import nanscope
+from nanscope.capture.hooks import Hook, acts
 
 
 class Run:
@@ -226,3 +227,9 @@ def test_a_hook_on_the_loss_itself_is_found(tmp_path: Path) -> None:
         loss.backward()
     (incident,) = scope.verdict.incidents
     assert incident.origin.op == "mul" and "grad * math.inf" in incident.sentence and not scope.verdict.gaps
+
+
+def test_what_torch_has_put_there_for_its_ranks_is_not_called() -> None:
+    """It gathers weights, and the other ranks do not look."""
+    state = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState()
+    assert not acts(Hook(state._pre_backward)) and acts(Hook(lambda grad: grad * 2))

@@ -36,6 +36,7 @@ from nanscope.program.program import Program
 from nanscope.torch_inside import accumulation_hooks, hooks_on, module_hooks
 
 MOST = 256  # hooks of one backward pass that are called again
+OF_RANKS = "torch.distributed."  # where torch's own hooks come from that gather weights and ask other ranks, and hand gradients on
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,12 @@ def run_with(program: Program, tensors: Mapping[int, Tensor], hooks: Hooks, budg
 
 
 def acts(hook: Hook) -> bool:
-    """May a hook change a gradient? One that never returns anything does so only where it is given a weight, or writes in place."""
+    """May a hook change a gradient? One that never returns anything does so only where it is given a weight, or writes in place; one that
+    torch has put there for its ranks does not."""
     function = hook.function.func if isinstance(hook.function, partial) else hook.function
     function = getattr(function, "__func__", function)
+    if f"{getattr(function, '__module__', '')}.".startswith(OF_RANKS):
+        return False
     code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
     if hook.weight is not None or not isinstance(code, CodeType):
         return True

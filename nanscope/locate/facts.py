@@ -300,6 +300,8 @@ def _from_mask(trace: Trace, value: int) -> bool:
         summed = summed or (call is not None and call.name in SEQUENCE_SUMS)
         if call is not None and (call.name in DIFFERENCES or (not summed and call.name in ADDITIONS and len(set(call.inputs())) > 1)):
             return False  # a count less one; a sum beside something else
+        if call is not None and call.name in SPREADS:
+            return False  # how far counts lie apart: rewards may be some
         if trace.names.says_mask(value):
             return True
         if call is None:

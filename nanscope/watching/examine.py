@@ -112,7 +112,8 @@ class Examiner:
         given = next((seed for seed in recording.seeds if not loss_bad and not bool(is_finite(seed))), None)
         if given is not None:
             seen = handed(given)
-            return Hit(recording, reached, look=NOTHING, seen=replace(seen, kind=Kind.ARRIVED) if has_peers() else seen)
+            look = None if recording.handed is not None else NOTHING
+            return Hit(recording, reached, look=look, seen=replace(seen, kind=Kind.ARRIVED) if has_peers() else seen)
         return Hit(recording, reached, loss_bad)
 
     def at_hand(self, recording: Recording) -> list[Tensor]:
@@ -286,7 +287,10 @@ class Examiner:
         snapshot = replace(blank, observation=hit.seen, found=hit.seen)
         try:
             look = hit.look
-            if look is None:
+            if look is None and hit.recording.handed is not None and not hit.loss_bad:
+                look = self._handed(hit.recording.handed)
+                snapshot = snapshot if look is NOTHING else blank
+            elif look is None:
                 look = look_closely(hit.recording, functools.partial(self._deeper, hit.recording, backward=not hit.loss_bad))
                 look = self._of_weights(hit.recording, self._from_another_rank(hit.recording, look))
                 look = self._differentiated(hit.recording, self._changed_by_hooks(hit.recording, look))
@@ -364,6 +368,11 @@ class Examiner:
         part = recording.behind.get(leaf.id) if leaf is not None else None
         inner = self._look_into(part, recording.calls, recording.frozen) if part is not None else None
         return look if inner is None else replace(inner, notes=(*look.notes, *inner.notes))
+
+    def _handed(self, made: Recording) -> Look:
+        """Backward was given a bad gradient to begin with: go on in what made that."""
+        look = self._differentiated(made, look_closely(made, lambda: None))
+        return replace(look, aside=True) if look.location is not None and is_settled(look.location) else NOTHING
 
     def _look_into(self, part: Part, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Look | None:
         program, tensors = part

@@ -284,11 +284,11 @@ def run_again(notes: list[tuple[str, str]], look: Callable[[], Found | None], wh
     try:
         return look()
     except Exception as error:  # noqa: BLE001 - it is anybody's code, and may not like to be run again
-        log.warning("nanscope [second-look-failed]: %s", words_of(error))
         why = str(error) if isinstance(error, NotIsolated) else words_of(error)
         note = ("not_run_again", f"{what} could not be run again on a copy: {why}; what is told is what the step itself has shown")
         if note not in notes:
             notes.append(note)
+            log.warning("nanscope [second-look-failed]: %s", words_of(error))
         return None
 
 

@@ -83,15 +83,16 @@ class Recording:
     among the functions, by name. given: as `flags`, of a batch that a kernel was given which drops NaN. hooks: none once it is over.
     looked: somebody has asked. holding: what is on the account for it. micro_batch: which one of its step, from 1. places: where the leaves
     lay when they were read. frozen: calls of models without gradient, which outlast this. seeds: gradients that backward was given to begin
-    with. within: what was seen of the model before its graph was differentiated. others: hooks of the trainer's on gradients of the loss
-    program and of the glue, by value. glue: what led to the arguments of the models. aside: where it was given some, what leads to the
-    value that it began at: of no use unless that is bad itself. behind: leaf id → what was differentiated for it, where it is a gradient
-    that the code of the trainer took itself. heard: what was heard inside its models, in a deep step. made_within: what the forwards of
-    custom functions did, by where their results lie and what they saved, and what made those that were asked for a gradient after that.
-    numbers: what made those that went to the host before it and were not finite. opaque: what is known of the calls that opaque leaves came
-    out of. tape: until backward has ended. beside: tensors of the batch that stood beside the loss, by role. gauged: what the gauge
-    computed of it; reading: what that says, once it is on the host. mends: who says what goes on in the place of a bad gradient, None where
-    nobody is to. unwritten: its loss is not written down so far; whoever reads what tells of it has that done.
+    with; handed: what made a bad one of these, where that was seen. within: what was seen of the model before its graph was differentiated.
+    others: hooks of the trainer's on gradients of the loss program and of the glue, by value. glue: what led to the arguments of the
+    models. aside: where it was given some, what leads to the value that it began at: of no use unless that is bad itself. behind: leaf id →
+    what was differentiated for it, where it is a gradient that the code of the trainer took itself. heard: what was heard inside its
+    models, in a deep step. made_within: what the forwards of custom functions did, by where their results lie and what they saved, and what
+    made those that were asked for a gradient after that. numbers: what made those that went to the host before it and were not finite.
+    opaque: what is known of the calls that opaque leaves came out of. tape: until backward has ended. beside: tensors of the batch that
+    stood beside the loss, by role. gauged: what the gauge computed of it; reading: what that says, once it is on the host. mends: who says
+    what goes on in the place of a bad gradient, None where nobody is to. unwritten: its loss is not written down so far; whoever reads what
+    tells of it has that done.
     """
 
     program: Program | None
@@ -113,6 +114,7 @@ class Recording:
     places: dict[int, Address] = field(default_factory=dict)
     frozen: list[ModuleCall] = field(default_factory=list)
     seeds: tuple[Tensor, ...] = ()
+    handed: Recording | None = None
     within: Seen | None = None
     others: dict[int, list[Hook]] = field(default_factory=dict)
     glue: tuple[Glue, ...] = ()
@@ -266,7 +268,8 @@ class Recording:
         known = parts is not None and is_known(self.loss, parts)
         self.holding, limit = Holding(account), account.budget // 64  # bytes of a gradient that is kept
         taken = [one.tensor for one in self.taken.values() if one.tensor is not None]
-        self.holding.add(self.loss, *self.leaves, *self.aside[1].values(), *self.seeds, *taken, needed=True)
+        handed = () if self.handed is None else self.handed.tensors.values()
+        self.holding.add(self.loss, *self.leaves, *self.aside[1].values(), *self.seeds, *handed, *taken, needed=True)
         self.beside = {role: tensor for role, tensor in self.beside.items() if self._holds(tensor)}
         if self.unwritten is None:
             self._hold_between()
