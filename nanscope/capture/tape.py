@@ -24,7 +24,6 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
-from nanscope.capture.asked import Asked
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
@@ -45,6 +44,7 @@ from nanscope.capture.log import REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
+from nanscope.capture.questions import Questions
 from nanscope.capture.raw import Later, Raw, RawCall, SoFar
 from nanscope.capture.scribe import Scribe
 from nanscope.capture.sites import Callers
@@ -84,7 +84,7 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
-    broken: why nothing is recorded any more, "" while all is well. clipping, asked: what was measured of gradients, and asked about them.
+    broken: why nothing is recorded any more, "" while all is well. clipping, questions: what was measured of gradients, and asked.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
     passes, and whoever writes to memory that others know, has them understood first.
@@ -107,7 +107,7 @@ class Tape:
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
-        self.asked = Asked(self._known, self._log)
+        self.questions = Questions(self._known, self._log)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
         self._opaques = Opaques(PATIENCE)
@@ -290,7 +290,7 @@ class Tape:
                 self.collect()
 
     def _has_gone_to_the_host(self, tensor: Tensor, answer: object) -> None:
-        self.asked.answered(tensor, self.notes.maker)
+        self.questions.answered(tensor, self.notes.maker)
         if not (type(answer) is bool and self._doubts.is_about_finite(tensor, self.notes.maker)):
             self.settle()
             self.notes.begin_stretch()
@@ -509,7 +509,7 @@ class Tape:
         self._differentiated.forget()
         self.broken = ""
         self.clipping.forget()
-        self.asked.forget()
+        self.questions.forget()
         self._opaques.forget()
         self.agreed.forget()
         self.trailing.forget()
@@ -605,7 +605,7 @@ class Tape:
             if self._understands or not self.notes.pending:
                 return
             self.clipping.forget()
-            self.asked.forget()
+            self.questions.forget()
             left = self.notes.close(done)
             if left.stuck:
                 self._understand()

@@ -60,7 +60,7 @@ class Ending:
     def norm_is_bad(self) -> bool:
         """Has the trainer taken a norm of its gradients that is not finite, or asked whether they are, and they were not? The norm of a
         sharded tensor is not read: it takes all ranks."""
-        asked = any(not bool(finite) for finite in self._tape.asked.finite)
+        asked = any(not bool(finite) for finite in self._tape.questions.finite)
         return asked or count_bad([norm for norm in self._tape.clipping.norms if type(norm) is Tensor]) > 0
 
     def norm_may_be_bad(self) -> bool:

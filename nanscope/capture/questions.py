@@ -28,7 +28,7 @@ ANSWERS = 64  # that are remembered
 Maker = Callable[[Tensor], RawCall | None]  # returns the call that waits and has made a tensor
 
 
-class Asked:
+class Questions:
     """What was asked since the last backward pass. finite: of numbers that were made of gradients, and of gradients, what was asked about
     that is not finite, or may not be: whether it is, still on its device."""
 
