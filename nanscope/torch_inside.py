@@ -201,7 +201,8 @@ _under: Callable[[Tensor], Tensor] = spared("torch._C._functorch.get_unwrapped",
 
 def storage_uses(tensor: Tensor) -> int:
     """Return how many hold the memory of a tensor; it and who asks are two."""
-    return _storage_uses(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()  # which is one itself, and before torch 2.10 is no longer there than somebody holds it
+    return _storage_uses(storage._cdata)
 
 
 def references(tensor: Tensor) -> int:

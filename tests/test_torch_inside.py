@@ -21,7 +21,16 @@ from nanscope import torch_inside
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.errors import NanscopeError
-from nanscope.torch_inside import COMPILED_CODE_SEES_MODES, DETACH_IS_SEEN_TWICE, LACKS, OLDEST, TorchDispatchMode, number_of
+from nanscope.torch_inside import (
+    COMPILED_CODE_SEES_MODES,
+    DETACH_IS_SEEN_TWICE,
+    LACKS,
+    OLDEST,
+    TorchDispatchMode,
+    number_of,
+    references,
+    storage_uses,
+)
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "nanscope").rglob("*.py"))
@@ -262,3 +271,23 @@ def test_a_run_goes_on_without_all_that_can_be_spared(tmp_path: Path) -> None:
 def text(node: ast.expr) -> str:
     assert isinstance(node, ast.Constant) and isinstance(node.value, str)
     return node.value
+
+
+def test_holders_of_memory_are_counted_alike_in_every_release() -> None:
+    """A tensor and who asks are two; a view is one more, and so is what `x.data` was given."""
+    tensor, other = torch.ones(3), torch.zeros(3)
+    assert storage_uses(tensor) == 2
+    view = tensor.view(3)
+    assert storage_uses(tensor) == 3 == storage_uses(view)
+    other.data = tensor
+    assert storage_uses(tensor) == 4
+
+
+def test_what_a_graph_holds_of_a_tensor_is_one_reference() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    tensor = weight * 1
+    alone = references(tensor)
+    squared = tensor * tensor
+    assert references(tensor) == alone + 1 and squared.requires_grad
+    del squared
+    assert references(tensor) == alone
