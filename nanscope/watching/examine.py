@@ -372,7 +372,7 @@ class Examiner:
     def _handed(self, made: Recording) -> Look:
         """Backward was given a bad gradient to begin with: go on in what made that."""
         look = self._differentiated(made, look_closely(made, lambda: None))
-        return replace(look, aside=True) if look.location is not None and is_settled(look.location) else NOTHING
+        return replace(look, aside=True) if look.location is not None and look.location.origin.leaf is None else NOTHING
 
     def _look_into(self, part: Part, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Look | None:
         program, tensors = part
