@@ -37,7 +37,7 @@ class Questions:
         self._known, self._log = known, log
 
     def answered(self, tensor: Tensor, maker: Maker) -> None:
-        """A truth, or a number that is not finite, has gone to the host. Reads nothing that is not on it."""
+        """A truth, or a number that is not finite, has gone to the host. Waits for no device."""
         for one in self._about(tensor, maker):
             finite = is_finite(one)
             if not (one.is_cpu and bool(finite)) and self._is_of_gradients(one, maker):
