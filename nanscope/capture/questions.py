@@ -10,7 +10,7 @@ Nothing else tells of such a step: its loss may be finite, and what it was diffe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -32,55 +32,44 @@ class Questions:
     """What was asked since the last backward pass. finite: of numbers that were made of gradients, and of gradients, what was asked about
     that is not finite, or may not be: whether it is, still on its device."""
 
-    def __init__(self, known: Values, log: Log) -> None:
+    def __init__(self, known: Values, log: Log, maker: Maker) -> None:
         self.finite: deque[Tensor] = deque(maxlen=ANSWERS)
-        self._known, self._log = known, log
+        self._known, self._log, self._maker = known, log, maker
 
-    def answered(self, tensor: Tensor, maker: Maker) -> None:
+    def answered(self, tensor: Tensor) -> None:
         """A truth, or a number that is not finite, has gone to the host. Waits for no device."""
-        for one in self._about(tensor, maker):
+        for one in self._about(tensor):
             finite = is_finite(one)
-            if not (one.is_cpu and bool(finite)) and self._is_of_gradients(one, maker):
+            if not (one.is_cpu and bool(finite)) and self._is_of_gradients(one):
                 self.finite.append(finite)
 
     def forget(self) -> None:
         """Another backward pass is over, or the step."""
         self.finite.clear()
 
-    def _about(self, tensor: Tensor, maker: Maker) -> list[Tensor]:
+    def _about(self, tensor: Tensor) -> list[Tensor]:
         """Return the numbers without a gradient that a truth is about: the last ones on the way to it."""
-        found: list[Tensor] = []
+        contents = map(_content, self._back(tensor, _may_be_about_others))
+        return [one for one in contents if one is not None and one.is_floating_point() and not one.requires_grad]
+
+    def _is_of_gradients(self, tensor: Tensor) -> bool:
+        places = {grad.data_ptr() for grad in self._known.gradients() if is_plain(grad)}
+        return bool(places) and any(_place(one) in places for one in self._back(tensor))
+
+    def _back(self, tensor: Tensor, goes_on: Callable[[Tensor | Value], bool] = lambda one: True) -> Iterator[Tensor | Value]:
+        """Yield a tensor and what it was made of. goes_on: is asked of each whether what is behind it counts, too."""
         way: list[Tensor | Value] = [tensor]
         for _ in range(STEPS):
             if not way:
-                break
+                return
             one = way.pop()
-            known = one if isinstance(one, Value) else None
-            tensor_there = known.tensor if known is not None else one if isinstance(one, Tensor) and is_plain(one) else None
-            if tensor_there is not None and tensor_there.is_floating_point():
-                if not tensor_there.requires_grad:
-                    found.append(tensor_there)
-            elif known is not None:
-                way += self._read(known)
-            elif tensor_there is not None and tensor_there.dtype is torch.bool:
-                way += self._made_of(tensor_there, maker)
-        return found
+            yield one
+            if goes_on(one):
+                way += self._read(one) if isinstance(one, Value) else self._made_of(one)
 
-    def _is_of_gradients(self, tensor: Tensor, maker: Maker) -> bool:
-        places = {grad.data_ptr() for grad in self._known.gradients() if is_plain(grad)}
-        way: list[Tensor | Value] = [tensor]
-        for _ in range(STEPS if places else 0):
-            if not way:
-                break
-            one = way.pop()
-            if (one.key[0] if isinstance(one, Value) else one.data_ptr() if is_plain(one) else 0) in places:
-                return True
-            way += self._read(one) if isinstance(one, Value) else self._made_of(one, maker)
-        return False
-
-    def _made_of(self, tensor: Tensor, maker: Maker) -> list[Tensor | Value]:
+    def _made_of(self, tensor: Tensor) -> list[Tensor | Value]:
         """Return what a tensor was made of, as far as that is known: tensors where the call waits, else values."""
-        made = maker(tensor)
+        made = self._maker(tensor)
         if made is not None:
             return [*tensors_of(made.args)]
         value = self._known.find(tensor) if is_plain(tensor) else None
@@ -89,3 +78,20 @@ class Questions:
     def _read(self, value: Value) -> list[Tensor | Value]:
         made = self._log.entries.get(self._known.made_by.get(value.id, -1))
         return [] if made is None else [one for number in made.reads() if (one := self._known.by_id.get(number)) is not None]
+
+
+def _content(one: Tensor | Value) -> Tensor | None:
+    return one.tensor if isinstance(one, Value) else one if is_plain(one) else None
+
+
+def _place(one: Tensor | Value) -> int:
+    """Where it lies, 0 if that is not known."""
+    return one.key[0] if isinstance(one, Value) else one.data_ptr() if is_plain(one) else 0
+
+
+def _may_be_about_others(one: Tensor | Value) -> bool:
+    """Is it no number itself, but a truth about others, or nobody knows what it holds?"""
+    content = _content(one)
+    if content is not None and content.is_floating_point():
+        return False
+    return isinstance(one, Value) or (content is not None and content.dtype is torch.bool)

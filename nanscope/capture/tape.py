@@ -107,7 +107,7 @@ class Tape:
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
-        self.questions = Questions(self._known, self._log)
+        self.questions = Questions(self._known, self._log, self.notes.maker)
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
         self._opaques = Opaques(PATIENCE)
@@ -290,7 +290,7 @@ class Tape:
                 self.collect()
 
     def _has_gone_to_the_host(self, tensor: Tensor, answer: object) -> None:
-        self.questions.answered(tensor, self.notes.maker)
+        self.questions.answered(tensor)
         if not (type(answer) is bool and self._doubts.is_about_finite(tensor, self.notes.maker)):
             self.settle()
             self.notes.begin_stretch()

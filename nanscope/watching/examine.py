@@ -287,7 +287,7 @@ class Examiner:
         snapshot = replace(blank, observation=hit.seen, found=hit.seen)
         try:
             look = hit.look
-            if look is None and hit.recording.handed is not None and not hit.loss_bad:
+            if look is None and hit.recording.handed is not None and hit.seen is not UNSEEN:
                 look = self._handed(hit.recording.handed)
                 snapshot = snapshot if look is NOTHING else blank
             elif look is None:

@@ -212,6 +212,17 @@ class Recording:
         leaves = [leaf.id for leaf in self.program.leaves if leaf.id in tape.leaves.opaque] if self.program is not None else []
         self.opaque = {leaf: Behind(tape.leaves.opaque[leaf], glue_behind(tape, leaf)) for leaf in leaves}
 
+    def look_at_seeds(self, tape: Tape) -> None:
+        """Take from the tape what made a gradient that backward is given to begin with, and that may be bad: the trainer's code may have
+        differentiated its loss by itself."""
+        for seed in self.seeds:
+            value = None if self.handed is not None or (seed.is_cpu and bool(is_finite(seed))) else tape.find(seed)
+            with contextlib.suppress(LookupError):
+                if value is not None:
+                    self.handed = Recording(*tape.program(value), seed, self.calls, None, frozen=self.frozen)
+                    self.handed.look_between(tape)
+                    self.handed.tape = None
+
     def _of_functions(self) -> Iterator[Tensor]:
         """What custom functions have returned to the loss."""
         for leaf in self.program.leaves if self.program is not None else ():

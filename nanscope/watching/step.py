@@ -18,7 +18,7 @@ from nanscope.capture.failsafe import Failsafe
 from nanscope.capture.feeding import parameters_behind
 from nanscope.capture.modules import ModuleCall, ModuleWatch
 from nanscope.capture.tape import Tape
-from nanscope.program.numbers import count_bad, is_finite
+from nanscope.program.numbers import count_bad
 from nanscope.program.program import Program
 from nanscope.snapshot.step import Reached, Stepped
 from nanscope.watching.absorbed import Absorbed
@@ -157,7 +157,7 @@ class Step(Relay):
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         if recording.unwritten is None:
             self._failsafe("glue", recording.look_between, self._tape)
-            self._failsafe("handed", self._note_handed, recording)
+            self._failsafe("handed", recording.look_at_seeds, self._tape)
         if self._repair is not None:
             self._repair.watch(recording)
         recording.watch(self._failsafe, self._tape.account, self._modules.parts)
@@ -197,16 +197,6 @@ class Step(Relay):
             seeds=tuple(given),
             aside=sliced[0] if given and len(sliced) == 1 else (None, {}),
         )
-
-    def _note_handed(self, recording: Recording) -> None:
-        """Backward is given a gradient to begin with that may be bad. What made it? The loop may have differentiated its loss by itself."""
-        for seed in recording.seeds:
-            if recording.handed is None and not (seed.is_cpu and bool(is_finite(seed))) and self._tape.find(seed) is not None:
-                program, tensors = self._sliced(seed)
-                made = Recording(program, tensors, seed, recording.calls, None, frozen=recording.frozen)
-                made.look_between(self._tape)
-                made.tape = None
-                recording.handed = made if program is not None else None
 
     def _recognised(self, found: Familiar, calls: list[ModuleCall], frozen: list[ModuleCall]) -> Recording:
         """A backward pass whose loss is written down when somebody asks."""
