@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, OVERWRITES, SHARED, SILENT
+from nanscope.program.ops import ASKS_BY_ITSELF, ASKS_EACH, DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, OVERWRITES, SHARED, SILENT
 from nanscope.torch_inside import (
     base_of,
     drop_storage_handle,
@@ -111,6 +111,7 @@ class Operator:
     lasting: bool  # what it is given lasts for a step anyway: gradients, weights and what an optimizer has of them
     silent: bool  # no value comes of it, nor any answer about one
     norm: bool  # what a clip divides gradients by may be one
+    asks: bool  # of each element whether it is finite, or replaces those that are not
 
     @property
     def forms(self) -> tuple[str | None, str]:
@@ -155,6 +156,7 @@ class Operator:
             lists,
             (name in SILENT and name != ANSWER) or "Tensor" not in str(schema),
             name in GRADIENT_NORMS,
+            name.rstrip("_") in ASKS_EACH or name in ASKS_BY_ITSELF,
         )
 
 

@@ -46,6 +46,7 @@ from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
 from nanscope.capture.questions import Questions
 from nanscope.capture.raw import Later, Raw, RawCall, SoFar
+from nanscope.capture.replacing import Replacing
 from nanscope.capture.scribe import Scribe
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
@@ -58,7 +59,7 @@ from nanscope.frameworks.live import Glimpse
 from nanscope.program.calls import Leaf
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import first_nonfinite, tensor_bytes
-from nanscope.program.ops import DATA_FACTORIES
+from nanscope.program.ops import ASKS_BY_ITSELF, DATA_FACTORIES
 from nanscope.program.program import Program
 from nanscope.roles import Role
 from nanscope.torch_inside import (
@@ -84,7 +85,8 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
-    broken: why nothing is recorded any more, "" while all is well. clipping, questions: what was measured of gradients, and asked.
+    broken: why nothing is recorded any more, "" while all is well. clipping, questions, replacing: what was measured of gradients,
+    asked, and asked of each element.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
     passes, and whoever writes to memory that others know, has them understood first.
@@ -108,6 +110,7 @@ class Tape:
         self.trailing = Trailing(self.notes, self._writes)
         self._slicing = Slicing(self._log, self._known)
         self.questions = Questions(self._known, self._log, self.notes.maker)
+        self.replacing = Replacing(lambda: self._known.gradients())
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
         self._opaques = Opaques(PATIENCE)
@@ -155,6 +158,8 @@ class Tape:
                 return
             if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
                 self.clipping.noted(self.notes.last())
+            elif operator.asks:
+                self._asks(operator, args)
             if self.notes.weight > self.notes.most or self.notes.idle > self.notes.due:
                 self._make_room()
 
@@ -246,6 +251,8 @@ class Tape:
         with self._lock:
             if operator.name in DATA_FACTORIES and operator.mutable and self._fills_what_nobody_knows(args):
                 return None
+            if operator.asks:
+                self._asks(operator, args)
             if operator.mutable:
                 self.clipping.wrote()
             if operator.replayable or operator.mutable or tensors_of((args, *kwargs.values())):
@@ -265,6 +272,10 @@ class Tape:
                 self._scribe.rest(args, kwargs)
                 return operator, None, None
             return operator, noted, target
+
+    def _asks(self, operator: Operator, args: tuple[Any, ...]) -> None:
+        if operator.name not in ASKS_BY_ITSELF or args[1] is args[0]:
+            self.replacing.asked(args[0])
 
     def _fills_what_nobody_knows(self, args: tuple[Any, ...]) -> bool:
         """Does a call fill memory with random numbers that nobody has read so far? What is there is data, and that is all."""
@@ -510,6 +521,7 @@ class Tape:
         self.broken = ""
         self.clipping.forget()
         self.questions.forget()
+        self.replacing.has_passed()
         self._opaques.forget()
         self.agreed.forget()
         self.trailing.forget()

@@ -26,6 +26,7 @@ _STEPPED = {
     "skipped": "step skipped",
     "stopped": "run stopped",
     "repaired": "stepped, repaired",
+    "replaced": "stepped, replaced",
     "skipped by the trainer": "trainer skipped",
     "skipped by the scaler": "scaler skipped",
     "none": "no step",

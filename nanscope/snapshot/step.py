@@ -24,6 +24,7 @@ class Stepped(StrEnum):
     SKIPPED = "skipped"  # by nanscope
     STOPPED = "stopped"  # by nanscope
     REPAIRED = "repaired"  # taken, on gradients of which nanscope has mended some
+    REPLACED = "replaced"  # taken, on gradients of which the loop has replaced those that were not finite
     BY_TRAINER = "skipped by the trainer"
     BY_SCALER = "skipped by the scaler"
     BY_HAND = "taken by hand"  # the loop writes to the weights itself

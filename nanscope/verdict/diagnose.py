@@ -308,6 +308,7 @@ _STEPPED = {
     "skipped": "{} step skipped",
     "stopped": "run stopped before the optimizer step",
     "repaired": "{} stepped on repaired gradients",
+    "replaced": "{} stepped on replaced gradients",
     "skipped by the trainer": "{} step skipped by the trainer",
     "skipped by the scaler": "{} step skipped by the scaler",
     "taken by hand": "step taken by hand",

@@ -143,7 +143,10 @@ _AFTER_THE_LOSS = {
     REDUCED: "while this rank's own backward gives finite numbers: it came by all-reduce",
     SPREAD: "while this rank's loss and what it hands to the model are finite: it came later, in the backward of a model over all ranks",
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
-    CHANGED: "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it",
+    CHANGED: (
+        "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it, "
+        "or the model was in another state then"
+    ),
     COMPILED_BACKWARD: (
         "while backward, made once more with what is compiled run as it is written, gives finite numbers: "
         "the compiled code made it, or code between backward and the optimizer's step wrote it"
@@ -334,6 +337,8 @@ def _reached(seen: Observation, r: Reached) -> str:
         parts.append("the optimizer step was skipped and the weights stayed clean")
     elif r.stepped == "repaired":
         parts.append("the step was taken on the gradient of a proven fix")
+    elif r.stepped == "replaced":
+        parts.append("the training loop replaced them before the optimizer stepped")
     elif r.stepped == "skipped by the trainer":
         parts.append("the trainer dropped the step")
     return ", ".join(parts)

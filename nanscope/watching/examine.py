@@ -34,6 +34,7 @@ from nanscope.program.calls import Computes
 from nanscope.program.local import memory_of
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import (
+    CHANGED,
     REDUCED,
     SPREAD,
     UNMADE,
@@ -200,7 +201,7 @@ class Examiner:
             known = known and look.knows_the_backward
         bad = [(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True) if not bool(is_finite(grad))]
         if not bad:
-            return self._dropped(last, known)
+            return self._dropped(last, known, all(recording.program is not None for recording in candidates), look)
         # a clip multiplies all of them by the norm of one that is bad
         clipping = self.tape.clipping
         parameter, spoilt = next((pair for pair in bad if (norm := clipping.norm_of(pair[1])) is not None and not is_finite(norm)), bad[0])
@@ -251,19 +252,22 @@ class Examiner:
             return Hit(recording, Reached(recording.value), look=look), True
         return None, look.knows_the_backward and not look.notes
 
-    def _dropped(self, last: Recording, known: bool) -> Hit | None:
-        """The trainer has dropped the gradients, and what this rank made of them was finite: only their norm is left to tell, or, where it
-        counts what it skips, that there was a reason.
+    def _dropped(self, last: Recording, known: bool, whole: bool, look: Look) -> Hit | None:
+        """The trainer has dropped the gradients, or put others in their place, and what this rank made of them was finite: only their norm
+        is left to tell, or what it has asked of them, or, where it counts what it skips, that there was a reason.
 
-        known: its own backward was made once more.
+        known: its own backward was made once more. whole: all losses of the step were recorded. look: the last that was taken.
         """
         norm = next((norm for norm in self.tape.clipping.norms if not bool(is_finite(norm))), None)
-        if not has_peers():
-            return None
         seen = None if norm is None else overflowing_norm(self._deeper(last), self.tape.clipping.site())
         norm = torch.tensor(math.nan) if norm is None else norm
-        seen = seen or arrived("the whole model", norm, REDUCED if known else SPREAD)
-        return Hit(last, Reached(last.value, scaled=last.scaled), look=NOTHING, seen=seen)
+        if seen is None and has_peers():
+            seen = arrived("the whole model", norm, REDUCED if known else SPREAD)
+        elif seen is None and whole:
+            seen = late("the whole model", norm, CHANGED if known else UNTRACED)
+        if seen is None:
+            return None
+        return Hit(last, Reached(last.value, scaled=last.scaled), look=replace(NOTHING, notes=look.notes), seen=seen)
 
     def _as_it_came(self, changed: Look, gradient: Tensor) -> bool:
         """Did a gradient come bad from backward or from a reduction, and not from what the trainer did to it afterwards?"""

@@ -36,9 +36,13 @@ class Gradients:
 
     def judge(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], grads: list[Tensor], total: float) -> None:
         """An optimizer is about to step on these. total: their norm. Raises NonFiniteError if training is to end."""
-        if total == 0 and not self._course.bad:
+        replaced, fine = self._examiner.tape.replacing.take(), math.isfinite(total) or not count_bad(grads)  # a norm may be infinite alone
+        if replaced and fine and self._course.recordings.made:
+            self._course.line.replaced = True
+            self.were_bad(max(replaced, len(grads)), replaced)
+        elif total == 0 and not self._course.bad:
             self._failsafe("clip-hit", self._look_at_zeros, grads)
-        elif math.isfinite(total) or not count_bad(grads):  # finite elements may have an infinite norm
+        elif fine:
             self.look_for_spikes(optimizer, total)
         else:
             self.are_bad(parameters, grads)
@@ -58,7 +62,7 @@ class Gradients:
         self._keeper.stop_if_asked()
 
     def were_bad(self, total: int, bad: int) -> None:
-        """So many of them were not finite, and are gone."""
+        """So many of them were not finite, and are gone: a hook has taken them, or the loop has put others in their place."""
         if not self._course.bad:
             self.keep()
         self._mark(total, bad)

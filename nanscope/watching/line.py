@@ -29,7 +29,7 @@ class Line:
     """One step. loss: summed over its micro-batches, without a scale against underflow. norm: of the gradients that reached the optimizer.
     before: the same before a clip, where the trainer took it. reading: of the gauge. optimizer: which one of several. room: the least that
     a call inside the models left to the end of its dtype, in bits; room_at: which one. repaired: what was done about bad gradients.
-    forecast: what was said to be about to happen."""
+    replaced: has the loop replaced some? forecast: what was said to be about to happen."""
 
     loss: float | None = None
     norm: float | None = None
@@ -39,6 +39,7 @@ class Line:
     room: float | None = None
     room_at: str = ""
     repaired: list[str] = field(default_factory=list)
+    replaced: bool = False
     forecast: str | None = None
     _instead: float = 0.0  # the loss with those of mended backward passes as their edits give them
     _began: float = field(default_factory=time.perf_counter)
@@ -56,7 +57,7 @@ class Line:
     @property
     def taken(self) -> Stepped:
         """What became of a step that an optimizer took."""
-        return Stepped.REPAIRED if self.repaired else Stepped.TAKEN
+        return Stepped.REPLACED if self.replaced else Stepped.REPAIRED if self.repaired else Stepped.TAKEN
 
     def add_reading(self, reading: Reading) -> None:
         """The gauge was read."""
@@ -73,6 +74,7 @@ class Line:
             self.add_loss(other.loss)
             self._instead += other._instead - (other.loss if math.isfinite(other.loss) else 0.0)
         self.repaired += other.repaired
+        self.replaced |= other.replaced
         if other.reading is not None:
             self.add_reading(other.reading)
 

@@ -645,6 +645,7 @@ class Step(Relay):
         self._course.closed = False
         self._course.fine()
         self.counts.open(beside)
+        self._tape.replacing.take()  # of gradients that no optimizer has seen
         self._failsafe("remains", self._remains.begin, self.counts.number)
         self._logbook.begin_step()
 
@@ -652,7 +653,7 @@ class Step(Relay):
         """The step is over."""
         if self._course.bad and self.counts.micro_batch > 1:
             self._keeper.mark(micro_batches=self.counts.micro_batch)
-        if stepped in (Stepped.TAKEN, Stepped.REPAIRED):
+        if stepped in (Stepped.TAKEN, Stepped.REPAIRED, Stepped.REPLACED):
             self._course.search.found()
         self._failsafe("forecast", self._outlook.close)
         entry = self._course.line.entry(self.counts, self._logbook.rank, stepped, self._course.bad, self._course.ruined)
