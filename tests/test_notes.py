@@ -497,3 +497,23 @@ def test_what_cannot_be_understood_stops_no_run(monkeypatch: pytest.MonkeyPatch,
             policy(torch.ones(2, 3)).mul(2).sum().backward()
             optimizer.step()
     assert scope.steps == 3 and sum("a bug of ours" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["waiting", "understood"])
+@pytest.mark.parametrize("whole", ["whole", "part", "view", "pieces"])
+@pytest.mark.parametrize("big", [True, False], ids=["large", "small"])
+def test_a_buffer_that_numpy_has_filled_is_data(settled: bool, whole: str, big: bool) -> None:
+    """It was made of nothing, as zeros; what is read in it is what is there. One that nobody has filled still is what made it."""
+    shape = (1 << 10, 1 << 10) if big else (4, 3)
+    tape = Tape()
+    with TapeMode(tape):
+        rewards, mask = torch.zeros(shape), torch.ones(shape)
+        array, view = rewards.numpy(), rewards[1:, 1:]
+        if settled:
+            tape.settle()
+        array[...] = 2.0
+        read = {"whole": rewards, "part": rewards[0], "view": view.T[0, 0], "pieces": rewards.unbind()[1]}[whole]
+        loss = (read * (mask if whole == "whole" else mask[0]) * torch.ones(3 if not big else shape[1], requires_grad=True)).sum()
+    program, tensors = tape.program(tape.value_of(loss))
+    assert float(program.execute(tensors).values[program.output].detach()) == float(loss.detach())
+    assert [float(tensor.max()) for leaf, tensor in tensors.items() if not tensor.requires_grad] == [2.0]

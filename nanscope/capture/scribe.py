@@ -24,9 +24,13 @@ from nanscope.capture.raw import EACH, RawCall, Seen, each
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
-from nanscope.program.calls import Arg, Ref
+from nanscope.program.calls import Arg, Call, Ref
 from nanscope.program.local import is_plain, local, memory_of, refuses
+from nanscope.program.numbers import same_bits
 from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES
+from nanscope.program.perform import perform
+
+LOOKS = 8  # at memory, one through the other, that are gone back over
 
 
 class Scribe:
@@ -89,14 +93,16 @@ class Scribe:
             made = self._known.just_made.get(id(arg))
             if made is not None and self._known.by_key.get(made.key) != made.id:
                 made = None  # somebody has written to it by another name, or nobody will ask for it any more
+            history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
             if made is not None and (made.version, made.key[0], made.diff) == (version, address, wanted):
                 value = made
             elif arg.data_ptr() == address and arg.shape == shape:
-                history = PLAIN if not wanted else history_of(arg) if arg.requires_grad else id(arg)
                 value = self._known.find(arg, history, version) or self._leaves.number(arg, (history, version))
             else:  # it is other memory by now, or another part of it
                 value = self._known.add(tuple(shape), arg.dtype, wanted)
                 self._known.nameless.add(value.id)
+            if self._was_filled(value, arg):
+                value = self._leaves.number(arg, (history, version))
             self._log.read.append(value.id)
             return Ref(value.id)
         if isinstance(arg, (list, tuple)):
@@ -131,7 +137,28 @@ class Scribe:
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return what is known of a tensor; one that is not known becomes a leaf."""
-        return self._known.find(tensor) or self._known.resolved(tensor) or self._leaves.number(tensor)
+        found = self._known.find(tensor) or self._known.resolved(tensor)
+        return self._leaves.number(tensor) if found is None or self._was_filled(found, tensor) else found
+
+    def _was_filled(self, value: Value, tensor: Tensor) -> bool:
+        """Is what a call has made of nothing something else by now, and nobody was seen to write to it? numpy writes so, and so do other
+        processes, to memory that they share. What is there is data."""
+        if not tensor.is_cpu or (value.key[0], value.version) != (tensor.data_ptr(), version_of(tensor)):
+            return False  # asking would wait; or it is other memory by now, or was seen to be written to
+        looks, one = list[Call](), value  # looks: at this memory, one through the other, the last one first; numpy's is a `detach`
+        while (made := self._log.entries.get(self._known.made_by.get(one.id, -1))) is not None and len(looks) < LOOKS:
+            looks.append(Call(made.op, made.args, made.kwargs, made.outs, -1))
+            base = self._known.by_id.get(made.reads()[0]) if len(made.reads()) == 1 else None
+            if base is None or (base.storage, base.version) != (one.storage, one.version):
+                break
+            one = base
+        if made is None or made.reads():
+            return False
+        content: dict[int, Tensor] = {}
+        for call in reversed(looks):
+            found = zip(call.outs, perform(call, content, None, tensor.device, grad=False), strict=True)
+            content.update({number: item for number, item in found if number is not None})
+        return not same_bits(content[value.id], tensor.detach())
 
     def after(
         self, operator: Operator, noted: Noted | None, target: Value | None, args: tuple[Any, ...], result: Any, keywords: bool
