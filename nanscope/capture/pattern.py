@@ -52,9 +52,8 @@ class Passage:
         codes, first = self._codes, number * STRIDE
         if seen:
             shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
-            for item, writes in zip(results, made[::EACH], strict=True):
-                codes[id(item)] = first, seen[raw.WRITES] if shared else writes
-                first += 1
+            for at, item in enumerate(results):
+                codes[id(item)] = first + at, seen[raw.WRITES] if shared else made[at * EACH + raw.WRITES]
         else:
             for item, writes in zip(results, made[::EACH], strict=True):
                 self._of_nothing[first] = None

@@ -25,7 +25,7 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
     numbers: list[int] = []
     read: set[int] = set()  # tensors that what is left reads
     went_on: set[int] = set()  # those of which something was made that has a gradient
-    references = _written(pending)
+    references: dict[int, int] = {}  # to tensors that were written to, by what is still to be gone through
     while pending:
         noted = pending.pop()  # with which go its references to its arguments, unless it is left
         if isinstance(noted, Later):
@@ -34,6 +34,8 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             read.update(map(id, noted.holds))
             continue
         operator, args, _, results, seen, _, _, _, _, _, destroyed = noted
+        if operator.mutable and results and destroyed is None and id(results[0]) not in references:
+            references[id(results[0])] = _times_among(noted, id(results[0])) + _references(id(results[0]), pending)
         for item in results:
             if destroyed is not None:
                 break  # the model holds that memory
@@ -55,10 +57,10 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
         else:
             if results:
                 if references:
-                    _count(noted, references, -1)
+                    _let_go(noted, references)
                 continue
         if references:
-            _count(noted, references, -1)
+            _let_go(noted, references)
         if operator.draws:  # what it was drawn from need not be made again for it
             args = ()
             noted = (operator, args, *noted[2:])
@@ -73,21 +75,39 @@ def _times_in(args: Sequence[object], item: object) -> int:
     return sum([arg is item for arg in args])
 
 
-def _written(pending: Sequence[Raw | Later]) -> dict[int, int]:
-    """Of tensors that calls which wait have written to: how often these calls refer to them, by identity."""
-    writes = [one for one in pending if not isinstance(one, Later) and one[raw.OPERATOR].mutable and one[raw.DESTROYED] is None]
-    found = {id(one[raw.RESULTS][0]): 0 for one in writes if one[raw.RESULTS]}
-    for one in pending if found else ():
-        if not isinstance(one, Later):
-            _count(one, found, 1)
+def _references(tensor: int, pending: Sequence[Raw | Later]) -> int:
+    """How often do calls that wait refer to a tensor, by identity? Those before the one that made it cannot."""
+    found = 0
+    for call in reversed(pending):
+        if not isinstance(call, Later):
+            found += _times_among(call, tensor)
+            if _has_made(call, tensor):
+                break
     return found
 
 
-def _count(call: Raw, references: dict[int, int], more: int) -> None:
+def _times_among(call: Raw, tensor: int) -> int:
+    """How often does a call refer to it?"""
+    found = 0
     for item in (*call[raw.ARGS], *call[raw.RESULTS]):
-        if id(item) in references:
-            references[id(item)] += more
+        if id(item) == tensor:
+            found += 1
         elif type(item) is list or type(item) is tuple:
-            for one in tensors_of(item):
-                if id(one) in references:
-                    references[id(one)] += more
+            found += sum([id(one) == tensor for one in tensors_of(item)])
+    return found
+
+
+def _has_made(call: Raw, tensor: int) -> bool:
+    """Was it not there before the call?"""
+    operator, args, _, results, seen, *_ = call
+    if operator.mutable or not any(tensor == (id(item) if seen else item.identity) for item in results):
+        return False
+    return not any(id(one) == tensor for one in tensors_of(args))
+
+
+def _let_go(call: Raw, references: dict[int, int]) -> None:
+    """A call was gone through: it refers to them no more."""
+    for tensor in [*references]:
+        references[tensor] -= _times_among(call, tensor)
+        if _has_made(call, tensor):
+            del references[tensor]
