@@ -109,6 +109,21 @@ def test_weights_of_two_optimizers_go_bad_one_by_one(tmp_path: Path, bad_first: 
     assert [(one.step, one.consequence_of) for one in scope.verdict.incidents] == [(2, None), (3, 2)]
 
 
+def test_the_weights_of_all_optimizers_of_a_step_are_counted(tmp_path: Path) -> None:
+    """One loss, and an optimizer for each of its two models."""
+    body, head = nn.Linear(2, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.AdamW(body.parameters()), torch.optim.SGD(head.parameters(), 0.1)]
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(3):
+            mask = torch.ones(3, 1) * (step != 2)
+            ((head(body(torch.ones(3, 2))) * mask).sum() / mask.sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    (incident,) = scope.verdict.incidents
+    assert incident.reached["weights"] == [4, 4] and "wrote it into 4 weights" in scope.verdict.sentence
+
+
 def test_weights_that_were_bad_before_the_step_were_not_spoilt_by_its_update(tmp_path: Path) -> None:
     """The update of the step that found them bad comes after it, in its second micro-batch as well."""
     model = nn.Linear(2, 1)

@@ -39,8 +39,8 @@ class Course:
     closed: no step runs. bad: the running one is known to be; ruined: by what, where all of it is finite.
     foreign: weights were already spoilt by gradients that were not made here.
     raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
-    took: those that have since the last backward pass, and whose gradients are left over from that. held: see `Spared`. trends: of what the
-    gauge has read.
+    took: those that have since the last backward pass, and whose gradients are left over from that. wrote: how many weights one has updated
+    in the step, and how many of these are bad. held: see `Spared`. trends: of what the gauge has read.
     """
 
     counts: Counts
@@ -55,6 +55,7 @@ class Course:
     raised: bool = False
     steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     took: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    wrote: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = field(default_factory=WeakKeyDictionary)
     search: Search = field(default_factory=Search)
     sizes: WeakKeyDictionary[torch.optim.Optimizer, Sizes] = field(default_factory=WeakKeyDictionary)
     held: list[Held] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Course:
     def fine(self) -> None:
         """Nothing is known against the step."""
         self.bad, self.ruined = False, ""
+        self.wrote.clear()
 
     def spoilt(self, ruined: str) -> None:
         """The step is bad. ruined: by what, where all that is bad in it is finite."""

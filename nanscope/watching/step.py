@@ -352,11 +352,13 @@ class Step(Relay):
         """They have stepped: close the step."""
         optimizer = optimizers[-1]
         self._failsafe("spared", self._spared.settle, stepped)
-        weights, bad = self._weights.after(optimizers, self._first)
+        weights, bad = self._course.wrote[optimizer] = self._weights.after(optimizers, self._first)
         self._failsafe("tape", self._tape.updated, (weight for one in optimizers for weight in updated_by(one)))
         self._tape.begin_stretch()
         # of two optimizers the second has no say in what the first has written
         if self._course.bad and (bad or not self._course.closed or stepped is Stepped.SKIPPED):
+            wrote = [*self._course.wrote.values()]
+            weights, bad = sum(of for of, _ in wrote), sum(bad for _, bad in wrote)
             self._keeper.mark(stepped=stepped, weights=weights, bad_weights=bad, optimizer=self._optimizers.name(optimizer))
         if not self._course.closed:
             self._course.line.optimizer = self._optimizers.name(optimizer)
