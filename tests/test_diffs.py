@@ -234,6 +234,48 @@ def test_an_operand_is_filled_wherever_its_line_has_it(name: str, tmp_path: Path
     assert not new.watched(new.load(copy), tmp_path / "runs again").incidents
 
 
+MASKED = """import torch
+
+
+def loss(log_probs, old, mask):
+    ratio = torch.exp(log_probs - old)
+    return {}
+
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    mask = torch.ones(3, 6)
+    mask[:, 5] = 0
+    old = torch.zeros(3, 6)
+    old[1, 5] = -200.0
+    loss(model(torch.ones(3, 4)), old, mask{}).backward()
+"""
+SELECTED = {
+    "index": "-ratio[mask.bool()].mean()",
+    "index of those that are one": "-ratio[mask == 1].mean()",
+    "masked_select": "-ratio.masked_select(mask.bool()).mean()",
+    "where": "-torch.where(mask.bool(), ratio, 0.0).sum()",
+    "masked_fill": "-ratio.masked_fill(~mask.bool(), 0.0).sum()",
+    "to": "-ratio[mask.to(torch.bool)].mean()",
+    "a name of its own": "(lambda keep: -ratio[keep].mean())(mask.bool())",
+}
+
+
+@pytest.mark.parametrize("kind", ["", ".long()", ".bool()"], ids=["float", "long", "bool"])
+@pytest.mark.parametrize("selects", SELECTED)
+def test_a_mask_is_written_as_what_it_is(selects: str, kind: str, tmp_path: Path) -> None:
+    """A mask of numbers is made a mask of truths in the patch as well: torch takes nothing else."""
+    script = tmp_path / "script.py"
+    script.write_text(MASKED.format(SELECTED[selects], kind))
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fixes = [fix for fix in incident.fixes if fix.proven and fix.diffs]
+    assert fixes and any(fix.id == "mask_before_op" for fix in incident.fixes if fix.proven)
+    for fix in fixes:
+        copy = patched(script, fix, tmp_path / fix.id)
+        assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
+
+
 def test_a_change_within_what_is_changed_is_in_it(tmp_path: Path) -> None:
     """Two edits of one line, one of an operand of the other's: each stands where it was run."""
     line, wanted = (

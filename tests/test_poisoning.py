@@ -301,3 +301,32 @@ def test_old_values_that_spoilt_weights_have_made_do_not_hide_them(tmp_path: Pat
             optimizer.step()
     incident = scope.verdict.incidents[1]
     assert (incident.step, incident.cause, incident.consequence_of) == (3, "poisoned_weights", 2), incident.sentence
+
+
+AVERAGED: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # an average of weights, by somebody's decay
+    "lerp_": lambda mean, weight, decay: mean.lerp_(weight, 1 - decay),
+    "copy_": lambda mean, weight, decay: mean.copy_(decay * mean + (1 - decay) * weight),
+    "mul_, add_": lambda mean, weight, decay: mean.mul_(decay).add_(weight * (1 - decay)),
+}
+
+
+@pytest.mark.parametrize("by", AVERAGED)
+def test_an_average_of_weights_that_goes_bad_is_told_where_it_does(by: str, tmp_path: Path) -> None:
+    """Nobody trains it; the loss that reads it is bad in the step after."""
+    model, mean = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 24):
+            x = torch.randn(4, 3)
+            with torch.no_grad():
+                wanted = mean(x)
+            optimizer.zero_grad()
+            (model(x) - wanted).square().mean().backward()
+            optimizer.step()
+            count = torch.tensor(float(step != 20))
+            with torch.no_grad():
+                decay = count * 0.9 / count
+                for averaged, weight in zip(mean.parameters(), model.parameters(), strict=True):
+                    AVERAGED[by](averaged, weight, decay)
+    first = scope.verdict.incidents[0]
+    assert first.step == 21 and first.origin.op == "div" and first.origin.variable == "decay", first.sentence

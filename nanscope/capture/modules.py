@@ -441,8 +441,7 @@ class ModuleWatch:
 
     def weight_there(self, place: Address) -> str | None:
         """Return the name of the weight that lies at an address."""
-        known = (*self.parameters().values(), *self._parameters_of(self._without).values()) if place != NOWHERE else ()
-        return next((name for name, parameter in known if place_of(parameter) == place), None)
+        return next((name for name, parameter in (self.weights() if place != NOWHERE else ()) if place_of(parameter) == place), None)
 
     def buffer_at(self, tensor: Tensor) -> str | None:
         """Return the name of the buffer of a model that lies where a tensor does, None if none does."""
@@ -466,6 +465,11 @@ class ModuleWatch:
     def parameters(self) -> dict[int, tuple[str, nn.Parameter]]:
         """Return the parameters of all outermost modules seen with gradients enabled: id → name, parameter."""
         return self._parameters_of(self.seen)
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all outermost modules seen, with gradients enabled or without, with their names."""
+        yield from self.parameters().values()
+        yield from self._parameters_of(self._without).values()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the modules seen; where none has one, of those that ran without: a reentrant checkpoint."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
+import torch
+
 from nanscope.errors import visible
 from nanscope.locate.names import Names
 from nanscope.program.calls import Arg, Call, Ref, Site, refs, words_of
@@ -325,15 +327,20 @@ class _Comparison:
     def _spelled(self, value: int, site: Site) -> Phrase:
         """What a function calls a value that is not an operand of the call: a mask that is applied further on, or a part of an operand."""
         current: int | None = value
+        is_truth = False  # made of numbers on the way, which `~` and `masked_fill` do not take
         while current is not None:
             for words in self._words(current, site):
                 read = roots(words)
                 if read and all(self._namespace.is_bound(root, site, self._made_on(current, site)) for root in read):
-                    return Phrase(words, ANY if re.search(r"[~<>=!]", words) else ATOM)
+                    found = Phrase(words, ANY if re.search(r"[~<>=!]", words) else ATOM)
+                    return Phrase(f"{found.inside(ATOM)}.bool()") if is_truth else found
             if (part := self._part(current, site)) is not None:
-                return part
+                return Phrase(f"{part.inside(ATOM)}.bool()") if is_truth else part
             maker = self.before.maker(current)
-            current = next(maker.inputs(), None) if maker is not None and maker.name in COPIES else None
+            if maker is None or maker.name not in COPIES:
+                break
+            is_truth = is_truth or dict(maker.kwargs).get("dtype") is torch.bool
+            current = next(maker.inputs(), None)
         raise _Unwritable
 
     def _made_on(self, value: int, site: Site) -> int | None:

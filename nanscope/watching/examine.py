@@ -65,7 +65,6 @@ from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.optimizers import settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
-from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
@@ -465,9 +464,9 @@ class Examiner:
         """Return a step whose weight is bad as what the trainer's own lines have made of it; None if that was not seen, or if what they
         wrote was bad before."""
         seen = snapshot.found
-        if seen.phase is not Phase.WEIGHTS or (seen.past.fine_at is None and seen.past.found != AT_END):  # else it came so
+        if seen.phase is not Phase.WEIGHTS:
             return None
-        bad = (weight for name, weight in self.modules.parameters().values() if name == seen.origin.variable)
+        bad = (weight for name, weight in self.modules.weights() if name == seen.origin.variable)
         weight = next((weight for weight in bad if not bool(is_finite(weight))), None)
         look = None if weight is None else written_look(self.tape, weight, Computes.UPDATE)
         if look is None or look.location is None or not look.location.origin.born:
