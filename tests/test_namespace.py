@@ -9,6 +9,10 @@ import new
 import pytest
 from patching import RUN, patched
 
+from nanscope.program.calls import Site
+from nanscope.replay.namespace import _own
+from nanscope.replay.statement import Statement
+
 LOSS = """
 def loss(log_probs, ref, mask):
     diff = ref - log_probs
@@ -160,3 +164,12 @@ def test_a_function_knows_no_name_of_its_neighbours(name: str, tmp_path: Path) -
         copy = patched(script, fix, tmp_path / fix.id)
         ast.parse(copy.read_text())
         assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents
+
+
+@pytest.mark.parametrize("far", [1 << 63, 50_000_000, -(1 << 63)])
+def test_a_line_that_stands_far_away_takes_no_time(far: int) -> None:
+    """A file may name any number: nobody goes through the lines between."""
+    lines = ((4, "def loss(x):"), (5, "    y = x.exp("), (6, "    return y"), (far, "    z = y"))
+    site = Site("train.py", 5, "loss", 8, 5, 15, source=lines)
+    assert {number for number, _ in _own(site)} == {4, 5, 6}
+    assert Statement.of(site) is None

@@ -111,6 +111,18 @@ def test_a_run_in_one_line(tmp_path: Path) -> None:
     assert found.size == sum(path.stat().st_size for path in tmp_path.iterdir()) > 100
 
 
+def test_a_run_that_was_killed_as_it_went_bad_says_what_lies_there(tmp_path: Path) -> None:
+    """Its record and its history do not know of the step yet; on two ranks it is one."""
+    RunRecord(rank=0, script="train", started="s").write(tmp_path)
+    history = History(tmp_path / "history.rank0.jsonl", "id")
+    history.append(Entry(1, 0, 100.0))
+    history.close()
+    for rank in range(2):
+        (tmp_path / f"step-000002.rank{rank}.safetensors").write_bytes(b"x" * 100)
+    found = listed(tmp_path, str(tmp_path), {path.name: path.stat().st_size for path in tmp_path.iterdir()})
+    assert found.bad_steps == 1
+
+
 def test_a_record_tells_no_more_than_is_written(tmp_path: Path) -> None:
     """Ranks are compared by the steps that they dropped, each with each, and each note is a line: what is longer is cut."""
     notes, after = tuple(Remark(f"slug{n}") for n in range(9999)), tuple(Aftermath(n, n, n, 1) for n in range(9999))

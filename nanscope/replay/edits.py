@@ -166,7 +166,8 @@ def _clamp_spike(patch: Patch, largest: float) -> Variant:
 def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | None:
     """Keep a denominator away from 0: at least 1 for a count, at least a small representable number for anything else.
 
-    Of a spike it is kept among what the rest of the batch divides by.
+    Of a spike it is kept among what the rest of the batch divides by. One of either sign keeps its sign, and only what is too near to 0 is
+    filled.
     """
     position = DIVISIONS.get(patch.op)
     value = None if position is None else patch.operand(position)
@@ -176,15 +177,26 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
     count = bool((finite == finite.round()).all()) and bool((finite >= 0).all()) and not _is_length(patch.program, value)
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
-    rest = usual(patch, position)
+    signed, rest = bool((finite < 0).any()), usual(patch, position)
     if least is not None:
         bound = least
+    elif signed:
+        bound = _spike_floor(finite) if spiky else smallest(content.dtype)
     elif count:
         bound = 1.0
     elif rest is not None and bool(rest.any()):
         bound = floor_of(rest)
     else:
         bound = _spike_floor(finite) if spiky else smallest(content.dtype)
+    if signed:
+        fill = bound if bool((finite > 0).any()) else -bound
+        inserts: list[Insert] = [
+            ("aten.abs.default", (Ref(-1),)),
+            ("aten.lt.Scalar", (Ref(-2), bound)),
+            ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), fill)),
+        ]
+        label = f"fill {patch.called(value)} with {fill:g} where it is nearer to 0 than that, before dividing"
+        return Variant("clamp_denominator", label, before(patch, position, inserts), patch.tensors)
     label = f"clamp {patch.called(value)} to at least {bound:g} before dividing"
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
 

@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 from nanscope.locate.names import Names
@@ -305,7 +306,7 @@ def _own(site: Site) -> Iterator[tuple[int, str]]:
     kept = dict(site.source)
     inner = len(kept.get(site.line, "")) - len(kept.get(site.line, "").lstrip())
     for numbers in (range(site.line, max(kept, default=0) + 1), range(site.line - 1, min(kept, default=1) - 1, -1)):
-        for number in numbers:
+        for number in takewhile(lambda number: number in kept or number == site.line, numbers):  # a file may name any number
             line = kept.get(number, "")
             outside = number != site.line and line.strip() and len(line) - len(line.lstrip()) < inner
             begins = outside and re.match(r"\s*(async\s+def|def|class|@)\b|@", line) is not None

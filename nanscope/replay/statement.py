@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from nanscope.program.calls import Site
@@ -50,7 +51,7 @@ class Statement:
         kept = dict(site.source)
         if site.line not in kept or not site.end_line:
             return None
-        for first in range(site.line, min(kept) - 1, -1):
+        for first in takewhile(kept.__contains__, range(site.line, min(kept) - 1, -1)):  # a file may name any number
             for last in range(site.end_line, max(kept) + 1):
                 if not all(number in kept for number in range(first, last + 1)):
                     break

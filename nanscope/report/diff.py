@@ -96,11 +96,6 @@ def _lines(diff: Diff, limit: int) -> Iterator[DiffLine]:
             number += sign != "+"
 
 
-def changes(hunk: Hunk, line: int | None) -> bool:
-    """Is a line of the source among those that are not the same afterwards?"""
-    return any(shown.sign == "-" and shown.number == str(line) for shown in hunk.lines)
-
-
 def changed(hunk: Hunk) -> Iterator[DiffLine]:
     """Yield the lines that are not the same afterwards, without the indentation that they share, and the line before which one is put."""
     shown = [replace(line, text=line.text.expandtabs(TAB)) for line in hunk.lines]

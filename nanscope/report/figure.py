@@ -31,12 +31,13 @@ from nanscope.report.canvas import (
     Canvas,
 )  # fmt: skip
 from nanscope.report.clean import LIMITS, clean, numeral, numeral_step
-from nanscope.report.diff import TAB, changes, hunks_of, written_fix
+from nanscope.report.diff import TAB, Hunk, hunks_of, written_fix
 from nanscope.report.headline import Fact, calm, facts_of, lead_and_rest
 from nanscope.report.history import Panel, Scale, panels_of, panels_of_run
 from nanscope.report.map import LEVELS, Grid, grid_of
 from nanscope.report.origin import element, source_of, subject, where_in
 from nanscope.report.tried import NOT_RUN, best_of, fix_words, groups_of, heads_of, reproduction, unit_of
+from nanscope.snapshot.observation import Origin
 from nanscope.verdict.incident import Incident, Verdict
 
 COUNTED, MASKED = "#2a5a8c", "#9a6b12"
@@ -45,8 +46,12 @@ COLOURS = (  # of Grid.level, −LEVELS to LEVELS
 )  # fmt: skip
 STATES = {"harm": HARM, "doubt": DOUBT, "proven": PROVEN}
 ROWS = 9  # of the replay table
+LONG = 12  # lines of a patch that are shown in the place of the source
 EDGE, LEGEND = 44, 660  # pixels that the numbers of rows take, and the legend under a map
 SHOWN = ("largest exponent", "|Δ| between sampler and trainer", "gradient norm", "loss")  # of a run without incidents, the first two
+
+
+_SourceLine = tuple[str, str, str, str]  # its number, its text, the colours of its edge and of what lies under it
 
 
 def render_figure(verdict: Verdict, path: str | Path | BinaryIO) -> None:
@@ -93,7 +98,7 @@ def _head(canvas: Canvas, verdict: Verdict, facts: Sequence[Fact]) -> None:
     end = canvas.text(MARGIN, canvas.y, "nanscope", 16, INK, "bold")
     canvas.text(end + 8, canvas.y, clean(verdict.version, 24), 13, QUIET)
     x: float = canvas.width - MARGIN
-    names = [f"{fact.detail} {fact.name}".strip() if fact.state == "harm" else fact.name for fact in facts]
+    names = [f"{fact.name}, {fact.detail}" if fact.state == "harm" and fact.detail else fact.name for fact in facts]
     plain, bold = canvas.fonts["plain"], canvas.fonts["bold"]
     widths = [max(plain.width(name, 13), bold.width(fact.value, 17)) + 30 for name, fact in zip(names, facts, strict=True)]
     x -= sum(widths) - 30
@@ -127,22 +132,18 @@ def _fix(canvas: Canvas, incident: Incident) -> None:
 
 
 def _source(canvas: Canvas, incident: Incident) -> None:
-    """The marked line between its neighbours; the code alone where no source is known."""
+    """The patch where it is at the line, else that line, marked, between its neighbours; the code alone where no source is known."""
     place = incident.origin
-    shown = source_of(place, 1)
-    if not any(hit for _, _, hit in shown):
-        shown = [(clean("" if place.line is None else place.line, 12), subject(place), True)]
-    hunks = hunks_of(written_fix(incident))
-    here = hunks if len(hunks) == 1 else [hunk for hunk in hunks if hunk.path == place.file and changes(hunk, place.line)][:1]
-    mended = [line.text.expandtabs(TAB).rstrip() for hunk in here for line in hunk.lines if line.sign == "+"]
+    lines = _change_at(place, hunks_of(written_fix(incident))) or [
+        (number, words, HARM if hit else "", HARM_VEIL) for number, words, hit in source_of(place, 1)
+    ]
+    if not any(edge for _, _, edge, _ in lines):
+        lines = [(clean("" if place.line is None else place.line, 12), subject(place), HARM, HARM_VEIL)]
     canvas.y += 20
     canvas.text(canvas.width - MARGIN, canvas.y + 14, clean(element(place), 60), 14, SOFT, "code", align="right")
     heading = where_in(place) or clean(place.module or "no source line", 120)
     canvas.text(MARGIN, canvas.y + 14, heading, 14, SOFT, "code", clip=canvas.width - 2 * MARGIN - 260)
     canvas.y += 24
-    lines = [(number, words, HARM if hit else "", HARM_VEIL) for number, words, hit in shown]
-    at = next(n for n, (_, _, hit) in enumerate(shown) if hit) + 1
-    lines[at:at] = [("+", words, PROVEN, PROVEN_VEIL) for words in mended[:3]]  # what stands in its place, or before it
     top, height = canvas.y, 24 * len(lines)
     canvas.box(MARGIN, top, canvas.width - 2 * MARGIN, height + 12, PANEL)
     for row, (number, words, edge, veil) in enumerate(lines):
@@ -154,6 +155,19 @@ def _source(canvas: Canvas, incident: Incident) -> None:
         colour, font = (INK, "code bold") if edge else (SOFT, "code")
         canvas.text(MARGIN + 80, base, words, 15, colour, font, clip=canvas.width - 2 * MARGIN - 100)
     canvas.y = top + height + 12
+
+
+def _change_at(place: Origin, hunks: Sequence[Hunk]) -> list[_SourceLine]:
+    """The lines of the patch at an origin with one above and below, none if it does not touch that line: what goes, what comes, in their
+    places."""
+    here = (hunk.lines for hunk in hunks if hunk.path == place.file and any(line.number == str(place.line) for line in hunk.lines))
+    lines = next(here, ())
+    changed = [n for n, line in enumerate(lines) if line.sign != " " or line.number == str(place.line)]
+    if not changed or changed[-1] - changed[0] >= LONG:
+        return []
+    edges = {"-": (HARM, HARM_VEIL), "+": (PROVEN, PROVEN_VEIL), " ": ("", "")}
+    shown = lines[max(0, changed[0] - 1) : changed[-1] + 2]
+    return [(line.number or line.sign, line.text.expandtabs(TAB).rstrip(), *edges[line.sign]) for line in shown]
 
 
 def _pictures(canvas: Canvas, incident: Incident) -> None:

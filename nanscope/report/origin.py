@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from nanscope.locate.observe import TOKENS
+from nanscope.locate.observe import CLIPPED, TOKENS
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
 from nanscope.text import show_index
@@ -45,7 +45,10 @@ def mask_words(place: Origin, limit: int = 240) -> str:
         return ""
     if place.masked and place.masked_by and place.masked_by.startswith(TOKENS):
         return f"not masked: the loss counts it, and all its tokens are {clean(place.masked_by.removeprefix(TOKENS), limit)}"
-    return f"masked: {clean(place.masked_by or 'outside the loss', limit)}" if place.masked else "not masked: the loss counts it"
+    if not place.masked:
+        return "not masked: the loss counts it"
+    how = "dropped" if (place.masked_by or "").endswith(CLIPPED) else "masked"  # a token that the loss counts, on its other side
+    return f"{how}: {clean(place.masked_by or 'outside the loss', limit)}"
 
 
 def source_of(place: Origin, around: int, limit: int = 240) -> list[tuple[str, str, bool]]:

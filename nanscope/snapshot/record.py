@@ -22,7 +22,7 @@ from nanscope.snapshot.coverage import Gap, Status
 from nanscope.snapshot.files import reading, write_whole
 from nanscope.snapshot.history import last_entry, outline
 from nanscope.snapshot.processes import Who, called, lives, writes_as
-from nanscope.snapshot.runs import histories, is_bad_step
+from nanscope.snapshot.runs import histories, is_bad_step, step_and_rank
 
 SCHEMA = 1
 LARGEST = 16 << 20  # bytes; what is longer was not written by us
@@ -255,15 +255,16 @@ def listed(run_dir: Path, called: str, sizes: Mapping[str, int]) -> Listed:
     written = histories(run_dir)
     last = [entry.time for path in written.values() if (entry := last_entry(path)) is not None]
     ended = {record.who for record in found if record.status != RUNNING}
-    counted = [outline(path).steps for who, path in written.items() if who not in ended]
+    counted = [outline(path) for who, path in written.items() if who not in ended]
+    saved = {place[0] for name in sizes if is_bad_step(name) and (place := step_and_rank(Path(name))) is not None}
     first = found[0] if found else RunRecord(status="")
     return Listed(
         path=called,
         script=first.script,
         started=first.started,
         status="damaged" if damaged else state(found),
-        steps=max([*(record.steps for record in found), *counted], default=0),
-        bad_steps=max([record.bad_steps for record in found], default=0),
+        steps=max([*(record.steps for record in found), *(one.steps for one in counted)], default=0),
+        bad_steps=max([len(saved), *(record.bad_steps for record in found), *(one.bad for one in counted)]),
         ranks=len(written) or len(found),
         size=sum(sizes.values()),
         snapshots=sum(is_bad_step(name) for name in sizes),

@@ -35,6 +35,7 @@ from nanscope.program.local import memory_of
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import (
     CHANGED,
+    FROZEN,
     REDUCED,
     SPREAD,
     UNMADE,
@@ -65,6 +66,7 @@ from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
 from nanscope.watching.optimizers import settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
+from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
@@ -464,7 +466,9 @@ class Examiner:
         """Return a step whose weight is bad as what the trainer's own lines have made of it; None if that was not seen, or if what they
         wrote was bad before."""
         seen = snapshot.found
-        if seen.phase is not Phase.WEIGHTS:
+        untrained = (seen.origin.variable or "").endswith(FROZEN)  # nobody looks at it in each step
+        may_be_ours = seen.past.fine_at is not None or seen.past.found == AT_END or untrained  # else it came so
+        if seen.phase is not Phase.WEIGHTS or not may_be_ours:
             return None
         bad = (weight for name, weight in self.modules.weights() if name == seen.origin.variable)
         weight = next((weight for weight in bad if not bool(is_finite(weight))), None)
