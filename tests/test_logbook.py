@@ -50,9 +50,10 @@ def test_where_nothing_can_be_written_memory_keeps_it(
     with caplog.at_level(logging.WARNING, "nanscope"), nanscope.watch(out=blocked / "run", on_nonfinite="skip") as scope:
         grpo_steps(policy(), 6, lambda step, batch: stale_at(0, 3, step)(step, batch) if step in (2, 3, 4) else None)
     assert [incident.step for incident in scope.verdict.incidents] == [3, 4, 5]
-    assert [note.text for note in scope.verdict.notes if note.slug == "not_on_disk"] == [
-        "steps 3, 4 and 5 could not be kept on disk: there is no folder to write to"
-    ]
+    (note,) = [note.text for note in scope.verdict.notes if note.slug == "not_on_disk"]
+    why, *found = note.split("; ")
+    assert why == "steps 3, 4 and 5 could not be kept on disk: there is no folder to write to"
+    assert len(found) == 3 and found[0].startswith("step 3: ") and "loops.py:" in found[0]  # the record of the run has no more of it
     assert sum("unwrit" in record.message for record in caplog.records) == 1
 
 

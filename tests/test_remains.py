@@ -526,3 +526,21 @@ def test_an_infinite_number_of_the_code_is_made_finite(tmp_path: Path, how: str)
     (incident,) = scope.verdict.incidents
     cause, op = {"times": ("inf_times_zero_mask", "mul"), "minus": ("inf_times_zero_coef", "rsub")}[how]
     assert (incident.cause, incident.origin.op, incident.fixes[0].id, incident.fixes[0].works) == (cause, op, "finite_mask_fill", True)
+
+
+@pytest.mark.parametrize("later", [None, math.nan, math.inf])
+def test_a_bias_that_forbids_a_token_is_a_mask(tmp_path: Path, later: float | None) -> None:
+    """A weight of −inf from the beginning, which no update changes: loss and gradients are finite. Another bad element is told."""
+    body, bias = nn.Linear(4, 5), torch.zeros(5)
+    bias[3] = -math.inf
+    body.bias = nn.Parameter(bias)
+    optimizer = torch.optim.AdamW(body.parameters())
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(body(torch.randn(6, 4)), torch.zeros(6, dtype=torch.long)).backward()
+            optimizer.step()
+            if step == 4 and later is not None:
+                with torch.no_grad():
+                    body.bias[1] = later
+    assert scope.verdict.healthy == (later is None), scope.verdict.sentence

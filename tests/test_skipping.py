@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -135,3 +136,20 @@ def test_of_two_optimizers_the_one_that_was_skipped_is_told(tmp_path: Path) -> N
     (incident,) = scope.verdict.incidents
     assert incident.headline.endswith("weights clean · SGD of Linear #2 step skipped")
     assert "the optimizer step was skipped and the weights stayed clean" in incident.sentence
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "repair"])
+def test_an_update_by_hand_cannot_be_skipped_and_that_is_said(tmp_path: Path, on_nonfinite: Literal["skip", "repair"]) -> None:
+    """Nothing stands between the gradients and `p -= lr * p.grad`."""
+    model = nn.Linear(4, 3)
+    with nanscope.watch(out=tmp_path, on_nonfinite=on_nonfinite) as scope:
+        for step in range(4):
+            model.zero_grad()
+            weights = torch.ones(5, 3) * (step != 2)
+            (weights.log() * model(torch.randn(5, 4))).mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+    said = [note.text for note in scope.notes if note.slug == "skip_refused"]
+    assert (on_nonfinite == "repair" and scope.repaired) or (len(said) == 1 and "the loop writes to its weights itself" in said[0])

@@ -37,6 +37,7 @@ from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Note, Verdict
+from nanscope.verdict.sentence import what_and_where
 from nanscope.version import __version__
 from nanscope.watching.disk import Disk
 from nanscope.watching.dying import close_at_end
@@ -51,6 +52,7 @@ from nanscope.watching.telling import Teller
 from nanscope.watching.turns import Turns, in_turn
 
 NOTES = 32  # notes kept per run
+WORDED = 3  # bad steps that are not on disk of which it is said what was found
 UNLIKE = "replicas differ from here on, and of weights that are sharded only a part was updated"
 
 log = logging.getLogger("nanscope")
@@ -527,8 +529,11 @@ class Logbook:
 
     def _not_on_disk(self) -> list[Note]:
         kept = zip(self.snapshots, self.paths, strict=True)
-        missing = sorted({snapshot.step for snapshot, path in kept if path is None and not self._disk.leaves(snapshot)})
-        if not missing:
+        lost = [snapshot for snapshot, path in kept if path is None and not self._disk.leaves(snapshot)]
+        if not lost:
             return []
+        missing = sorted({snapshot.step for snapshot in lost})
         steps = f"step{'' if len(missing) == 1 else 's'} {listed([str(step) for step in missing])}"
-        return [Note("not_on_disk", f"{steps} could not be kept on disk: {self._disk.problem or 'there is no folder to write to'}")]
+        why = f"{steps} could not be kept on disk: {self._disk.problem or 'there is no folder to write to'}"
+        found = [one for one in lost if one.consequence_of is None and one.found.phase is not None]  # else the finding was on the log alone
+        return [Note("not_on_disk", "; ".join([why, *(f"step {one.step}: {what_and_where(one)}" for one in found[:WORDED])]))]

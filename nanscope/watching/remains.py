@@ -1,14 +1,14 @@
 """What no loss shows: weights and buffers that went bad although every step was fine; and since when a weight is bad.
 
 Statistics of a BatchNorm are read in evaluation only, and a weight may be written to when nobody steps any more. A buffer that was not
-finite from the beginning is meant to be so: masks are made of infinities. A weight is not: nobody has written to it, or somebody has
-loaded it so.
+finite from the beginning is meant to be so: masks are made of infinities. A weight is not, unless infinities are all that is bad in it, and
+stay as they were: nobody has written to it, or somebody has loaded it so.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,7 @@ class Remains:
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
         self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
+        self._infinite: dict[int, int] = {}  # weight → how many of its elements were infinite then, where none was NaN
         self._fine: list[tuple[int, SoFar, frozenset[int]]] = []  # the last step after which these were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
         self._buffers_fine: tuple[int | None, SoFar] = (None, NONE)  # as `_fine`, of all buffers
@@ -86,8 +87,20 @@ class Remains:
                 self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag or self._was_fine(owner)]
                 self._were_fine |= {path for _, _, path in self._owners}
                 self._met.clear()
-                for (weight, _), flag in zip(weights, fine[len(own) :], strict=True):
+                for (weight, part), flag in zip(weights, fine[len(own) :], strict=True):
+                    if not flag and not bool(torch.isnan(part).any()):
+                        self._infinite[id(weight)] = int(torch.isinf(part).sum())
                     self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
+
+    def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
+        return [weight for weight in weights if not (id(weight) in self._infinite and self._is_as_it_came(weight))]
+
+    def _is_as_it_came(self, weight: Tensor) -> bool:
+        first, part = self._first.get(id(weight)), local(weight)
+        if first is None or first[0]() is not weight or part is None:
+            return False
+        return not bool(torch.isnan(part).any()) and int(torch.isinf(part).sum()) == self._infinite[id(weight)]
 
     def _is_unwritten(self, weight: Tensor) -> bool:
         return is_fresh(self._tape, weight)
@@ -102,7 +115,7 @@ class Remains:
         """Know of the weights what was known of them in another thread. Who wrote to them there, its own tape knows."""
         self._known |= other._known
         self._owners = list({(id(owner()), name): (owner, name, path) for owner, name, path in (*self._owners, *other._owners)}.values())
-        self._first = {**self._first, **other._first}
+        self._first, self._infinite = {**self._first, **other._first}, {**self._infinite, **other._infinite}
         self._fine = [(step, NONE, weights) for step, _, weights in other._fine if all(weights != known for *_, known in self._fine)] + [
             (max([step, *(found for found, _, known in other._fine if known == weights)]), calls, weights)
             for step, calls, weights in self._fine
@@ -110,7 +123,7 @@ class Remains:
 
     def let_go(self) -> None:
         """Refer to no weight and no buffer any more: since when each was finite is not known from here on."""
-        self._first, self._met = {}, {}
+        self._first, self._met, self._infinite = {}, {}, {}
 
     def fine(self, step: int, weights: Iterable[Tensor]) -> None:
         """After the update of a step these were finite."""
@@ -121,7 +134,7 @@ class Remains:
 
     def updated(self) -> list[Tensor]:
         """Return what is trained: by optimizers, where some were seen, or else by the loop itself."""
-        return self.optimizers.parameters() or [one for _, one in self._modules.parameters().values() if one.requires_grad]
+        return self.but_masks(self.optimizers.parameters() or [one for _, one in self._modules.parameters().values() if one.requires_grad])
 
     def look_back(self) -> None:
         """Something is bad: note who has written to the weights that are, before the tape forgets it."""
@@ -213,7 +226,7 @@ class Remains:
         What optimizers update may be in no model.
         """
         known = self._modules.parameters()
-        all_known = (*(one for _, one in known.values()), *self.optimizers.parameters())
+        all_known = self.but_masks([*(one for _, one in known.values()), *self.optimizers.parameters()])
         weights = {id(one): one for one in all_known if one.requires_grad and id(one) not in self.optimizers.spoilt}
         if count_bad(list(weights.values())):
             bad = next(one for one in weights.values() if not bool(is_finite(one)))

@@ -27,6 +27,7 @@ REFUSED = (
     "and a rank that skips alone parts from the others"
 )
 
+BY_HAND = "the step was not skipped but taken as it was: the loop writes to its weights itself, and calls no optimizer"
 IN_A_CLOSURE = "the step was not skipped but taken as it was: its optimizer has it differentiated by a closure, amid the step"
 
 

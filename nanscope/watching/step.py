@@ -47,7 +47,7 @@ from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.repair import Repair
 from nanscope.watching.scale import LossScale, scale_of
-from nanscope.watching.skipping import IN_A_CLOSURE, Skipping
+from nanscope.watching.skipping import BY_HAND, IN_A_CLOSURE, Skipping
 from nanscope.watching.spared import Spared
 from nanscope.watching.weights import Weights
 
@@ -655,6 +655,8 @@ class Step(Relay):
         """The step is over."""
         if self._course.bad and self.counts.micro_batch > 1:
             self._keeper.mark(micro_batches=self.counts.micro_batch)
+        if stepped is Stepped.BY_HAND and self._course.bad and self._skipping is not None:
+            self._logbook.refuse_to_skip(self.counts.number, BY_HAND)
         if stepped in (Stepped.TAKEN, Stepped.REPAIRED, Stepped.REPLACED):
             self._course.search.found()
         self._failsafe("forecast", self._outlook.close)

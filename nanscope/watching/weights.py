@@ -124,7 +124,7 @@ class Weights:
         )
 
     def _of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-        return readable(_all_of(optimizers), "weights", self._logbook.gap)
+        return readable(self._remains.but_masks(_all_of(optimizers)), "weights", self._logbook.gap)
 
     def _last(self) -> Recording | None:
         return self._course.recordings[-1] if self._course.recordings else None
