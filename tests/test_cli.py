@@ -246,7 +246,7 @@ def test_the_verdict_comes_first(tmp_path: Path, code: str, words: str) -> None:
 
 
 UNWATCHED = {
-    "dies at once": ("raise SystemExit(0)", "no backward pass and no optimizer step ran here"),
+    "dies at once": ("raise SystemExit(0)", "no backward pass and no optimizer step was seen here"),
     "starts a process": (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', '1'])",
         "the processes did that the script started",

@@ -98,7 +98,7 @@ def test_a_run_is_suspect_where_everything_stayed_finite() -> None:
         (Verdict((INCIDENT,), steps=3), "it overflowed."),
         (Verdict((), steps=9, bad_steps=2), "9 steps watched, 2 bad, and nothing of that was kept"),
         (Verdict((), backwards=2), "2 backward passes watched, no non-finite loss, gradient or weight"),
-        (Verdict(()), "nothing was watched, so nothing can be said of this run: no backward pass and no optimizer step ran here"),
+        (Verdict(()), "nothing was watched, so nothing can be said of this run: no backward pass and no optimizer step was seen here"),
         (Verdict((), gaps=(Gap("x", "a thread"),)), "nothing was watched, so nothing can be said of this run: not seen: a thread"),
         (Verdict((), steps=1, gaps=(Gap("x", "a thread", 1, 2),)), "1 step watched, no non-finite loss, gradient or weight; not seen: a thread (2 times)"),
     ],

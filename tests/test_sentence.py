@@ -297,7 +297,12 @@ def test_what_was_absorbed_is_said_with_its_line(loss: Any, name: str) -> None:
     ("program", "notes", "expected"),
     [
         (Program((), (), -1), (), "nobody saw where it went bad: the loss was not recorded."),
-        (RECORDED, (), "nobody saw where it went bad: what was recorded of the loss is fine when it is run again."),
+        (
+            RECORDED,
+            (),
+            "nobody saw where it went bad: what was recorded of the loss is fine when it is run again: "
+            "numpy or another process may have written to what it read.",
+        ),
         (RECORDED, (("not_looked_into", "it failed"),), "it is not known where it went bad: looking into what was recorded failed."),
         (RECORDED, (("not_replayed", "it failed"),), "it is not known where it went bad: looking into what was recorded failed."),
     ],

@@ -476,7 +476,7 @@ def test_gradients_that_nobody_made_here_are_an_incident(tmp_path: Path) -> None
     assert [note.slug for note in scope.notes] == ["foreign_gradients"] and scope.verdict.status == "non-finite" and scope.bad_steps == 1
     assert (incident.phase, incident.cause, incident.origin.role) == ("weights", "poisoned_weights", "weights")
     assert (incident.reached["gradients"], incident.reached["weights"]) == ([1, 1], [1, 1])
-    assert "no backward pass in the watched block made it" in scope.verdict.sentence and "no non-finite" not in scope.verdict.sentence
+    assert "no backward pass that was watched made it" in scope.verdict.sentence and "no non-finite" not in scope.verdict.sentence
     assert "no loss" not in scope.verdict.sentence  # which nobody knows
 
 

@@ -205,7 +205,8 @@ class Verdict(Shown):
             return " ".join(filter(None, (self.incidents[0].sentence, spread and f"{spread}.")))
         unseen = f"not seen: {gap_words(self.gaps)}" if self.gaps else ""
         if self.status is Status.UNWATCHED:
-            return f"nothing was watched, so nothing can be said of this run: {unseen or 'no backward pass and no optimizer step ran here'}"
+            why = unseen or "no backward pass and no optimizer step was seen here"
+            return f"nothing was watched, so nothing can be said of this run: {why}"
         looked = count(self.steps, "step") if self.steps else count(self.backwards, "backward pass")
         looked += f" of {self.processes} processes" if self.processes > 1 else ""
         if self.bad_steps:  # the disk was full, or somebody took the files away

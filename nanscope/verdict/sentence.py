@@ -67,7 +67,8 @@ def _unseen(snapshot: Snapshot) -> str:
         return "it is not known where it went bad: looking into what was recorded failed"
     if "not_kept" in slugs:
         return "nobody saw where it went bad: what the loss was made of was not kept, and a larger budget= may keep it"
-    why = "what was recorded of the loss is fine when it is run again" if snapshot.program.calls else "the loss was not recorded"
+    again = "what was recorded of the loss is fine when it is run again: numpy or another process may have written to what it read"
+    why = again if snapshot.program.calls else "the loss was not recorded"
     return f"nobody saw where it went bad: {why}"
 
 
@@ -156,7 +157,10 @@ _AFTER_THE_LOSS = {
         "while the loss and what it hands to the model are finite: "
         "it came in the backward of the model or of compiled code, or was written after it"
     ),
-    UNMADE: "and no backward pass in the watched block made it: it was set by hand, or by a backward pass before the block",
+    UNMADE: (
+        "and no backward pass that was watched made it: "
+        "it was set by hand, by a transform of torch.func, or by a backward pass before the block"
+    ),
     HANDED: "when the backward pass began: who called backward handed it in, in a pipeline from the next stage",
     WRITTEN_LATE: "and it was finite when backward and the ranks had done with it: it was written afterwards",
 }

@@ -354,8 +354,8 @@ class Examiner:
 
     def _changed_by_hooks(self, recording: Recording, look: Look) -> Look:
         """A gradient came out bad that the loss program makes fine, and nothing else has shown why: somebody has changed it on its way."""
-        if look.location is not None or look.seen is not None or recording.program is None:
-            return look
+        if look.location is not None or look.seen is not None or recording.program is None or not bool(is_finite(recording.loss)):
+            return look  # a loss that was bad was bad before its gradients
         bad = ((leaf, grad) for leaf in recording.program.leaves if (grad := recording.grads.get(leaf.id)) is not None)
         leaf, grad = next((pair for pair in bad if not bool(is_finite(pair[1]))), (None, None))
         if leaf is None or grad is None or look.trace is None or not bool(is_finite(look.trace.values[look.program.output])):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanscope.capture.failsafe import Failsafe
 from nanscope.program.numbers import count_bad
+from nanscope.snapshot.observation import UNMADE
 from nanscope.snapshot.step import Reached
 from nanscope.watching.course import Course
 from nanscope.watching.examine import Examiner
@@ -52,10 +53,12 @@ class Gradients:
         if not self._course.recordings.made:
             # Nobody differentiated anything here: gradients set by hand, or by a backward pass before the block.
             self._course.foreign = True
-            text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
-            self._logbook.note("foreign_gradients", text, self._course.counts.number)
             if not self._course.bad:
                 self._failsafe("gradient-hit", self._keep_unmade, parameters, grads)
+            last = self._logbook.snapshots[-1] if self._logbook.snapshots else None
+            if last is None or last.found.origin.op == UNMADE:  # else the code has differentiated by itself, and that was seen
+                text = "an optimizer stepped on non-finite gradients that no backward pass in the watched block made"
+                self._logbook.note("foreign_gradients", text, self._course.counts.number)
         elif not self._course.bad:
             self.keep(parameters, grads)
         self._mark(len(grads), count_bad(grads))

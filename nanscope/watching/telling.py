@@ -14,6 +14,7 @@ import logging
 
 import torch
 
+from nanscope.errors import visible
 from nanscope.foresight.hazard import Check
 from nanscope.snapshot.step import Snapshot
 from nanscope.text import is_round, line_in
@@ -39,6 +40,11 @@ def tell_lacks() -> None:
         log.warning("nanscope [torch-lacks]: torch %s has no %s: %s", torch.__version__, names, so)
 
 
+def _say(line: str, text: str) -> None:
+    """A line on the log, in which a name of a file or of a variable commands no terminal."""
+    log.warning(line, visible(text))
+
+
 class Teller:
     """Says what is found, once. process: said with it where there are several; directory: of the run, where the rest is found."""
 
@@ -58,28 +64,28 @@ class Teller:
         step = f"{snapshot.place} on {self.process}" if self.process else snapshot.place
         if snapshot.consequence_of is not None:
             what_next = f"the weights are non-finite since step {snapshot.consequence_of}; what follows from it is counted"
-            log.warning(LINE, f"{step}: {what_next}")
+            _say(LINE, f"{step}: {what_next}")
             return
         next_ = f"next: nanscope replay {path}" if path is not None else "it is not on disk, only in memory"
         next_ = f"other ranks write it: nanscope report {self.directory}" if left else next_
-        log.warning(LINE, f"{step}: {what_and_where(snapshot) if seen.phase is not None else NOT_SEEN}; {next_}")
+        _say(LINE, f"{step}: {what_and_where(snapshot) if seen.phase is not None else NOT_SEEN}; {next_}")
 
     def forecast(self, forecast: Forecast) -> None:
         """Something is about to happen."""
         step = f"step {forecast.step} on {self.process}" if self.process else f"step {forecast.step}"
         saved = f"; saved {forecast.snapshot}" if forecast.snapshot is not None else ""
-        log.warning("nanscope [forecast]: %s", f"{step}: {forecast.sentence}{saved}")
+        _say("nanscope [forecast]: %s", f"{step}: {forecast.sentence}{saved}")
 
     def checked(self, check: Check, path: str | None) -> None:
         """A loss was asked what would kill it: the answer in a line, one for each of the first hazards that training can reach, and one for
         what could not be tried."""
         step = f"step {check.step} on {self.process}" if self.process else f"step {check.step}"
         next_ = "" if path is None else f"; next: nanscope check {path}"
-        log.warning("nanscope [check]: %s", f"{step}: {check.sentence.rstrip('.')}{next_}")
+        _say("nanscope [check]: %s", f"{step}: {check.sentence.rstrip('.')}{next_}")
         for hazard in check.reachable[:HAZARDS]:
-            log.warning("nanscope [check]: %s", hazard.words)
+            _say("nanscope [check]: %s", hazard.words)
         if check.fixed:
-            log.warning("nanscope [check]: %s", f"settled: {'; '.join(check.fixed[:HAZARDS])}")
+            _say("nanscope [check]: %s", f"settled: {'; '.join(check.fixed[:HAZARDS])}")
 
     def unsaved(self) -> None:
         """A bad step was counted, and neither looked at nor written."""
@@ -88,7 +94,7 @@ class Teller:
 
     def unheard(self, who: str) -> None:
         """The run has ended here, and not on other ranks. who: has not reported, in words."""
-        log.warning("nanscope [not-heard-of]: %s; when all have: nanscope report %s", who, self.directory)
+        _say("nanscope [not-heard-of]: %s", f"{who}; when all have: nanscope report {self.directory}")
 
     def end(self) -> None:
         """Say what was counted since it was last told."""
@@ -106,4 +112,4 @@ class Teller:
         if count > told:
             self._more[origin] = (words, count, count)
             where = f"; nanscope report {self.directory}" if self.directory is not None else ""
-            log.warning(LINE, f"+{count} more bad step{'' if count == 1 else 's'} {words}{where}")
+            _say(LINE, f"+{count} more bad step{'' if count == 1 else 's'} {words}{where}")
