@@ -59,10 +59,10 @@ def test_an_origin_is_told_once_and_then_counted(said: Callable[[], list[str]]) 
         teller.found(at(step), None)
     teller.found(at(121, line=13), None)
     lines = said()
-    assert [re.sub(" bad step.*", "", line) for line in lines[1:-1]] == ["+1 more", "+10 more", "+100 more"]
-    assert lines[2] == "+10 more bad steps like that at loss.py:12; nanscope report runs/a" and lines[-1].startswith("step 121: ")
+    assert [re.sub(" bad step.*", "", line) for line in lines[1:-1]] == ["so far 1 more", "so far 10 more", "so far 100 more"]
+    assert lines[2] == "so far 10 more bad steps like that at loss.py:12; nanscope report runs/a" and lines[-1].startswith("step 121: ")
     teller.end()
-    assert said() == ["+119 more bad steps like that at loss.py:12; nanscope report runs/a"]
+    assert said() == ["so far 119 more bad steps like that at loss.py:12; nanscope report runs/a"]
     teller.end()
     assert said() == []
 
@@ -100,7 +100,7 @@ def test_bad_steps_that_are_not_saved_are_counted(tmp_path: Path, said: Callable
     """Beyond the limit nobody looks where they come from."""
     with nanscope.watch(out=tmp_path, on_nonfinite="skip", limit=1) as scope:
         grpo_steps(policy(), 6, lambda step, batch: stale_at(0, 3, step)(step, batch))
-    assert [line.split(";")[0] for line in said()][1:] == ["+1 more bad step not saved", "+5 more bad steps not saved"]
+    assert [line.split(";")[0] for line in said()][1:] == ["so far 1 more bad step not saved", "so far 5 more bad steps not saved"]
     assert scope.bad_steps == 6
 
 

@@ -116,7 +116,7 @@ def bench(
             autocompletion=_subjects,
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and smaller sizes: half a minute instead of three.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and smaller sizes: half a minute instead of four minutes.")] = False,
     rounds: Annotated[
         int | None, typer.Option("--rounds", metavar="N", min=1, help="Rounds of each; more make the quartiles narrower.")
     ] = None,

@@ -99,7 +99,7 @@ def read_header(path: Path | str) -> Header:
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path}: the description is damaged ({type(error).__name__})", slug="snapshot-damaged") from None
     if type(schema) is not int or not 0 < schema < 1 << 31:  # neither shown nor taken for a release: a file may hold anything
-        raise SnapshotError(f"{path}: the description is damaged (its schema is no number of one)", slug="snapshot-damaged")
+        raise SnapshotError(f"{path}: the description is damaged (its schema is not one)", slug="snapshot-damaged")
     if schema > SCHEMA_VERSION:
         raise SnapshotError(
             f"{path}: written in snapshot format {schema}, this nanscope reads up to {SCHEMA_VERSION}; "

@@ -52,6 +52,8 @@ class Target:
             return Target((target, *args), module=True)
         is_file = Path(target).is_file()
         found = str(Path(target).absolute()) if is_file and os.access(target, os.X_OK) else None if is_file else shutil.which(target)
+        if Path(target).is_dir() and found is None:
+            raise NanscopeError(f"{target!r} is a folder, and no script or command", slug="no-script")
         if found is None and not is_file:
             raise NanscopeError(f"there is no script and no command {target!r}{_near(target)}", slug="no-script")
         if found is None or (is_file and Path(target).suffix == ".py"):

@@ -112,4 +112,4 @@ class Teller:
         if count > told:
             self._more[origin] = (words, count, count)
             where = f"; nanscope report {self.directory}" if self.directory is not None else ""
-            _say(LINE, f"+{count} more bad step{'' if count == 1 else 's'} {words}{where}")
+            _say(LINE, f"so far {count} more bad step{'' if count == 1 else 's'} {words}{where}")
