@@ -517,3 +517,24 @@ def test_a_buffer_that_numpy_has_filled_is_data(settled: bool, whole: str, big: 
     program, tensors = tape.program(tape.value_of(loss))
     assert float(program.execute(tensors).values[program.output].detach()) == float(loss.detach())
     assert [float(tensor.max()) for leaf, tensor in tensors.items() if not tensor.requires_grad] == [2.0]
+
+
+def test_what_an_extension_makes_of_nothing_is_made_once() -> None:
+    """Nobody knows what it does besides."""
+    made: list[int] = []
+    with torch.library._scoped_library("nanscope_made", "FRAGMENT") as library:
+        library.define("noise(int n) -> Tensor")
+
+        def noise(n: int) -> Tensor:
+            made.append(n)
+            return torch.full((n,), float(len(made)))
+
+        library.impl("noise", noise, "CompositeExplicitAutograd")
+        tape = Tape()
+        with TapeMode(tape):
+            given = torch.ops.nanscope_made.noise(3)
+            loss = (given * torch.ones(3, requires_grad=True)).sum()
+            tape.settle()
+            assert float(loss.detach()) == 3.0
+        tape.value_of(loss)
+    assert made == [3]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.modules import version_of
+from nanscope.capture.unseen import is_captured
 from nanscope.program.local import local
 from nanscope.program.numbers import is_finite
 
@@ -33,8 +34,8 @@ class Replacing:
 
     def asked(self, tensor: Tensor) -> None:
         """Somebody asks of each element of a tensor, and has not written to it yet. Waits for no device."""
-        part = None if tensor.requires_grad else local(tensor)
-        if part is None or not part.is_floating_point() or len(self._asked) >= KEPT:
+        part = None if tensor.requires_grad or is_captured() else local(tensor)
+        if part is None or part.is_meta or not part.is_floating_point() or len(self._asked) >= KEPT:
             return
         where, writes = (part.data_ptr(), part.numel()), version_of(part)
         if self._asked.get(where) == writes:

@@ -94,7 +94,7 @@ class Remains:
 
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
-        return [weight for weight in weights if not (id(weight) in self._infinite and self._is_as_it_came(weight))]
+        return [one for one in weights if not (id(one) in self._infinite and self._is_as_it_came(one))] if self._infinite else [*weights]
 
     def _is_as_it_came(self, weight: Tensor) -> bool:
         first, part = self._first.get(id(weight)), local(weight)
