@@ -21,7 +21,7 @@ from nanscope.capture.follow import Made, kinds_of
 from nanscope.capture.modules import ModuleWatch, place_of, tensors_in
 from nanscope.capture.rerun import Apart, Reruns
 from nanscope.capture.source import site_of
-from nanscope.errors import ProgramError, words_of
+from nanscope.errors import ProgramError, visible, words_of
 from nanscope.locate.describe import phase_of
 from nanscope.locate.facts import extent_of
 from nanscope.locate.forward import bad_sources, walk_back
@@ -285,10 +285,11 @@ def run_again(notes: list[tuple[str, str]], look: Callable[[], Found | None], wh
         return look()
     except Exception as error:  # noqa: BLE001 - it is anybody's code, and may not like to be run again
         why = str(error) if isinstance(error, NotIsolated) else words_of(error)
-        note = ("not_run_again", f"{what} could not be run again on a copy: {why}; what is told is what the step itself has shown")
+        failed = f"{what} could not be run again on a copy: {why}"
+        note = ("not_run_again", f"{failed}; what is told is what the step itself has shown")
         if note not in notes:
             notes.append(note)
-            log.warning("nanscope [second-look-failed]: %s", words_of(error))
+            log.warning("nanscope [second-look-failed]: %s", visible(failed))
         return None
 
 
