@@ -111,7 +111,7 @@ def _refuse(step: Snapshot) -> None:
     elif seen.kind in (Kind.SWALLOWED, Kind.ABSORBED):
         why = "everything is finite, and only another computation tells that it is wrong"
     elif seen.outside:
-        why = _ELSEWHERE.get(seen.phase or Phase.FORWARD, "the harm was made inside the model, of which this file holds no program")
+        why = _ELSEWHERE.get(seen.phase or Phase.FORWARD, "the harm was made outside of the program that this file holds")
     elif not step.program.calls:
         why = "this file holds no program of a loss"
     if why is not None:
