@@ -282,3 +282,28 @@ def test_a_weight_that_a_transform_is_given_is_a_weight(tmp_path: Path) -> None:
     (incident,) = scope.verdict.incidents
     assert (incident.phase, incident.origin.variable, incident.origin.index) == ("weights", "weight", (0, 2)), incident.sentence
     assert "detach" not in incident.sentence
+
+
+@pytest.mark.parametrize("by", ["torch.func.grad", "autograd.grad"])
+def test_gradients_that_the_loop_takes_itself_are_not_foreign(tmp_path: Path, by: str) -> None:
+    """They were seen to be made, with the line that made them bad."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_of(weights: dict[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
+        return (torch.func.functional_call(model, weights, (x,)) * mask).sum() / mask.sum()
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 5):
+            x, mask = torch.randn(4, 3), torch.ones(4, 2) * (step != 3)
+            weights = dict(model.named_parameters())
+            if by == "torch.func.grad":
+                grads = torch.func.grad(loss_of)({name: one.detach() for name, one in weights.items()}, x, mask)
+            else:
+                found = torch.autograd.grad(loss_of(weights, x, mask), list(weights.values()))
+                grads = dict(zip(weights, found, strict=True))
+            for name, weight in weights.items():
+                weight.grad = grads[name]
+            optimizer.step()
+    assert scope.verdict.incidents[0].origin.op == "div", scope.verdict.sentence
+    assert not any(note.slug == "foreign_gradients" for note in scope.notes)

@@ -276,6 +276,34 @@ def test_a_mask_is_written_as_what_it_is(selects: str, kind: str, tmp_path: Path
         assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
 
 
+EITHER = """import torch
+
+
+def loss(log_probs):
+    gap = (log_probs + {}) * (torch.arange(6) != 4)
+    return (1e-6 / gap).mean() + log_probs.mean()
+
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    loss(model(torch.randn(3, 4))).backward()
+"""
+
+
+@pytest.mark.parametrize("shift", [0.0, -9.0, 9.0], ids=["either sign", "negative", "positive"])
+def test_a_denominator_keeps_its_sign(shift: float, tmp_path: Path) -> None:
+    """Only what is too near to 0 is another number then."""
+    script = tmp_path / "script.py"
+    script.write_text(EITHER.format(shift))
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fix = next(fix for fix in incident.fixes if fix.id == "clamp_denominator")
+    assert fix.proven and fix.distortion == 0.0
+    copy = patched(script, fix, tmp_path / fix.id)
+    assert ("masked_fill" in copy.read_text()) == (shift <= 0)
+    assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
+
+
 def test_a_change_within_what_is_changed_is_in_it(tmp_path: Path) -> None:
     """Two edits of one line, one of an operand of the other's: each stands where it was run."""
     line, wanted = (

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -412,3 +413,22 @@ def test_what_a_mask_makes_of_logits_is_a_product_of_probabilities(tmp_path: Pat
         (torch.softmax(scores, dim=-1) * scores).sum().backward()
     (incident,) = scope.verdict.incidents
     assert (incident.origin.op, incident.cause) == ("mul", "plogp_zero")
+
+
+def test_a_loss_that_was_bad_is_not_said_to_have_been_spoilt_after_it(tmp_path: Path) -> None:
+    """numpy has changed what it read before backward: run again it is fine, and no hook has written its gradients."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    array = np.ones((4, 2), np.float32)
+    weights = torch.from_numpy(array)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 5):
+            array[:] = 1
+            array[1, 1] = step != 3
+            loss = (torch.log(weights) * model(torch.randn(4, 3))).mean()
+            array[:] = 1
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    said = scope.verdict.incidents[0].sentence
+    assert "numpy or another process may have written to what it read" in said and "hook" not in said

@@ -18,9 +18,11 @@ from matplotlib.text import Text
 from verdicts import KINDS, NASTY, hostile, verdict_of
 
 from nanscope.report import figure
-from nanscope.report.canvas import HARM, TALLEST, WIDTH, Canvas
+from nanscope.report.canvas import HARM, PROVEN, TALLEST, WIDTH, Canvas
+from nanscope.report.diff import hunks_of
 from nanscope.report.figure import COLOURS, render_figure
 from nanscope.report.map import LEVELS, grid_of
+from nanscope.snapshot.observation import Diff
 from nanscope.verdict.incident import Fix, Picture, Verdict
 
 
@@ -161,3 +163,19 @@ def test_a_path_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     with pytest.raises(FileNotFoundError):
         render_figure(verdict_of("healthy"), tmp_path / "nowhere" / "a.png")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_patch_stands_where_it_goes(before: bool) -> None:
+    """A line that is put before another one stands before it, and nothing is red that stays."""
+    verdict = verdict_of("forward masked")
+    place = dataclasses.replace(verdict.incidents[0].origin, file="/home/train.py", line=12)
+    diff = Diff("/home/train.py", 12, () if before else ("y = x.exp()",), ("x = x.clamp(max=20.0)",), ("a = 1",), ("y = x.exp()", "b = 2"))
+    lines = figure._change_at(place, hunks_of(Fix("clamp_exponent", "", "", True, True, diffs=(diff,))))
+    shown = [(number, words, edge) for number, words, edge, _ in lines]
+    added = ("+", "x = x.clamp(max=20.0)", PROVEN)
+    if before:
+        assert shown == [("11", "a = 1", ""), added, ("12", "y = x.exp()", ""), ("13", "b = 2", "")]
+    else:
+        assert shown[:3] == [("11", "a = 1", ""), ("12", "y = x.exp()", HARM), added]
+    assert figure._change_at(dataclasses.replace(place, line=99), hunks_of(Fix("clamp_exponent", "", "", True, True, diffs=(diff,)))) == []
