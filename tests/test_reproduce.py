@@ -201,7 +201,7 @@ def elsewhere() -> list[tuple[Snapshot, str]]:
     return [
         (replace(step, observation=replace(outside, phase=Phase.OPTIMIZER)), "optimizer"),
         (replace(step, observation=replace(outside, phase=Phase.WEIGHTS)), "weight"),
-        (replace(step, observation=replace(outside, phase=Phase.FORWARD)), "inside the model"),
+        (replace(step, observation=replace(outside, phase=Phase.FORWARD)), "outside of the program"),
         (replace(step, observation=replace(UNSEEN, kind=Kind.ARRIVED)), "another rank"),
         (replace(step, observation=replace(UNSEEN, kind=Kind.CLIP)), "clipping"),
         (replace(step, program=replace(step.program, calls=(), leaves=())), "no program"),
