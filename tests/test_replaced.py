@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_ending import Trapped
 from torch import Tensor, nn
 
 import nanscope
 from nanscope.watching.recording import Recording
 
 NAN = math.nan
-
-
-class Trapped(nn.Module):
-    """Divides by the length of a row where that is not 0, and differentiates where it is, too: the loss stays finite."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, width, bias=False), nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        length = hidden.norm(dim=-1, keepdim=True)
-        return self.last(torch.where(length > 0, hidden / length, hidden))  # type: ignore[no-any-return]
 
 
 def grad_of(parameter: nn.Parameter) -> Tensor:
@@ -91,7 +79,7 @@ def test_gradients_that_the_loop_replaces_are_told(
 
 @pytest.mark.parametrize("by", ["nan_to_num_", "nan_to_num", "index"])
 def test_gradients_that_are_replaced_after_each_micro_batch(tmp_path: Path, by: str) -> None:
-    model = Trapped()
+    model = Trapped(8)
     optimizer = torch.optim.AdamW(model.parameters())
     with nanscope.watch(out=tmp_path) as scope:
         for step in range(1, 8):
@@ -143,7 +131,7 @@ def test_what_is_replaced_in_other_numbers_tells_nothing_of_gradients(tmp_path: 
 
 
 def test_gradients_that_are_replaced_in_a_step_that_is_dropped_all_the_same(tmp_path: Path) -> None:
-    model = Trapped()
+    model = Trapped(8)
     optimizer = torch.optim.AdamW(model.parameters())
     with nanscope.watch(out=tmp_path) as scope:
         for step in range(1, 8):
@@ -164,7 +152,7 @@ class Moody(Trapped):
     """Is in another state when it is called once more."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(8)
         self.trap = False
 
     def forward(self, x: Tensor) -> Tensor:
