@@ -17,6 +17,13 @@ from nanscope.watching.recording import Recording
 NAN = math.nan
 
 
+def differentiate(model: Trapped, bad: bool) -> None:
+    """One batch, in which a row is 0 if it is to be bad."""
+    x = torch.randn(8, 6)
+    x[3] *= not bad
+    model(x).square().mean().backward()
+
+
 def grad_of(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
@@ -64,9 +71,7 @@ def test_gradients_that_the_loop_replaces_are_told(
     with nanscope.watch(out=tmp_path) as scope:
         for step in range(1, 8):
             optimizer.zero_grad()
-            x = torch.randn(8, 6)
-            x[3] *= step != 5
-            model(x).square().mean().backward()
+            differentiate(model, bad=step == 5)
             for parameter in model.parameters():
                 REPLACED[by](parameter)
             optimizer.step()
@@ -85,9 +90,7 @@ def test_gradients_that_are_replaced_after_each_micro_batch(tmp_path: Path, by: 
         for step in range(1, 8):
             optimizer.zero_grad()
             for part in range(3):
-                x = torch.randn(8, 6)
-                x[3] *= (step, part) != (5, 1)
-                (model(x).square().mean() / 3).backward()
+                differentiate(model, bad=(step, part) == (5, 1))
                 for parameter in model.parameters():
                     REPLACED[by](parameter)
             optimizer.step()
@@ -136,9 +139,7 @@ def test_gradients_that_are_replaced_in_a_step_that_is_dropped_all_the_same(tmp_
     with nanscope.watch(out=tmp_path) as scope:
         for step in range(1, 8):
             optimizer.zero_grad()
-            x = torch.randn(8, 6)
-            x[3] *= step != 5
-            model(x).square().mean().backward()
+            differentiate(model, bad=step == 5)
             bad = not all(grad_of(parameter).isfinite().all() for parameter in model.parameters())
             for parameter in model.parameters():
                 grad_of(parameter).nan_to_num_(0.0)

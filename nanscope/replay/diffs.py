@@ -329,19 +329,24 @@ class _Comparison:
         current: int | None = value
         is_truth = False  # made of numbers on the way, which `~` and `masked_fill` do not take
         while current is not None:
-            for words in self._words(current, site):
-                read = roots(words)
-                if read and all(self._namespace.is_bound(root, site, self._made_on(current, site)) for root in read):
-                    found = Phrase(words, ANY if re.search(r"[~<>=!]", words) else ATOM)
-                    return Phrase(f"{found.inside(ATOM)}.bool()") if is_truth else found
-            if (part := self._part(current, site)) is not None:
-                return Phrase(f"{part.inside(ATOM)}.bool()") if is_truth else part
+            found = self._bound(current, site) or self._part(current, site)
+            if found is not None:
+                return Phrase(f"{found.inside(ATOM)}.bool()") if is_truth else found
             maker = self.before.maker(current)
             if maker is None or maker.name not in COPIES:
                 break
             is_truth = is_truth or dict(maker.kwargs).get("dtype") is torch.bool
             current = next(maker.inputs(), None)
         raise _Unwritable
+
+    def _bound(self, value: int, site: Site) -> Phrase | None:
+        """The words for a value of which a function knows every name."""
+        made = self._made_on(value, site)
+        for words in self._words(value, site):
+            read = roots(words)
+            if read and all(self._namespace.is_bound(root, site, made) for root in read):
+                return Phrase(words, ANY if re.search(r"[~<>=!]", words) else ATOM)
+        return None
 
     def _made_on(self, value: int, site: Site) -> int | None:
         """The line of a function on which a value was made, None where it came in, or from another function."""

@@ -180,11 +180,9 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     signed, rest = bool((finite < 0).any()), usual(patch, position)
     if least is not None:
         bound = least
-    elif signed:
-        bound = _spike_floor(finite) if spiky else smallest(content.dtype)
     elif count:
         bound = 1.0
-    elif rest is not None and bool(rest.any()):
+    elif not signed and rest is not None and bool(rest.any()):
         bound = floor_of(rest)
     else:
         bound = _spike_floor(finite) if spiky else smallest(content.dtype)

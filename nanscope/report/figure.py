@@ -50,7 +50,6 @@ LONG = 12  # lines of a patch that are shown in the place of the source
 EDGE, LEGEND = 44, 660  # pixels that the numbers of rows take, and the legend under a map
 SHOWN = ("largest exponent", "|Δ| between sampler and trainer", "gradient norm", "loss")  # of a run without incidents, the first two
 
-
 _SourceLine = tuple[str, str, str, str]  # its number, its text, the colours of its edge and of what lies under it
 
 
