@@ -275,6 +275,7 @@ def shards_of(weight: Tensor) -> Iterator[tuple[str, tuple[int, ...], int, int, 
 
 
 tree_leaves: Callable[[Any], list[Any]] = needed("torch.utils._pytree.tree_leaves")
+tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = needed("torch.utils._pytree.tree_map_only")
 
 
 def debug_mode() -> Any | None:

@@ -38,6 +38,7 @@ from nanscope.capture.modules import (
     versions_in,
 )
 from nanscope.capture.reach import Reach
+from nanscope.capture.recomputing import run_through
 from nanscope.capture.seal import Seal, Written, sealed
 from nanscope.capture.tape import Tape
 from nanscope.program.calls import Arg, Computes, Leaf, substitute
@@ -474,6 +475,7 @@ def _called(
         edges = stack.enter_context(_following(eye, paths, _hooked(_without_others(call.module), module)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled because we looked
         stack.enter_context(torch.set_grad_enabled(call.grad))
+        stack.enter_context(run_through() if call.grad else contextlib.nullcontext())
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)
     return [tensor for tensor in made_in(output) if tensor.layout is torch.strided], edges
