@@ -42,7 +42,7 @@ def run_through() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = original
+        Function.apply = original  # type: ignore[method-assign]
 
 
 def _kept(function: Callable[..., Any], made: list[Tensor]) -> Callable[..., Any]:
