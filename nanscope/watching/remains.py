@@ -41,6 +41,17 @@ class Spoilt:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A weight as it was when its model was first seen. fine_at: the step, where it was finite. unwritten: did it hold what had been in its
+    memory before? infinite: so many of its elements were infinite, where none was NaN."""
+
+    weight: weakref.ref[Tensor]
+    fine_at: int | None
+    unwritten: bool = False
+    infinite: int = 0
+
+
 class Remains:
     """Asked when a model is seen for the first time, after each update for the buffers, and when the block ends."""
 
@@ -49,8 +60,7 @@ class Remains:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
-        self._first: dict[int, tuple[weakref.ref[Tensor], int | None, bool]] = {}  # weight → step in which it was finite; unwritten?
-        self._infinite: dict[int, int] = {}  # weight → how many of its elements were infinite then, where none was NaN
+        self._came: dict[int, Came] = {}  # weights by identity
         self._fine: list[tuple[int, SoFar, frozenset[int]]] = []  # the last step after which these were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
         self._buffers_fine: tuple[int | None, SoFar] = (None, NONE)  # as `_fine`, of all buffers
@@ -88,34 +98,36 @@ class Remains:
                 self._were_fine |= {path for _, _, path in self._owners}
                 self._met.clear()
                 for (weight, part), flag in zip(weights, fine[len(own) :], strict=True):
-                    if not flag and not bool(torch.isnan(part).any()):
-                        self._infinite[id(weight)] = int(torch.isinf(part).sum())
-                    self._first[id(weight)] = (weakref.ref(weight), step if flag else None, not flag and self._is_unwritten(weight))
+                    this: weakref.ref[Tensor] = weakref.ref(weight)
+                    self._came[id(weight)] = Came(this, step) if flag else Came(this, None, self._is_unwritten(weight), _infinite(part))
 
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
-        return [one for one in weights if not (id(one) in self._infinite and self._is_as_it_came(one))] if self._infinite else [*weights]
+        return [one for one in weights if not self._is_mask(one)]
 
-    def _is_as_it_came(self, weight: Tensor) -> bool:
-        first, part = self._first.get(id(weight)), local(weight)
-        if first is None or first[0]() is not weight or part is None:
-            return False
-        return not bool(torch.isnan(part).any()) and int(torch.isinf(part).sum()) == self._infinite[id(weight)]
+    def _is_mask(self, weight: Tensor) -> bool:
+        came = self._as_it_came(weight)
+        part = local(weight) if came is not None and came.infinite else None
+        return came is not None and part is not None and _infinite(part) == came.infinite
+
+    def _as_it_came(self, weight: Tensor) -> Came | None:
+        came = self._came.get(id(weight))
+        return came if came is not None and came.weight() is weight else None
 
     def _is_unwritten(self, weight: Tensor) -> bool:
         return is_fresh(self._tape, weight)
 
     def was_fine(self, weight: Tensor) -> bool:
         """Is a weight known to have been finite, and was nobody but an optimizer seen to write to it since?"""
-        first = self._first.get(id(weight))
-        known = self._last_fine(weight)[0] is not None or (first is not None and first[0]() is weight and first[1] is not None)
+        came = self._as_it_came(weight)
+        known = self._last_fine(weight)[0] is not None or (came is not None and came.fine_at is not None)
         return known and self._writers.get(id(weight)) is None
 
     def learn(self, other: Remains) -> None:
         """Know of the weights what was known of them in another thread. Who wrote to them there, its own tape knows."""
         self._known |= other._known
         self._owners = list({(id(owner()), name): (owner, name, path) for owner, name, path in (*self._owners, *other._owners)}.values())
-        self._first, self._infinite = {**self._first, **other._first}, {**self._infinite, **other._infinite}
+        self._came = {**self._came, **other._came}
         self._fine = [(step, NONE, weights) for step, _, weights in other._fine if all(weights != known for *_, known in self._fine)] + [
             (max([step, *(found for found, _, known in other._fine if known == weights)]), calls, weights)
             for step, calls, weights in self._fine
@@ -123,7 +135,7 @@ class Remains:
 
     def let_go(self) -> None:
         """Refer to no weight and no buffer any more: since when each was finite is not known from here on."""
-        self._first, self._met, self._infinite = {}, {}, {}
+        self._came, self._met = {}, {}
 
     def fine(self, step: int, weights: Iterable[Tensor]) -> None:
         """After the update of a step these were finite."""
@@ -165,12 +177,11 @@ class Remains:
         if not known:
             return self._found_so(snapshot) if seen.origin.op == "buffer" and not seen.past.found else snapshot
         weight = known[0]
-        first = self._first.get(id(weight))
-        _, fine_at, unwritten = first if first is not None and first[0]() is weight else (None, None, False)
+        came = self._as_it_came(weight) or Came(weakref.ref(weight), None)
         known_fine, calls = self._last_fine(weight)
-        fine_at = fine_at if known_fine is None else known_fine
+        fine_at = came.fine_at if known_fine is None else known_fine
         site = self._writers.get(id(weight)) or self._written_at(weight, calls)
-        past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, unwritten)
+        past = Past(fine_at, site.expression if site else "", site.file if site else None, site.line if site else None, came.unwritten)
         past = replace(past, found=seen.past.found)
         observation = replace(snapshot.observation, past=past)
         return replace(snapshot, observation=observation, found=replace(seen, past=past))
@@ -246,3 +257,8 @@ def _readable(owner: Owner) -> Tensor | None:
 
 def _floating(part: Tensor | None) -> Tensor | None:
     return part if part is not None and part.is_floating_point() and part.numel() else None
+
+
+def _infinite(part: Tensor) -> int:
+    """How many of its elements are infinite, if none is NaN?"""
+    return 0 if bool(torch.isnan(part).any()) else int(torch.isinf(part).sum())
