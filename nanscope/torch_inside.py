@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from nanscope.errors import NanscopeError
 
@@ -309,16 +310,33 @@ def has_backward_hooks(thing: object) -> bool:
     return any(getattr(thing, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
 
 
+def hooks_on_arrival(weight: Tensor) -> dict[int, Any]:
+    """Return where it is registered what is called with a gradient that comes to a weight."""
+    return getattr(weight, "_backward_hooks", None) or {}
+
+
+def hooks_once_there(weight: Tensor) -> dict[int, Any]:
+    """Return where it is registered what is called with a weight when its gradient has arrived in it."""
+    return getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+
+
+def call_first(hooks: dict[int, Any], function: Callable[..., object]) -> Callable[[], None]:
+    """Have something called before all that is registered, and return what undoes that."""
+    handle, others = RemovableHandle(hooks), dict(hooks)
+    hooks.clear()  # torch goes through them in the order in which they were put in, whatever else an ordered dictionary is told
+    hooks[handle.id] = function
+    hooks.update(others)
+    return handle.remove
+
+
 def gradient_hooks(weight: Tensor) -> list[Any]:
     """Return what somebody has registered to be called when the gradient of a weight is there."""
-    found = (getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return [hook for hooks in found if hooks for hook in hooks.values()]
+    return [*hooks_on_arrival(weight).values(), *hooks_once_there(weight).values()]
 
 
 def accumulation_hooks(weight: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with a weight when its gradient has arrived in it."""
-    hooks: dict[int, Any] | None = getattr(weight, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
+    return list(hooks_once_there(weight).values())
 
 
 def take_off_backward_hooks(module: torch.nn.Module) -> None:
@@ -336,8 +354,7 @@ def module_hooks(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
 
 def hooks_on(tensor: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with the gradient of a tensor."""
-    hooks: dict[int, Any] | None = getattr(tensor, "_backward_hooks", None)
-    return list(hooks.values()) if hooks else []
+    return list(hooks_on_arrival(tensor).values())
 
 
 def keywords_of(frame: FrameType) -> dict[str, Any]:

@@ -116,6 +116,59 @@ def test_a_bad_loss_whose_gradients_are_replaced(tmp_path: Path) -> None:
     assert "all 2 gradients are non-finite" in scope.verdict.sentence and "the training loop replaced them" in scope.verdict.sentence
 
 
+def _heal(grad: Tensor) -> Tensor:
+    return grad.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _heal_there(parameter: nn.Parameter) -> None:
+    grad_of(parameter).nan_to_num_(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("width", [8, 1 << 17], ids=["small", "large"])
+@pytest.mark.parametrize("kind", ["on arrival", "once there"])
+def test_gradients_that_hooks_replace_within_backward_are_told(tmp_path: Path, kind: str, width: int) -> None:
+    """Nobody sees them but the hooks; what these are given is looked at first, and they are as they were when backward is over."""
+    model = Trapped(width)
+    seen: list[bool] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: seen.append(bool(grad.isfinite().all())))
+        if kind == "on arrival":
+            parameter.register_hook(_heal)
+        else:
+            parameter.register_post_accumulate_grad_hook(_heal_there)
+    hooks = [{**hooks} for p in model.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            differentiate(model, bad=step == 5)
+            optimizer.step()
+    assert [(entry.step, entry.stepped) for entry in scope.history.entries if entry.nonfinite] == [(5, "replaced")], scope.verdict.sentence
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.index[0]) == ("div", 3), scope.verdict.sentence
+    assert "the training loop replaced them" in scope.verdict.sentence
+    assert seen.count(False) == 1 and len(seen) == 7 * 3  # the one weight that it reaches
+    now = [{**hooks} for p in model.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    assert [[*one.items()] for one in now] == [[*one.items()] for one in hooks]
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["", "removed"])
+def test_hooks_that_replace_nothing_change_nothing(tmp_path: Path, reset: bool) -> None:
+    """Bad gradients that go on are what they were without a hook; and who takes his hooks off in backward may."""
+    model = Trapped(8)
+    handles = [
+        parameter.register_hook(lambda grad: handles.pop().remove() if reset and handles else grad * 1) for parameter in model.parameters()
+    ]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            differentiate(model, bad=step == 3)
+            optimizer.step()
+    assert scope.verdict.incidents[0].origin.op == "div" and scope.verdict.incidents[0].reached["stepped"] != "replaced"
+    assert not any(parameter._backward_hooks for parameter in model.parameters()) or not reset
+
+
 def test_what_is_replaced_in_other_numbers_tells_nothing_of_gradients(tmp_path: Path) -> None:
     """Rewards may be NaN, and be replaced, between backward and the step; so may those that were dropped before."""
     model = nn.Linear(6, 3)

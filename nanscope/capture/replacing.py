@@ -20,7 +20,7 @@ from nanscope.program.numbers import is_finite
 
 KEPT = 1 << 16  # gradients that are remembered
 
-Where = tuple[int, int]  # of a tensor: address and size
+Where = tuple[int, int]  # of a tensor: address and size; of one that came to a weight that one's identity, below 0
 
 
 class Replacing:
@@ -43,7 +43,16 @@ class Replacing:
         self._asked[where] = writes
         finite = is_finite(part)
         if not (finite.is_cpu and bool(finite)) and self._is_gradient(part):
-            self._finite[where] = self._finite[where] & finite if where in self._finite else finite
+            self._note(where, finite)
+
+    def came(self, weight: Tensor, grad: Tensor) -> None:
+        """A gradient has come to a weight whose hooks may replace it. Waits for no device."""
+        part = None if is_captured() else local(grad)
+        if part is not None and not part.is_meta and part.is_floating_point():
+            self._note((-id(weight), part.numel()), is_finite(part))
+
+    def _note(self, where: Where, finite: Tensor) -> None:
+        self._finite[where] = self._finite[where] & finite if where in self._finite else finite
 
     def _is_gradient(self, part: Tensor) -> bool:
         if self._places is None:

@@ -42,7 +42,7 @@ class Spoilt:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class AsItCame:
     """A weight as it was when its model was first seen. fine_at: the step, where it was finite. unwritten: did it hold what had been in its
     memory before? infinite: so many of its elements were infinite, where none was NaN."""
 
@@ -60,7 +60,7 @@ class Remains:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._owners: list[Owner] = []  # of buffers that were finite
         self._were_fine: set[str] = set()  # their names, for good
-        self._came: dict[int, Came] = {}  # weights by identity
+        self._came: dict[int, AsItCame] = {}  # weights by identity
         self._fine: list[tuple[int, SoFar, frozenset[int]]] = []  # the last step after which these were finite, and calls until then
         self._writers: dict[int, Site | None] = {}  # weight → where it was written to since
         self._buffers_fine: tuple[int | None, SoFar] = (None, NONE)  # as `_fine`, of all buffers
@@ -99,7 +99,9 @@ class Remains:
                 self._met.clear()
                 for (weight, part), flag in zip(weights, fine[len(own) :], strict=True):
                     this: weakref.ref[Tensor] = weakref.ref(weight)
-                    self._came[id(weight)] = Came(this, step) if flag else Came(this, None, self._is_unwritten(weight), _infinite(part))
+                    self._came[id(weight)] = (
+                        AsItCame(this, step) if flag else AsItCame(this, None, self._is_unwritten(weight), _infinite(part))
+                    )
 
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""
@@ -110,7 +112,7 @@ class Remains:
         part = local(weight) if came is not None and came.infinite else None
         return came is not None and part is not None and _infinite(part) == came.infinite
 
-    def _as_it_came(self, weight: Tensor) -> Came | None:
+    def _as_it_came(self, weight: Tensor) -> AsItCame | None:
         came = self._came.get(id(weight))
         return came if came is not None and came.weight() is weight else None
 
@@ -177,7 +179,7 @@ class Remains:
         if not known:
             return self._found_so(snapshot) if seen.origin.op == "buffer" and not seen.past.found else snapshot
         weight = known[0]
-        came = self._as_it_came(weight) or Came(weakref.ref(weight), None)
+        came = self._as_it_came(weight) or AsItCame(weakref.ref(weight), None)
         known_fine, calls = self._last_fine(weight)
         fine_at = came.fine_at if known_fine is None else known_fine
         site = self._writers.get(id(weight)) or self._written_at(weight, calls)

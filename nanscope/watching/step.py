@@ -24,6 +24,7 @@ from nanscope.snapshot.step import Reached, Stepped
 from nanscope.watching.absorbed import Absorbed
 from nanscope.watching.acting import OnNonFinite
 from nanscope.watching.answers import fetched
+from nanscope.watching.arriving import Arriving
 from nanscope.watching.beforehand import Beforehand
 from nanscope.watching.consumed import Consumed
 from nanscope.watching.counts import Counts, Tally
@@ -106,6 +107,7 @@ class Step(Relay):
         self._weights = Weights(remains, self._gradients, keeper, examiner, logbook, failsafe)
         self._spared = Spared(keeper, examiner, logbook, self._weights.or_buffers_bad, on_nonfinite != "record")
         self._consumed = Consumed()
+        self._arriving = Arriving(tape.replacing, failsafe)
         self._deep = Deep(awake, examiner, keeper, logbook)
         awake.step = lambda: tally.begun + self._course.closed
 
@@ -153,6 +155,7 @@ class Step(Relay):
         if not self._optimizers.any and recording.program is not None:  # one would look at the gradients of what it updates
             self._bare.update(parameters_behind(recording.program, recording.tensors))
         self._failsafe("consumed", self._consumed.before, self._optimizers.without(models))
+        self._failsafe("arriving", self._arriving.before, models)
         if self._skipping is not None:
             self._failsafe("skipping", self._skipping.before_backward, self._modules.seen)
         if recording.unwritten is None:
@@ -214,6 +217,7 @@ class Step(Relay):
     def after_backward(self, raised: BaseException | None = None) -> None:
         """A backward pass has ended: on a CPU look at once, elsewhere when the optimizer is about to step. raised: how it ended, if so."""
         recording, self._current = self._current, None
+        self._failsafe("arriving", self._arriving.after)
         if recording is not None and recording.unwritten is not None and raised is None:
             self._has_passed(recording, recording.unwritten)
         else:
@@ -458,6 +462,7 @@ class Step(Relay):
         self._remains.let_go()
         self._bare.clear()
         self._consumed.let_go()
+        self._arriving.let_go()
 
     def passed_over(self) -> None:
         """The loop has come round, and what its code had found wrong with a loss it did not differentiate."""
