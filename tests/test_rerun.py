@@ -525,3 +525,27 @@ def test_a_fix_before_a_recurrent_layer_is_carried_through_it(tmp_path: Path, ce
     (incident,) = scope.verdict.incidents
     assert (incident.origin.op, incident.origin.index, incident.cause) == ("div", (1, 0), "zero_div_zero")
     assert (incident.fixes[0].id, incident.fixes[0].works, incident.notes) == ("clamp_denominator", True, ())
+
+
+class Attends(nn.Module):
+    """Attention by a kernel that has no calls of its own, whose result lies turned; what goes into it is NaN for one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.project(x)
+        hidden = hidden * torch.sqrt(1 - 2 * torch.eye(5)[2, :, None])
+        heads = hidden.view(3, 5, 2, 4).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads).view(3, 2, 5, 4)  # as where heads share keys
+        return torch.as_tensor(self.out(mixed.transpose(1, 2).contiguous().reshape(3, 5, 8)))
+
+
+def test_what_attention_was_given_is_looked_at_behind_it(tmp_path: Path) -> None:
+    """Its result is NaN, and so is what autograd keeps of that: it was not made of that."""
+    with nanscope.watch(out=tmp_path, deep_every=0) as scope:
+        Attends()(torch.randn(3, 5, 8)).square().mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.op == "sqrt" and incident.origin.index == (2, 0), scope.verdict.sentence
+    assert not slugs(incident)

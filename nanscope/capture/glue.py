@@ -97,7 +97,7 @@ def opened(tape: Tape, value: Value) -> tuple[Program, dict[int, Tensor]]:
     ]:
         leaf = bad[0].id
         looked.add(leaf)
-        within = tape.storages.within(tensors[leaf])
+        within = tape.storages.within(tensors[leaf], leaf)
         with contextlib.suppress(LookupError):
             part, own = tape.program(within) if within is not None else (EMPTY, {})
             if part.calls:

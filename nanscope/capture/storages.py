@@ -23,15 +23,16 @@ class Storages:
     def __init__(self, known: Values, log: Log, operators: Mapping[int, Operator], opaques: Opaques) -> None:
         self._known, self._log, self._operators, self._opaques = known, log, operators, opaques
 
-    def within(self, tensor: Tensor) -> Value | None:
+    def within(self, tensor: Tensor, leaf: int | None = None) -> Value | None:
         """Return what was computed without gradient in the place of a tensor: what a custom function returns, or saves, its forward has
-        made so. None if that was not seen."""
+        made so. None if that was not seen. leaf: the id of the tensor, if it is a leaf: what has a later one was made of it."""
         if not is_plain(tensor):
             return None
         place, version, own = key_of(tensor, PLAIN)[:4], version_of(tensor), self._known.find(tensor)
         there = [value for value in self._known.relatives(memory_of(tensor)) if value.key[:4] == place and not value.diff]
         if own is not None and own.id not in self._known.made_by:
             there = [value for value in there if value.id < own.id]  # what was made of it since, as what autograd has saved, is later
+        there = [value for value in there if leaf is None or value.id < leaf]
         made = [value for value in there if value.id in self._known.made_by and value.version in (None, version)]
         return max(made, key=lambda value: value.id, default=None)
 
