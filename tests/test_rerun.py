@@ -549,3 +549,49 @@ def test_what_attention_was_given_is_looked_at_behind_it(tmp_path: Path) -> None
     (incident,) = scope.verdict.incidents
     assert incident.origin.op == "sqrt" and incident.origin.index == (2, 0), scope.verdict.sentence
     assert not slugs(incident)
+
+
+class Router(nn.Module):
+    """Keeps a loss of its own, or puts it into a list, and returns something else."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.gate, self.fault, self.aux = nn.Linear(4, 4), fault, torch.zeros(())
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        logits = self.gate(x)
+        share = logits.softmax(-1) * (torch.arange(len(x)) != 2)[:, None]
+        if self.fault == "backward":
+            self.aux = torch.sqrt(share.sum(-1)).mean()
+        else:
+            self.aux = torch.exp(logits + 100.0 * (torch.arange(len(x)) == 2)[:, None]).sum(-1).log().mean()
+        losses.append(self.aux)
+        return x + share
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+@pytest.mark.parametrize("by", ["attribute", "list"])
+def test_a_loss_that_a_part_of_the_model_keeps_is_looked_into(tmp_path: Path, by: str, fault: str) -> None:
+    """It is none of the results of the model, and its line is in there all the same."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.routers = nn.Linear(4, 4), nn.ModuleList([Router("none"), Router(fault)])
+
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+            x = self.first(x)
+            for router in self.routers:
+                x = router(x, losses)
+            return x
+
+    model, losses = Experts(), list[Tensor]()
+    model.routers[0].forward = lambda x, losses: x  # type: ignore[assignment]
+    with nanscope.watch(out=tmp_path, deep_every=0) as scope:
+        out = model(torch.randn(5, 4), losses)
+        aux = losses[0] if by == "list" else model.routers[1].aux
+        (out.square().mean() + 0.01 * aux).backward()  # type: ignore[operator]
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.op == ("sqrt" if fault == "backward" else "exp"), scope.verdict.sentence
+    assert incident.origin.index is not None and incident.origin.index[0] == 2
+    assert any(fix.works for fix in incident.fixes) and not slugs(incident)

@@ -142,9 +142,10 @@ class Reruns:
         leaves: dict[int, Tensor] = dict(tensors)
         floating = {value: tensor for value, tensor in tensors.items() if tensor.is_floating_point()}
         wanted, current = self._wanted(floating), {address(tensor): value for value, tensor in floating.items()}
+        left = self._left_behind(program, tensors)
         offset = max(known.new_id() for known in (program, *(glue.program for glue in self.glue)))
         for call in reversed(self.calls):  # the last call first: what it reads may be what an earlier one made
-            values = [value for place in call.outputs for value in wanted.get(place, ())]
+            values = [*left, *(value for place in call.outputs for value in wanted.get(place, ()))]
             if call.args is None or not values or not (call.grad or any(kinds_of(leaves[value]) for value in values)):
                 continue  # what came out fine, and has no gradient, is data; its weights may have been updated since
             with self._again(call, self._tape) as again:
@@ -156,6 +157,11 @@ class Reruns:
                 if target is not None and value is not None:  # else not read by the loss, or transient: it does not come out again
                     with contextlib.suppress(LookupError):
                         made.append((target, *opened(tape, value)))
+            for leaf_id, original in list(left.items()):
+                value = tape.storages.like(original)
+                if value is not None:
+                    del left[leaf_id]
+                    made.append((leaf_id, *opened(tape, value)))
             outputs = {part.output: target for target, part, _ in made}
             mapping = dict(outputs)  # one output may be made of another: all of them have their places first
             between: dict[int, Glue] = {}  # leaf → what led to it
@@ -193,6 +199,12 @@ class Reruns:
             return None
         whole = join([*parts, program]).slice()
         return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
+
+    def _left_behind(self, program: Program, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the leaves that no call has returned, by id: what a module keeps, as the loss of a router, or puts into a list."""
+        returned = {place for call in self.calls for place in call.outputs}
+        made = ((leaf.id, tensors[leaf.id]) for leaf in program.leaves if leaf.origin == "opaque" and leaf.diff)
+        return {leaf: tensor for leaf, tensor in made if tensor.grad_fn is not None and place_of(tensor) not in returned}
 
     def _note_hooks(self, again: Again[Tape], mapping: Mapping[int, int]) -> None:
         """Note the hooks of the values that a tape has seen: a copy of a weight has none, and its original does."""

@@ -14,6 +14,7 @@ from nanscope.capture.source import site_of
 from nanscope.capture.values import Values, key_of
 from nanscope.program.calls import Site
 from nanscope.program.local import is_plain, local, memory_of
+from nanscope.program.numbers import same_bits
 from nanscope.program.ops import UNWRITTEN_FACTORIES
 
 
@@ -35,6 +36,13 @@ class Storages:
         there = [value for value in there if leaf is None or value.id < leaf]
         made = [value for value in there if value.id in self._known.made_by and value.version in (None, version)]
         return max(made, key=lambda value: value.id, default=None)
+
+    def like(self, tensor: Tensor) -> Value | None:
+        """Return the last value that the same kind of call has made as a tensor of another run, and that is the same to the bit."""
+        node, known = type(tensor.grad_fn), reversed(list(self._known.by_id.values()))
+        made = ((value, value.tensor) for value in known if value.leaf is None and value.diff and value.shape == tensor.shape)
+        alike = (value for value, one in made if one is not None and type(one.grad_fn) is node and same_bits(one, tensor))
+        return next(alike, None)
 
     def made_within(self, tensor: Tensor) -> list[Value]:
         """Return what was made in the memory of a tensor, the latest first, and of the whole of it before that of parts: whatever has been
