@@ -14,7 +14,7 @@ from torch import Tensor
 import nanscope
 from nanscope.causes import OF_A_BATCH
 from nanscope.replay.edits import EDITS, clamp_exponent
-from nanscope.replay.tries import Edit, replay
+from nanscope.replay.tries import Bench, Edit, replay
 from nanscope.report.tried import best_of
 from nanscope.snapshot.observation import Row
 from nanscope.text import is_exact
@@ -78,6 +78,63 @@ def test_a_filter_that_would_let_the_neutral_number_in_is_no_distortion() -> Non
 
     row = rows_of(loss, leaf([1.0, 2.0, 3.0]), torch.tensor([[0.5, 0.7, 99.0]]))["clamp_exponent"]
     assert row.works and row.proven and is_exact(row.distortion)
+
+
+def test_a_layer_behind_another_is_looked_at_with_that_mended() -> None:
+    """The padding has a row of no score in both layers; what its NaN had made of the second layer's other rows is no fault of theirs."""
+
+    def loss(x: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + torch.softmax(x @ x.transpose(-1, -2) + bias, -1) @ x
+        return (x.square().sum(-1) * mask).sum()
+
+    keep = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
+    seen = torch.ones(3, 3).tril().bool() & keep[:, None].bool()
+    x, bias = torch.rand(2, 3, 2).requires_grad_(), torch.where(seen, 0.0, -INF)
+    rows = rows_of(loss, x, bias, keep)
+    assert rows["safe_softmax"].proven and rows["finite_mask_fill"].proven
+    (wanted,) = torch.autograd.grad(loss(x, bias.clamp(min=-1e30), keep), x)
+    healthy = Bench.of(record(loss, x, bias, keep).snapshot()).healthy
+    assert healthy is not None
+    assert torch.allclose(healthy.grads[0].float()[keep.bool()], wanted[keep.bool()], rtol=1e-4)
+
+
+def test_what_an_element_is_computed_from_by_a_function_that_is_flat_there_is_not_healthy() -> None:
+    """Of a saturated tanh the stable form has the gradient that a bound has not; neither changes another element."""
+
+    def loss(x: Tensor) -> Tensor:
+        return -torch.log(1 - torch.tanh(x).pow(2)).mean()
+
+    rows = rows_of(loss, leaf([0.1, 0.4, 300.0, -0.7]))
+    assert [rows[edit].distortion for edit in ("stable_function", "clamp_input")] == [0.0, 0.0]
+
+
+def test_that_a_row_adds_up_to_one_makes_nothing_healthy() -> None:
+    """A pad that all rows share: whatever the weights of a row without a score, they add up to 1, unless they are 0."""
+
+    def loss(pad: Tensor, scores: Tensor, bias: Tensor) -> Tensor:
+        return (torch.softmax(scores + bias, -1) @ pad.expand(3, 2)).square().sum()
+
+    bias = torch.zeros(2, 3)
+    bias[1] = -INF
+    rows = rows_of(loss, leaf([0.3, 0.5]), torch.rand(2, 3).requires_grad_(), bias)
+    assert rows["safe_softmax"].works and rows["safe_softmax"].distortion in (0.0, None)
+
+
+def test_what_comes_of_a_second_fault_is_not_healthy() -> None:
+    """The same scale is divided by, too: where it was 0 a bound leaves a huge gradient, and no other."""
+
+    def loss(mean: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        return (torch.log(scale) + (x - mean).square() / scale.square()).mean()
+
+    row = rows_of(loss, leaf([0.1, 0.2, 0.3]), torch.tensor([[0.5, 0.4, 0.2]]), torch.tensor([[1.0, 0.0, 2.0]]))["clamp_input"]
+    assert row.works and row.distortion == 0.0
+
+
+def test_what_has_no_gradient_measures_nothing() -> None:
+    """Every element that the loss reads is divided by the 0, and beside them stands one that it does not read."""
+    row = rows_of(lambda x, tau: (x[:, :-1] / tau).exp().mean(), leaf([0.1, 0.2, 0.3]), torch.tensor(0.0))["clamp_denominator"]
+    assert row.distortion is None and not row.proven
 
 
 def test_where_nothing_is_healthy_nothing_is_measured() -> None:

@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
@@ -32,11 +32,12 @@ def run_through() -> Iterator[None]:
     original, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not _computes_anew(kind):
+        if threading.get_ident() != thread or not torch.is_grad_enabled() or not _computes_anew(kind):
             return original.__get__(None, kind)(*args, **kwargs)
         made: list[Tensor] = []
-        given = [_kept(arg, made) if _is_function(arg) else arg for arg in args]
-        return _with_history(original.__get__(None, kind)(*given, **kwargs), made)
+        with contextlib.ExitStack() as stack:
+            given = [stack.enter_context(_kept(arg, made)) if _is_function(arg) else arg for arg in args]
+            return _with_history(original.__get__(None, kind)(*given, **kwargs), made)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
@@ -45,17 +46,30 @@ def run_through() -> Iterator[None]:
         Function.apply = original  # type: ignore[method-assign]
 
 
-def _kept(function: Callable[..., Any], made: list[Tensor]) -> Callable[..., Any]:
-    """Return a function as one that takes gradients. made: takes what it returns, which is handed on without its history."""
+@contextlib.contextmanager
+def _kept(function: Callable[..., Any], made: list[Tensor]) -> Iterator[Callable[..., Any]]:
+    """Give a function as one that takes gradients; a module stays what it is otherwise. made: takes what it returns, which is handed on
+    without its history."""
+    called = function.forward if isinstance(function, nn.Module) else function
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
-            output = checkpoint(function, *args, use_reentrant=False, determinism_check="none", **kwargs)
+            output = checkpoint(called, *args, use_reentrant=False, determinism_check="none", **kwargs)
         made.extend(tensors_in(output))
         with unseen():
             return tree_map_only(Tensor, Tensor.detach, output)
 
-    return run
+    if not isinstance(function, nn.Module):
+        yield run
+        return
+    own = vars(function).get("forward")
+    function.forward = run
+    try:
+        yield function
+    finally:
+        del function.forward
+        if own is not None:
+            function.forward = own
 
 
 def _with_history(output: Any, made: list[Tensor]) -> Any:

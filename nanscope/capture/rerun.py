@@ -108,7 +108,8 @@ class Reruns:
 
     places: where the leaves of the recorded program lay, by id: what was written to since is held as a copy, somewhere else. glue: what led
     to their arguments. notes: slug and text of what did not come out as it was. hooks: of the trainer's on gradients inside of what has
-    come out again, by value. apart: what does not come out bad.
+    come out again, by value. apart: what does not come out bad. through: is what functions of autograd compute anew in
+    their backward run through also where calls are followed?
     """
 
     calls: list[ModuleCall]
@@ -119,6 +120,7 @@ class Reruns:
     notes: list[tuple[str, str]] = field(default_factory=list)
     hooks: dict[int, list[Hook]] = field(default_factory=dict)
     apart: list[Apart] = field(default_factory=list)
+    through: bool = False
 
     def of_functions(self) -> Reruns | None:
         """Return those of compiled functions alone, None if there are none: a loss ends where the model begins."""
@@ -412,7 +414,7 @@ class Reruns:
                 take_off_backward_hooks(twin)
                 seen.leaves.is_parameter = functools.partial(self._parameter_name, copies)
             seal = Seal(copies.own())
-            with sealed(seal, copies.code):
+            with sealed(seal, copies.code), run_through() if self.through or isinstance(seen, Tape) else contextlib.nullcontext():
                 try:
                     outputs, edges = _called(call, twin, args, kwargs, seen, copies)
                 except Written as error:
@@ -487,7 +489,6 @@ def _called(
         edges = stack.enter_context(_following(eye, paths, _hooked(_without_others(call.module), module)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled because we looked
         stack.enter_context(torch.set_grad_enabled(call.grad))
-        stack.enter_context(run_through() if call.grad else contextlib.nullcontext())
         stack.enter_context(TapeMode(eye) if isinstance(eye, Tape) else eye)
         output = module(*args, **kwargs)
     return [tensor for tensor in made_in(output) if tensor.layout is torch.strided], edges

@@ -15,26 +15,26 @@ from nanscope.errors import NanscopeError, ProgramError
 from nanscope.program.by_rows import elements_at_once, execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
 from nanscope.program.numbers import is_finite, largest_in
-from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
+from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import ROUNDS, following
 from nanscope.replay.patch import Patch, Variant
-from nanscope.replay.refill import Fed, leaf_refilled, numbers, offending, refilled
+from nanscope.replay.refill import OPERANDS, RESULT, Fed, Filling, Numbers, going_into, harmful, leaf_refilled, numbers, offending, refilled
 from nanscope.replay.usual import usual
 
 
 def results(program: Program, run: Run) -> dict[int, Tensor]:
     """What has to come out healthy: the gradients of a loss; of an update or a changed gradient, the thing itself."""
     if program.computes is not Computes.LOSS:
-        return {RESULT: run.values[program.output]}
+        return {OUTPUT: run.values[program.output]}
     return {leaf.id: run.grads[leaf.id] for leaf in program.leaves if leaf.diff and leaf.id in run.grads}
 
 
 def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Variant | None:
     """Neutralise exactly the offending elements and nothing else: what the healthy gradient is measured against, in float64.
 
-    shift: added to what they become, to see what depends on it. alike: see `offending`.
+    shift: about what the result is there instead, to see what depends on it. alike: see `offending`.
     """
     name, label = "reference", "offending elements neutralised"
     if patch.origin.call is None:
@@ -43,17 +43,27 @@ def repaired(patch: Patch, shift: float = 0.0, *, alike: bool = False) -> Varian
             return None
         return leaf_refilled(patch, numbers(content, 0.0, shift), name, label)
 
-    def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
+    # whatever the result would be: of what makes a row sum to 1, other operands need not show all that depends on it
+    positions = (*OPERANDS, RESULT) if shift else OPERANDS
+    return refilled(patch, _neutral(patch, shift), name, label, alike=alike, positions=positions)
+
+
+def _neutral(patch: Patch, shift: float = 0.0) -> Filling:
+    """What the operands of a call become, ordinary numbers; and the result, if that is asked for, those about a shift."""
+
+    def filling(fed: Fed) -> Numbers | None:
+        if fed.position == RESULT:
+            return fed.bad, numbers(fed.content, 0.0, shift)
         ordinary = 1.0 if patch.op in NEEDS_MORE_THAN_ZERO or (fed.position == 1 and patch.op not in ADDITIONS) else 0.0
         rest = usual(patch, fed.position) if fed.content.is_floating_point() else None
         neutral = INSIDE.get(patch.op, ordinary) if rest is None else float(rest.median())
         where = fed.where
-        return None if where is None else (where, numbers(fed.content, neutral, shift * (fed.position + 1)))
+        return None if where is None else (where, numbers(fed.content, neutral))
 
-    return refilled(patch, filling, name, label, alike=alike)
+    return filling
 
 
-RESULT = -1  # stands for a program's output, whichever value an edit makes it
+OUTPUT = -1  # stands for what a program ends in, whichever value an edit makes it
 
 
 SAME = 1e-6  # of a gradient: what differs by less does not depend on the offending elements
@@ -70,8 +80,9 @@ class Healthy:
     their place. So neither the rest of a bad token's row nor a weight that gets a part of its gradient from it counts as healthy.
 
     masks: where they are. noise: how far the same repaired program is from it in the recorded dtype; less than that is rounding.
-    alone: some element is healthy so. If none is, grads are those of the recorded program in float64, and only an edit that gives the
-    same has a measure. loss, sizes: the loss, and the largest gradient of each leaf, of the step without its offending elements.
+    alone: some element is healthy so, and has a gradient. If none is, grads are those of the recorded program in float64, or of what does
+    not depend on what the offending elements are, and only an edit that gives the same has a measure. loss, sizes: the loss, and the
+    largest gradient of each leaf, of the step without its offending elements.
     """
 
     grads: dict[int, Tensor]
@@ -87,26 +98,26 @@ class Healthy:
         exact = None if run is None else results(patch.program, run)
         if exact is not None and not all(bool(is_finite(grad)) for grad in exact.values()):
             exact = None
-        touched = _touched(patch)
         spared = _Spared.of(patch)
+        touched = _joined(*([_touched(patch, True)] if spared is None else [_touched(one, spared.alike) for one in spared.faults]))
         if spared is None:
             return None if exact is None else Healthy.as_computed(exact, _outside(touched, exact))
         other = exact if exact is not None else spared.shifted(patch)
-        masks = _outside(touched, spared.grads)
-        for value, grad in spared.grads.items():
-            for part, mask in zip(_parts(grad), _parts(masks[value]), strict=True):
-                mask &= torch.isfinite(part)
-            scale = _largest(grad, masks[value])
-            if other is not None:
-                for part, mask, own in zip(_parts(grad), _parts(masks[value]), _parts(other[value]), strict=True):
-                    mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
+        same = {value: torch.isfinite(grad) for value, grad in spared.grads.items()}
+        for value, wanted in (other or {}).items():
+            grad, scale = spared.grads[value], _largest(spared.grads[value], same[value])
+            for part, mask, own in zip(_parts(grad), _parts(same[value]), _parts(wanted), strict=True):
+                mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
         del other
         sizes = {value: largest_in(grad) for value, grad in spared.grads.items() if grad.numel()}
-        if not any(bool(mask.any()) for mask in masks.values()):
-            if exact is None:
-                return None
+        outside = _outside(touched, same)
+        masks = {value: mask & outside[value] for value, mask in same.items()}
+        alone = _tell(spared.grads, masks)
+        if not alone and exact is not None:
             return replace(Healthy.as_computed(exact, _outside(touched, exact)), loss=spared.loss, sizes=sizes)
-        healthy = Healthy(spared.grads, masks, loss=spared.loss, sizes=sizes)
+        if not alone and not _tell(spared.grads, same):
+            return None
+        healthy = Healthy(spared.grads, masks if alone else same, alone=alone, loss=spared.loss, sizes=sizes)
         plain = _gradients(spared.variant, None)
         noise = None if plain is None else healthy.distortion(plain)
         return replace(healthy, noise=noise if noise is not None and math.isfinite(noise) else 0.0)
@@ -163,14 +174,14 @@ def _run(variant: Variant, dtype: torch.dtype | None) -> Run | None:
 class _Spared:
     """The program without the offending elements, and its gradients in float64.
 
-    alike: of what `repaired` left them out. places: where it did; a step with two faults has two. bad: elements that are, all the same.
+    alike: of what `repaired` left them out. faults: where it did; a step may have two. bad: elements that are, all the same.
     """
 
     variant: Variant
     loss: float
     grads: dict[int, Tensor]
     alike: bool
-    places: int
+    faults: Sequence[Patch]
     bad: int
 
     @staticmethod
@@ -186,26 +197,27 @@ class _Spared:
 
     @staticmethod
     def _of(patch: Patch, alike: bool) -> _Spared | None:
-        found = None
-        for variant in _repairs(patch, 0.0, alike):
+        found, faults = None, list[Patch]()
+        for there, variant in _repairs(patch, 0.0, alike):
+            faults.append(there)
             run = _run(variant, torch.float64)
             if run is None:
                 break
             grads, loss = results(variant.program, run), float(run.values[variant.program.output].detach().double().sum())
             bad = sum(int((~torch.isfinite(part)).sum()) for grad in grads.values() for part in _parts(grad))
-            found = _Spared(variant, loss, grads, alike, 1 if found is None else found.places + 1, bad)
+            found = _Spared(variant, loss, grads, alike, tuple(faults), bad)
             if not bad:
                 break
         return found
 
     def shifted(self, patch: Patch) -> dict[int, Tensor] | None:
         """The gradients with other numbers in the place of the offending elements."""
-        variants = list(islice(_repairs(patch, SHIFT, self.alike), self.places))
-        return _gradients(variants[-1], torch.float64) if len(variants) == self.places else None
+        variants = [variant for _, variant in islice(_repairs(patch, SHIFT, self.alike), len(self.faults))]
+        return _gradients(variants[-1], torch.float64) if len(variants) == len(self.faults) else None
 
 
-def _repairs(patch: Patch, shift: float, alike: bool) -> Iterator[Variant]:
-    """Yield the program with its offending elements neutralised, then also with those of the next origin, and so on."""
+def _repairs(patch: Patch, shift: float, alike: bool) -> Iterator[tuple[Patch, Variant]]:
+    """Yield an origin, and the program with its offending elements neutralised, then also with those of the next one, and so on."""
     known: set[int] = set()
     there: Patch | None = patch
     while there is not None and len(known) <= ROUNDS:
@@ -213,11 +225,16 @@ def _repairs(patch: Patch, shift: float, alike: bool) -> Iterator[Variant]:
         variant = repaired(there, shift, alike=alike)
         if variant is None:
             return
-        yield variant
+        yield there, variant
         there = following(variant, known)
 
 
 SHIFT = 0.5  # any number that is not 0
+
+
+def _tell(grads: Mapping[int, Tensor], masks: Mapping[int, Tensor]) -> bool:
+    """Is there a gradient among the marked elements?"""
+    return any(_largest(grad, masks[value]) > 0 for value, grad in grads.items())
 
 
 def _outside(touched: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -238,39 +255,70 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return parts
 
 
-def _touched(patch: Patch) -> dict[int, Tensor]:
-    """Return, for every leaf, the elements that the offending elements of the origin were computed from."""
+def _touched(patch: Patch, alike: bool) -> dict[int, Tensor]:
+    """Return, for every leaf, the elements that the offending elements of the origin, and of its siblings, were computed from."""
     origin, program = patch.origin, patch.program
     if program.computes is not Computes.LOSS:
-        return {RESULT: ~torch.isfinite(patch.values[program.output])}
-    bad = offending(patch, origin.value_id)
+        return {OUTPUT: ~torch.isfinite(patch.values[program.output])}
     if origin.call is None:
-        return {origin.value_id: bad}
+        return {origin.value_id: offending(patch, origin.value_id)}
     # The gradient of the operands' sum over the offending elements is non-zero exactly where they come from.
+    calls, leaves, total = list(program.calls[: max(patch.siblings()) + 1]), list(program.leaves), list[int]()
+    marks: dict[int, Tensor] = {}
+    fresh = program.new_id()
+    for out, bad in harmful(patch, _neutral(patch), alike).items():
+        call = program.calls[program.producers[out]]
+        for value in dict.fromkeys(call.inputs()):
+            content = patch.values[value]
+            where = going_into(bad, call, content) if content.is_floating_point() else None
+            if where is None:
+                continue
+            mark, product, own, both = range(fresh, fresh + 4)
+            fresh, marks[mark] = both + 1, where
+            leaves.append(Leaf(mark, "offending", "data", False))
+            calls.append(Call("aten.mul.Tensor", (Ref(value), Ref(mark)), (), (product,)))
+            calls.append(Call("aten.sum.default", (Ref(product),), (), (own,)))
+            calls += [Call("aten.add.Tensor", (Ref(total[-1]), Ref(own)), (), (both,))] if total else []
+            total.append(both if total else own)
+    if not total:
+        return {}
+    probe = _sums_of(replace(program, leaves=tuple(leaves), calls=tuple(calls)).slice(total[-1]), patch.values)
+    try:
+        run = execute_ends(probe, {leaf.id: {**patch.tensors, **marks}[leaf.id] for leaf in probe.leaves}, torch.float64)
+    except ProgramError:
+        return {}
+    return {leaf.id: run.grads[leaf.id] != 0 for leaf in probe.leaves if leaf.id in run.grads}
+
+
+def _sums_of(program: Program, values: Mapping[int, Tensor]) -> Program:
+    """Return a program in which what is computed element by element is a sum: a product with 0, or a function that is flat there, comes of
+    its operands all the same."""
+    calls: list[Call] = []
+    fresh = program.new_id()
+    for call in program.calls:
+        read, out = [value for value in dict.fromkeys(call.inputs()) if value in values], call.outs[0]
+        if not _is_by_element(call, read, values) or out is None:
+            calls.append(call)
+            continue
+        last, *others = map(Ref, read)
+        for other in others:
+            calls.append(Call("aten.add.Tensor", (last, other), (), (fresh,), call.site, call.grad))
+            last, fresh = Ref(fresh), fresh + 1
+        calls.append(Call("aten.mul.Tensor", (last, 1.0), (), (out,), call.site, call.grad))
+    return replace(program, calls=tuple(calls))
+
+
+def _is_by_element(call: Call, read: Sequence[int], values: Mapping[int, Tensor]) -> bool:
+    """Is a call one of a number for each element, through which a gradient goes?"""
+    out = values.get(call.outs[0]) if len(call.outs) == 1 and call.outs[0] is not None else None
+    if out is None or not read or not call.grad or not out.is_floating_point() or flow_of(call.op) is not Flow.POINTWISE:
+        return False
+    return call.name != "detach" and out.shape == torch.broadcast_shapes(*(values[value].shape for value in read))  # type: ignore[no-untyped-call]
+
+
+def _joined(*masks: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return what is marked in one of some, by id."""
     found: dict[int, Tensor] = {}
-    for value in dict.fromkeys(program.calls[origin.call].inputs()):
-        content = patch.values[value]
-        if not content.is_floating_point() or content.shape != bad.shape:
-            continue
-        mark, product, total = (program.new_id() + n for n in range(3))
-        part = program.slice(value)
-        probe = replace(
-            part,
-            leaves=(*part.leaves, Leaf(mark, "offending", "data", False)),
-            calls=(
-                *part.calls,
-                Call("aten.mul.Tensor", (Ref(value), Ref(mark)), (), (product,)),
-                Call("aten.sum.default", (Ref(product),), (), (total,)),
-            ),
-            output=total,
-        )
-        tensors = {leaf.id: patch.tensors[leaf.id] for leaf in part.leaves}
-        try:
-            run = execute_ends(probe, {**tensors, mark: bad}, torch.float64)
-        except ProgramError:
-            continue
-        for leaf in part.leaves:
-            if leaf.id in run.grads:
-                mask = run.grads[leaf.id] != 0
-                found[leaf.id] = found[leaf.id] | mask if leaf.id in found else mask
+    for leaf, mask in (pair for one in masks for pair in one.items()):
+        found[leaf] = found[leaf] | mask if leaf in found else mask
     return found

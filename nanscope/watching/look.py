@@ -450,7 +450,10 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
     grads: Mapping[int, Tensor] = recording.grads
     if any(leaf.diff and leaf.id not in grads for leaf in recording.program.leaves):
         grads = recording.program.execute(recording.tensors, ends=True).grads
-    found = reruns.follow_back(recording.edge(), grads)
+    try:
+        found = reruns.follow_back(recording.edge(), grads)
+    except RuntimeError:  # torch refuses to differentiate a reentrant checkpoint for chosen tensors
+        found = replace(reruns, through=True).follow_back(recording.edge(), grads)
     if found is None:
         return None
     made, module, left = found
