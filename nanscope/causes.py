@@ -73,6 +73,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.INF_TIMES_ZERO_COEF: CauseInfo(
         "an overflow meets a factor that is exactly 0 (an advantage, a coefficient), and inf · 0 is NaN",
         ("clamp_exponent", "finite_mask_fill", "skip_disabled_term"),
+        ("a number that the code gave is infinite, and inf · 0 is NaN",),
     ),
     Cause.INF_MINUS_INF: CauseInfo("two infinities are subtracted", ("mask_before_op", "drop_invalid_sample", "finite_mask_fill")),
     Cause.WHERE_GRAD_TRAP: CauseInfo(
@@ -120,7 +121,9 @@ CAUSES: dict[Cause, CauseInfo] = {
         ("a quotient of finite numbers leaves the dtype's range", "a finite value leaves the dtype's range"),
     ),
     Cause.BAD_INPUT: CauseInfo(
-        "non-finite data came with the batch", ("reject_input", "drop_invalid_sample"), ("a number that the code gave is NaN",)
+        "non-finite data came with the batch",
+        ("reject_input", "drop_invalid_sample"),
+        ("a number that the code gave is NaN", "a number that the code gave is infinite"),
     ),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),

@@ -265,4 +265,5 @@ def test_an_infinite_number_of_the_code_overflows_nothing(tmp_path: Path) -> Non
     with nanscope.watch(out=tmp_path) as scope:
         (model(torch.ones(1, 2)).abs() * math.inf).sum().backward()
     (incident,) = scope.verdict.incidents
-    assert incident.cause is Cause.UNKNOWN and "gave +inf" in incident.sentence and ", +inf) = +inf" in incident.sentence
+    assert incident.cause is Cause.BAD_INPUT and "gave +inf" in incident.sentence and ", +inf) = +inf" in incident.sentence
+    assert "A number that the code gave is infinite" in incident.sentence and incident.fixes[0].id == "validate_config"

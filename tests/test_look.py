@@ -314,6 +314,45 @@ def test_a_nan_that_the_code_puts_into_what_it_computed_came_with_no_batch(tmp_p
     assert "number that the code gave" in incident.sentence and "batch" not in incident.sentence
 
 
+INFINITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "fill": lambda x: x.masked_fill(x <= 0, -math.inf),
+    "scatter": lambda x: x.scatter(0, torch.tensor([0]), -math.inf),
+}
+
+
+def put_below(x: Tensor) -> Tensor:
+    made = x.expand(2, 3).clone()
+    made[:, 0] = -math.inf
+    return made
+
+
+@pytest.mark.parametrize("put", [*INFINITE.values(), put_below], ids=[*INFINITE, "column"])
+def test_an_infinity_that_the_code_puts_somewhere_has_not_overflowed(tmp_path: Path, put: Callable[[Tensor], Tensor]) -> None:
+    """As where a token is forbidden that is the label."""
+    with nanscope.watch(out=tmp_path) as scope:
+        put(torch.arange(3.0).requires_grad_()).log_softmax(-1).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.cause == "bad_input" and "A number that the code gave is infinite" in incident.sentence, incident.sentence
+    assert {fix.id for fix in incident.fixes} <= {"finite_mask_fill", "validate_config"}
+
+
+NAMED: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "first": lambda x, scale: scale * x.abs(),
+    "last": lambda x, scale: x.abs() * scale,
+    "nested": lambda x, scale: scale * (x * 0),
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_number_is_told_from_the_tensor_beside_it(tmp_path: Path, named: str) -> None:
+    """In the code it may stand before or behind, in the call it comes last."""
+    with nanscope.watch(out=tmp_path) as scope:
+        NAMED[named](torch.ones(3, requires_grad=True), math.inf).sum().backward()
+    (incident,) = scope.verdict.incidents
+    assert [name for name, _ in incident.origin.operands] == ["x * 0" if named == "nested" else "x.abs()", "scale"]
+    assert "A number that the code gave is infinite" in incident.sentence
+
+
 def test_no_tensor_is_called_a_number(tmp_path: Path) -> None:
     """A number that the line writes out has no name, and takes none of its neighbour's."""
     x = torch.ones(3, requires_grad=True)

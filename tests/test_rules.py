@@ -128,6 +128,7 @@ CASES = (  # one row a rule, in the order of the rules
     Case(seen("pow", INF, 1e30), Cause.MAGNITUDE_OVERFLOW, seen("pow", INF, -INF), Cause.UNKNOWN),
     Case(seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, seen("lgamma", INF, 0.0), Cause.OUTSIDE_DOMAIN),
     Case(seen("acos", NAN, 1.5), Cause.OUTSIDE_DOMAIN, seen("abs", NAN, 1.5), Cause.UNKNOWN),
+    Case(seen("scatter", -INF, -INF, number=True), Cause.BAD_INPUT, seen("scatter", -INF, -INF), Cause.UNKNOWN),
 )  # fmt: skip
 
 BOTH = (  # what two rules fit: the cause that is said, and the one that is not
@@ -153,6 +154,7 @@ BOTH = (  # what two rules fit: the cause that is said, and the one that is not
     (seen("mm", INF, phase=Phase.OPTIMIZER, eps_underflow=True, dtype="float16"), Cause.EPS_UNDERFLOW, Cause.FP16_OVERFLOW),
     (seen("mm", INF, dtype="float16"), Cause.FP16_OVERFLOW, Cause.MAGNITUDE_OVERFLOW),
     (seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, Cause.OUTSIDE_DOMAIN),
+    (seen("lgamma", INF, 0.0, number=True), Cause.OUTSIDE_DOMAIN, Cause.BAD_INPUT),
     # further apart
     (seen("exp", INF, 99.0, multiplied=True, masked=True, coefficient=True), Cause.INF_TIMES_ZERO_MASK, Cause.INF_TIMES_ZERO_COEF),
     (seen("exp", INF, 99.0, phase=Phase.BACKWARD, dropped=True), Cause.WHERE_GRAD_TRAP, Cause.EXP_OVERFLOW),

@@ -8,10 +8,10 @@ import torch
 
 from nanscope.locate.origin import NUMBER, Crossing, Element, Operand
 from nanscope.locate.trace import Trace
-from nanscope.program.calls import Call, Computes, Leaf, Site
+from nanscope.program.calls import Call, Computes, Leaf, Ref, Site
 from nanscope.program.flow import Source, sources
 from nanscope.program.numbers import at, dtype_name
-from nanscope.program.ops import LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF
+from nanscope.program.ops import FILLS, LITERALS, MOVES_OF_WRITES, NUMBERED, SCALES_OF
 from nanscope.roles import Role
 from nanscope.snapshot.observation import Phase
 from nanscope.text import unravel
@@ -125,8 +125,11 @@ def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand,
     numbers = {
         place: Operand(NUMBER, None, None, (), float(arg))
         for place, arg in enumerate(call.args)
-        if isinstance(arg, (int, float)) and (call.name in NUMBERED or math.isnan(arg))
+        if isinstance(arg, (int, float)) and (call.name in NUMBERED or not math.isfinite(arg))
     }
+    if call.name in FILLS:  # what is put in may be a tensor that holds a number of the code
+        given = ((place, _number_of_code(trace, arg.id)) for place, arg in enumerate(call.args[1:], 1) if isinstance(arg, Ref))
+        numbers |= {place: Operand(NUMBER, None, None, (), number) for place, number in given if number is not None}
     if not numbers:
         return (*(_operand(trace, source) for source in found), *named)
     read = {source.argument: _operand(trace, source) for source in found}
@@ -135,8 +138,8 @@ def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand,
 
 def _operand(trace: Trace, source: Source) -> Operand:
     """The element of a source that tells most: the largest, and NaN and infinities before all."""
-    if _is_nan_of_code(trace, source.value):
-        return Operand(NUMBER, None, None, (), math.nan)  # `x[0] = nan`
+    if (given := _number_of_code(trace, source.value)) is not None:
+        return Operand(NUMBER, None, None, (), given)  # `x[0] = nan`
     shape, tensor = trace.values[source.value].shape, trace.values[source.value].flatten()
     part = tensor[source.flat]
     if part.numel() == 0:
@@ -146,16 +149,23 @@ def _operand(trace: Trace, source: Source) -> Operand:
     else:
         flat = int(source.flat[0])
     number = at(tensor, flat) if tensor.numel() else math.nan
-    return Operand(source.value, trace.names.name(source.value), trace.names.role(source.value), unravel(flat, shape), number)
+    maker = trace.program.maker(source.value)
+    site = None if maker is None else trace.program.site_of(maker)
+    made = site.expression if site is not None else ""
+    return Operand(source.value, trace.names.name(source.value), trace.names.role(source.value), unravel(flat, shape), number, made)
 
 
-def _is_nan_of_code(trace: Trace, value: int) -> bool:
-    """Is it a NaN that the code writes as a number, be it moved to where it is put?"""
+def _number_of_code(trace: Trace, value: int) -> float | None:
+    """Return what the code writes as a number that is not finite, be it moved to where it is put; None if it is no such thing."""
     made = trace.program.maker(value)
     while made is not None and made.name in MOVES_OF_WRITES and made.name not in LITERALS:
         made = trace.program.maker(next(made.inputs()))
     tensor = trace.values[value]
-    return made is not None and made.name in LITERALS and tensor.is_floating_point() and bool(tensor.isnan().all())
+    if made is None or made.name not in LITERALS or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    number = at(tensor, 0)
+    alike = tensor.isnan() if math.isnan(number) else tensor == number
+    return None if math.isfinite(number) or not bool(alike.all()) else number
 
 
 def _first_reader(trace: Trace, value: int) -> Site | None:

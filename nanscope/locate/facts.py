@@ -76,7 +76,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         unwritten=origin.leaf is not None and (origin.leaf.made_by == "empty" or _is_left_over(origin.leaf, trace.values[origin.value_id])),
         cancelled=_cancelled(location, trace),
         filled=filled,
-        number=origin.given is not None,
+        number=any(operand.id == NUMBER and not math.isfinite(operand.value) for operand in origin.operands),
         degenerate=call is not None and is_degenerate(call, trace.values),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
         leaves_half=leaves_half(origin, location.phase, trace),

@@ -19,7 +19,7 @@ from nanscope.locate.trace import Trace
 from nanscope.program.calls import Call, Site
 from nanscope.program.local import local
 from nanscope.program.numbers import at, dtype_name, exponent_limit, headroom_bits
-from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, SETS, SHIFTS, SIZED
+from nanscope.program.ops import COMMUTATIVE, EXPONENTIALS, FILLS, IN_ORDER, NUMBERED, SETS, SHIFTS, SIZED
 from nanscope.program.program import Program
 from nanscope.program.whole import whole
 from nanscope.roles import Role, last_word
@@ -139,15 +139,28 @@ def operand_name(origin: Element, position: int) -> str:
             return next((word for word in words if word != number), last_word(number))  # what stands first is the number
     if operand.name:
         return last_word(operand.name)
-    if operand.id == NUMBER and math.isnan(operand.value):
+    if operand.id == NUMBER and (math.isnan(operand.value) or (math.isinf(operand.value) and origin.op not in NUMBERED)):
         return _number_word(origin, words, position)
     known = _OPERANDS.get(origin.op, ())
     if position < len(known):
         return known[position]
-    if operand.id == NUMBER and origin.op in COMMUTATIVE and len(words) == 2 and words[position] == origin.operands[1 - position].name:
-        words = words[::-1]  # `-coef * kl` arrives as kl, −coef
-    word = words[position] if position < len(words) else f"operand {position + 1}"
-    return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if operand.id == NUMBER and not word.isidentifier() else word
+    if origin.op in COMMUTATIVE and [one.id for one in origin.operands].count(NUMBER) == 1 and len(words) == len(origin.operands) == 2:
+        words = _in_order(origin, words)
+    usual = dict(enumerate(_NUMBERS[origin.op])).get(position) if origin.op in _NUMBERS else None
+    word = words[position] if position < len(words) else usual or f"operand {position + 1}"
+    written = operand.id == NUMBER and not word.replace(".", "").isidentifier()  # as a number, or as what calculates one
+    return _NUMBERS.get(origin.op, ("dividend", "divisor"))[position] if written else word
+
+
+def _in_order(origin: Element, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what the code calls a tensor and a number as they arrive, nothing where it is not certain: `-coef * kl` comes as kl, −coef."""
+    place = 1 - [one.id for one in origin.operands].index(NUMBER)
+    tensor = origin.operands[place]
+    known = {tensor.name, tensor.made} - {"", None}
+    own = [at for at, word in enumerate(words) if word in known or (word.startswith("(") and word[1:-1] in known)]
+    if len(own) != 1:
+        return ()
+    return words if own[0] == place else words[::-1]
 
 
 _PLAIN = re.compile(r"-?[\w.]+")  # what is calculated nowhere

@@ -16,13 +16,14 @@ NUMBER = -1  # the id of no value
 @dataclass(frozen=True, slots=True)
 class Operand:
     """One element that the origin was computed from. value: the number; index: where it stands in its tensor. id: NUMBER for one that
-    stands in the call itself."""
+    stands in the call itself. made: the expression that made its tensor."""
 
     id: int
     name: str | None
     role: Role | None
     index: tuple[int, ...]
     value: float
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,9 @@ GROUNDS: Mapping[Cause, Grounds] = {
     Cause.FP16_OVERFLOW: Grounds("an infinity of half precision, made of finite numbers, or a gradient that it cannot hold", _half),
     Cause.EPS_UNDERFLOW: Grounds("a number of the code that its dtype rounds away", lambda o: o.facts.eps_underflow),
     Cause.MAGNITUDE_OVERFLOW: Grounds("an infinity, made of finite numbers", overflows),
-    Cause.BAD_INPUT: Grounds("a bad number that nothing here has computed", lambda o: o.phase is Phase.INPUT and not is_finite(o)),
+    Cause.BAD_INPUT: Grounds(
+        "a bad number that nothing here has computed", lambda o: (o.phase is Phase.INPUT or o.facts.number) and not is_finite(o)
+    ),
     Cause.UNINITIALIZED: Grounds(
         "memory that nobody was seen to write to", lambda o: o.facts.unwritten or (o.past.unwritten and o.past.fine_at is None)
     ),

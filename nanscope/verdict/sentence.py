@@ -33,7 +33,7 @@ from nanscope.snapshot.observation import (
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import line_in, number, show_index
 from nanscope.verdict.arithmetic import calculation
-from nanscope.verdict.grounds import LITTLE, is_masked, logarithm_of
+from nanscope.verdict.grounds import LITTLE, is_infinite, is_masked, logarithm_of
 
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
@@ -105,7 +105,8 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
-    Cause.BAD_INPUT: (lambda seen: seen.facts.number,),
+    Cause.BAD_INPUT: (lambda seen: seen.facts.number and not is_infinite(seen), lambda seen: seen.facts.number),
+    Cause.INF_TIMES_ZERO_COEF: (lambda seen: seen.facts.number,),
     Cause.FP16_OVERFLOW: (lambda seen: seen.facts.leaves_half,),
 }
 
