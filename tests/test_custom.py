@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -309,6 +310,30 @@ def test_what_a_backward_weighs_its_own_gradients_by_is_looked_into(tmp_path: Pa
         optimizer.step()
     (incident,) = scope.verdict.incidents
     assert (incident.cause, incident.origin.op, incident.origin.variable, incident.origin.index) == ("zero_div_zero", "div", "lost", (1, 0))
+
+
+class InNumpy(torch.autograd.Function):
+    """Its forward leaves torch, and what comes back lies where the loss reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(x.detach().numpy()))  # in numpy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_function_that_calculates_in_numpy_is_told_by_the_line_that_comes_back(tmp_path: Path) -> None:
+    """Nobody sees inside of it, and nothing fails for that."""
+    weight = torch.ones(3, requires_grad=True)
+    with nanscope.watch(out=tmp_path) as scope:
+        InNumpy.apply(weight * torch.tensor([1.0, 0.0, 2.0])).mean().backward()
+    (incident,) = scope.verdict.incidents
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# in numpy"))
+    assert (incident.origin.line, incident.origin.index) == (line, (1,)), scope.verdict.sentence
+    assert not incident.notes
 
 
 def test_only_functions_of_others_are_custom() -> None:

@@ -243,8 +243,8 @@ class Recording:
         """Let the program go on into what a leaf was made by, a custom function or what nobody wanted a gradient of; False if that was not
         seen."""
         glue = self.made_within.get(self.places.get(leaf) or place_of(self.tensors[leaf]))
-        if glue is None or self.program is None or not glue.is_whole():
-            return False
+        if glue is None or self.program is None or not glue.is_whole() or glue.program.leaf(leaf) is not None:
+            return False  # what it was made by may begin at it: both lie in the same place
         joined = join([glue.leading_to(leaf), self.program]).slice()
         held = {**glue.tensors, **self.tensors}
         self.program, self.tensors = joined, {one.id: held[one.id] for one in joined.leaves}
@@ -264,7 +264,7 @@ class Recording:
         bad = [leaf for leaf in data if glue.is_whole() and not bool(is_finite(glue.tensors[leaf]))]
         for leaf in bad:
             within = self.made_within[glue.places[leaf]]
-            if within.is_whole():
+            if within.is_whole() and within.program.leaf(leaf) is None:
                 program = join([within.leading_to(leaf), glue.program]).slice()
                 held = {**within.tensors, **glue.tensors}
                 tensors = {one.id: held[one.id] for one in program.leaves}
