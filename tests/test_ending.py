@@ -466,3 +466,21 @@ def test_what_the_loop_asks_about_other_numbers_tells_nothing_of_its_gradients(t
 
     scope = watched(tmp_path, loop)
     assert scope.verdict.healthy and scope.bad_steps == 0, scope.verdict.sentence
+
+
+@pytest.mark.parametrize("scale", [2.0**12, None], ids=["scaled", "bare"])
+def test_an_update_by_hand_on_gradients_that_overflowed_is_of_their_step(tmp_path: Path, scale: float | None) -> None:
+    """No scaler skips it: where the loop scales its loss by a number and steps all the same, the step is bad, and not the next one."""
+    model = nn.Linear(4, 1).half()
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, 5):
+            target = (100.0 if scale else 1e7) if step == 3 else 1.0
+            loss = (model(torch.ones(5, 4).half()).float() - target).square().mean()
+            model.zero_grad()
+            (loss if scale is None else loss * scale).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 1e-3 * parameter.grad / (scale or 1.0)
+    assert [entry.step for entry in scope.history.entries if entry.nonfinite] == [3, 4], scope.verdict.sentence
+    assert [incident.step for incident in scope.verdict.incidents] == [3, 4] and scope.verdict.incidents[0].cause == "fp16_overflow"

@@ -512,16 +512,20 @@ class Step(Relay):
         if stepped is None:
             return
         overflowed = self._ending.norm_is_bad() or self.counts.skipped
-        self._look_at_waiting(dropped=True)
+        taken = stepped is Stepped.BY_HAND
+        self._look_at_waiting(dropped=not taken)
         self._failsafe("spared", self._spared.settle, stepped)
         scales = [recording.scale for recording in self._recordings if recording.scale is not None]
         if overflowed and not self._course.bad and (not scales or self._course.search.stuck):
             self._gradients.keep()
             self._keeper.unexplained()
-        if scales:
-            self._skip(scales[-1])
-        if stepped is Stepped.BY_HAND:
+        if taken:
+            if scales and not self._course.bad and self._weights.bad():  # what a scaler would have skipped was taken
+                for recording in [one for one in self._recordings if not all(map(bool, one.flags))]:
+                    self._examine(recording, dropped=True, taken=True)
             self._failsafe("own-update", self._weights.after_own_update)
+        elif scales:
+            self._skip(scales[-1])
         optimizer = self._optimizers.of(self._course.left.parameters)
         self._course.line.before = self._ending.norm(self._course.left) if all(scale.scaler is not None for scale in scales) else None
         self._course.line.optimizer = self._optimizers.name(optimizer)
@@ -615,11 +619,16 @@ class Step(Relay):
                 self._failsafe("forecast", self._outlook.judge, recording)
 
     def _examine(
-        self, recording: Recording, optimizer: torch.optim.Optimizer | None = None, dropped: bool = False, fine: bool = False
+        self,
+        recording: Recording,
+        optimizer: torch.optim.Optimizer | None = None,
+        dropped: bool = False,
+        fine: bool = False,
+        taken: bool = False,
     ) -> None:
         """Something at the edge of the loss was non-finite: was anything harmed, and what did it? dropped: its gradients are gone.
 
-        fine: they were seen, and were finite.
+        fine: they were seen, and were finite. taken: somebody has stepped on them, whatever scaled the loss.
         """
         recording.examined = True
         if self._repair is not None and recording.mends is not None and (proof := recording.mends.mending.proof) is not None:
@@ -627,7 +636,7 @@ class Step(Relay):
             return
         recording.open_forward()
         hit = self._examiner.loss(recording)
-        if optimizer is None and self._is_of_scale(recording, hit):
+        if optimizer is None and not taken and self._is_of_scale(recording, hit):
             return  # a GradScaler looks at these gradients itself; if it steps all the same, before_step sees them
         gone = not fine and (dropped or not self._examiner.at_hand(recording))
         if hit is None and gone and self._ending.norm_may_be_bad():
@@ -635,7 +644,7 @@ class Step(Relay):
         if hit is None:
             self._absorbed.note(recording, self.counts.number)
             return
-        if optimizer is None and self._spared.takes(hit):
+        if optimizer is None and not taken and self._spared.takes(hit):
             return
         self._keeper.keep(hit)
         self._keeper.stop_if_asked()
