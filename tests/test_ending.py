@@ -484,3 +484,31 @@ def test_an_update_by_hand_on_gradients_that_overflowed_is_of_their_step(tmp_pat
                     parameter -= 1e-3 * parameter.grad / (scale or 1.0)
     assert [entry.step for entry in scope.history.entries if entry.nonfinite] == [3, 4], scope.verdict.sentence
     assert [incident.step for incident in scope.verdict.incidents] == [3, 4] and scope.verdict.incidents[0].cause == "fp16_overflow"
+
+
+def test_who_catches_the_stop_and_goes_on_is_stopped_once_a_bad_step(tmp_path: Path) -> None:
+    """The batch is dropped with it: the next ones are healthy steps, each with its own number."""
+    model = nn.Linear(4, 1)
+    optimizer, caught = torch.optim.SGD(model.parameters(), lr=0.1), list[int]()
+    with nanscope.watch(out=tmp_path, on_nonfinite="stop") as scope:
+        for step in range(1, 7):
+            try:
+                optimizer.zero_grad()
+                (model(torch.ones(2, 4)).square().mean() * (math.nan if step in (2, 4) else 1.0)).backward()
+                optimizer.step()
+            except nanscope.NonFiniteError:
+                caught.append(step)
+    assert caught == [2, 4] == [incident.step for incident in scope.verdict.incidents]
+    assert scope.steps == 6 and all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_who_catches_the_stop_and_steps_all_the_same_is_stopped_again(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer, caught = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
+    with nanscope.watch(out=tmp_path, on_nonfinite="stop"):
+        for act in (lambda: (model(torch.ones(2, 4)).mean() * math.nan).backward(), optimizer.step):
+            try:
+                act()
+            except nanscope.NonFiniteError:
+                caught.append("stopped")
+    assert len(caught) == 2 and all(bool(parameter.isfinite().all()) for parameter in model.parameters())

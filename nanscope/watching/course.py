@@ -36,7 +36,7 @@ class Held:
 class Course:
     """What is known of it. left: of the gradients, since the backward pass before.
 
-    closed: no step runs. bad: the running one is known to be; ruined: by what, where all of it is finite.
+    closed: no step runs. bad: the running one is known to be; ruined: by what, where all of it is finite; stopped: who trains was told.
     foreign: weights were already spoilt by gradients that were not made here.
     raised: a backward pass of the step has raised, and training has not gone on since. steppers: the optimizers that step.
     took: those that have since the last backward pass, and whose gradients are left over from that. wrote: how many weights one has updated
@@ -51,6 +51,7 @@ class Course:
     closed: bool = True
     bad: bool = False
     ruined: str = ""
+    stopped: bool = False
     foreign: bool = False
     raised: bool = False
     steppers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
@@ -76,7 +77,7 @@ class Course:
 
     def fine(self) -> None:
         """Nothing is known against the step."""
-        self.bad, self.ruined = False, ""
+        self.bad, self.ruined, self.stopped = False, "", False
         self.wrote.clear()
 
     def spoilt(self, ruined: str) -> None:

@@ -99,6 +99,7 @@ class Keeper:
         """End training. Raises NonFiniteError if that was asked for."""
         if not self.stops:
             return
+        self.course.stopped = True
         self.mark(stepped=Stepped.STOPPED)
         verdict = self._logbook.verdict()
         path = self._logbook.paths[-1] if self._logbook.paths else None

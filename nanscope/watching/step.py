@@ -530,8 +530,9 @@ class Step(Relay):
         self._course.line.before = self._ending.norm(self._course.left) if all(scale.scaler is not None for scale in scales) else None
         self._course.line.optimizer = self._optimizers.name(optimizer)
         self._keeper.mark(stepped=stepped, optimizer=self._course.line.optimizer)
+        stops = self._course.bad and not self._course.stopped  # who was told and goes on has dropped it
         self._close(stepped)
-        if self._course.bad:
+        if stops:
             self._keeper.stop_if_asked()
 
     def _keep_passed_over(self, programs: list[Program], refused: bool = False, last: bool = False) -> None:
