@@ -81,6 +81,19 @@ def test_columns_of_no_width_are_not_believed(monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, stream.getvalue().splitlines())) > 100
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("columns", ["1", "2", "3"])
+def test_a_terminal_of_no_room_fails_nothing(monkeypatch: pytest.MonkeyPatch, columns: str, terminal: bool) -> None:
+    """A table has no room for a letter there; it goes on over the edge."""
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = table("a", "b")
+    shown.add_row("some words", "and more of them")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    show(Group(Text("some words"), shown), file=stream)
+    assert "so" in stream.getvalue()
+
+
 @pytest.mark.parametrize("text", ["\x1b]8;;http://x\x1b\\", "\x07", "\x9b2J", "\u202e", "\u200b", "\u2028", "\r", "\ud800"])
 def test_nothing_that_is_shown_commands_the_terminal(text: str) -> None:
     """Whatever was not made clean on its way: in a line, in a table, on a terminal and in a file."""

@@ -512,3 +512,20 @@ def test_who_catches_the_stop_and_steps_all_the_same_is_stopped_again(tmp_path: 
             except nanscope.NonFiniteError:
                 caught.append("stopped")
     assert len(caught) == 2 and all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_last_step_that_a_loop_drops_is_a_step(tmp_path: Path, steps: int) -> None:
+    """Nothing comes after it that would take its gradients away: that the loop has asked about them tells."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).square().mean() * (math.nan if step == steps else 1.0)).backward()
+            if all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None):
+                optimizer.step()
+    assert scope.steps == steps and scope.bad_steps == 1
+    assert [(entry.step, entry.stepped) for entry in scope.history.entries if entry.nonfinite] == [
+        (steps, "skipped by the trainer" if steps > 1 else "none")
+    ]

@@ -23,6 +23,7 @@ from nanscope.report.streams import spelled
 T = TypeVar("T")
 
 WIDTH = 118
+LEAST = 8  # characters, of a terminal that says less
 
 HARM, DOUBT, PROVEN, QUIET, STRONG = "bold red", "yellow", "green", "dim", "bold"
 
@@ -40,7 +41,9 @@ def show(shown: RenderableType, *, file: IO[str]) -> None:
 def plain(shown: RenderableType, width: int = WIDTH, encoding: str = "utf-8") -> str:
     """Return as text without colours, and without spaces at the ends of lines. width: characters. encoding: what it is written in."""
     stream = StringIO()
-    console = Folding(encoding, file=stream, width=width, highlight=False, markup=False, emoji=False, no_color=True, force_terminal=False)
+    console = Folding(
+        encoding, file=stream, width=max(width, LEAST), highlight=False, markup=False, emoji=False, no_color=True, force_terminal=False
+    )
     console.print(shown)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
@@ -48,7 +51,10 @@ def plain(shown: RenderableType, width: int = WIDTH, encoding: str = "utf-8") ->
 def console_for(file: IO[str]) -> Console:
     """Return a console that writes to a terminal as this package's reports look."""
     encoding = getattr(file, "encoding", None) or "utf-8"
-    return Folding(encoding, file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    console = Folding(encoding, file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if console.width < LEAST:
+        console.width = LEAST  # rich fails where a table has no room for a letter
+    return console
 
 
 class Folding(Console):

@@ -81,16 +81,22 @@ def watched_of(verdict: Verdict) -> tuple[Fact, ...]:
     """Return what was watched of a run without incidents, and how much room it left."""
     last = [entry for entry in verdict.history if real(entry.headroom) is not None]
     nearest = min(last, key=lambda entry: real(entry.headroom) or 0.0, default=None)
+    kept = len(verdict.history)
+    of = f"of the last {kept} steps" if kept < verdict.steps else ""
     facts = [
         Fact("steps", clean(verdict.steps, 24)),
         Fact("backward passes", clean(verdict.backwards, 24)),
         Fact("processes", clean(verdict.processes, 24)),
         Fact("not seen", clean(len(verdict.gaps), 24), state="doubt") if verdict.gaps else None,
-        Fact("least headroom", f"{numeral(nearest.headroom)} nat", f"step {clean(nearest.step, 24)}") if nearest is not None else None,
+        Fact("least headroom", f"{numeral(nearest.headroom)} nat", _words(f"step {clean(nearest.step, 24)}", of)) if nearest else None,
         Fact("headroom now", f"{numeral(last[-1].headroom)} nat", f"step {clean(last[-1].step, 24)}") if last else None,
-        Fact("largest gradient norm", numeral(norm)) if (norm := _largest(verdict)) is not None else None,
+        Fact("largest gradient norm", numeral(norm), of) if (norm := _largest(verdict)) is not None else None,
     ]
     return tuple(fact for fact in facts if fact is not None)
+
+
+def _words(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 def _largest(verdict: Verdict) -> float | None:

@@ -38,7 +38,7 @@ class Ending:
         measured = self.norm_is_bad()
         if course.counts.hides and not counted:
             return None
-        if fate is Fate.KEPT or (fate is Fate.UNSEEN and not (counted or measured)):
+        if (fate is Fate.KEPT and not (last and measured)) or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
         bad = course.bad or measured
         if self._moved_by_hand(left):
