@@ -69,3 +69,19 @@ def test_a_rank_that_drops_a_step_alone_is_told(counts: tuple[tuple[int, ...], .
     notes = [(note.slug, note.text, note.step) for note in verdict_of(tmp_path).notes]
     text = "rank 1 of 2 dropped step 3 alone: from there on its numbers are 1 ahead of those of the others; the ranks are told by those of rank 0"
     assert notes == ([("numbered_apart", text, 3)] if counts[0] != counts[1] else [])
+
+
+def test_a_rank_that_dies_before_its_step_is_over_is_told_as_who_made_it(tmp_path: Path) -> None:
+    """All ranks drop step 3; rank 1, which made it, is killed before it could say so."""
+    for rank, seen in ((0, Observation(Kind.ARRIVED)), (1, Observation())):
+        bad = Snapshot(3, rank, Program((), (), -1), {}, None, {}, Reached(None, 1, 1, 0, 1, "dropped"), observation=seen, found=seen)
+        save(bad, tmp_path)
+        record = RunRecord(run="run", rank=rank, world=2, first=BadStep.of_snapshot(bad))
+        record = replace(record, steps=2) if rank else replace(record, steps=5, status="non-finite", dropped=(3,))
+        record.write(tmp_path)
+    found = verdict_of(tmp_path)
+    assert found.ranks is not None
+    assert [(group.standing, group.ranks, group.steps) for group in found.ranks.groups] == [
+        (Standing.FIRST, (1,), (3, 3)),
+        (Standing.SAME_STEP, (0,), (3, 3)),
+    ]

@@ -117,6 +117,13 @@ class RunRecord:
         return self.rank, self.worker
 
     @property
+    def untaken(self) -> tuple[int, ...]:
+        """Steps, as counted here, that no update is known to have come of: those that were dropped, and a bad one that was not over when
+        this was written."""
+        runs = self.first is not None and self.first.step > self.steps
+        return (*self.dropped, self.first.step) if runs and self.first is not None and self.first.step not in self.dropped else self.dropped
+
+    @property
     def called(self) -> str:
         """What a person calls the process."""
         return called(self.rank, self.worker)

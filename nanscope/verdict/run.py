@@ -201,7 +201,7 @@ class _Team:
 
 def _numbering(told: Iterable[RunRecord]) -> Callable[[Who, int], int]:
     """Return what a step is called by the first of the ranks that train together, given who calls it what."""
-    own = {record.who: record.dropped for record in told if record.steps}
+    own = {record.who: record.untaken for record in told if record.steps}
     first = {worker: dropped for (_, worker), dropped in sorted(own.items(), reverse=True)}
 
     def number(who: Who, step: int) -> int:

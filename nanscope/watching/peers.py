@@ -143,5 +143,5 @@ def _names(folder: Path, rank: int, worker: str, own: Sequence[int]) -> Callable
     theirs: Sequence[int] = ()
     with contextlib.suppress(NanscopeError):
         record = record_of(folder, rank, worker)
-        theirs = () if record is None else record.dropped
+        theirs = () if record is None else record.untaken
     return lambda step: called_by(step, theirs, own)
