@@ -27,6 +27,7 @@ from nanscope.snapshot.observation import LONGEST, Facts, Kind, Link, Observatio
 from nanscope.text import number, show_index, unravel
 
 CLIPPED = "picked the other side"
+REPLACED = "replaced by "  # another number, and that is what the loss counts
 TOKENS = "all its tokens "  # are what is taken out, and the loss counts what was made of them
 
 
@@ -185,8 +186,8 @@ def _drop_words(drop: Drop) -> str:
         "select": f"not selected by {name or 'an index'}",
         "padding": "padding, which nothing attends to",
         "clip": f"{name} {CLIPPED}",
-        "clamp": "replaced by a bound of clamp",
-        "replace": f"replaced by {name}",
+        "clamp": f"{REPLACED}a bound of clamp",
+        "replace": f"{REPLACED}{name}",
         "share": f"of no weight in {(name or 'a softmax').lstrip('_')}",
     }[drop.how]
     return TOKENS + words if drop.before else words

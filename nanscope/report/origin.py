@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from nanscope.locate.observe import CLIPPED, TOKENS
+from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
 from nanscope.report.clean import clean, numeral
 from nanscope.snapshot.observation import Origin
 from nanscope.text import show_index
@@ -47,7 +47,8 @@ def mask_words(place: Origin, limit: int = 240) -> str:
         return f"not masked: the loss counts it, and all its tokens are {clean(place.masked_by.removeprefix(TOKENS), limit)}"
     if not place.masked:
         return "not masked: the loss counts it"
-    how = "dropped" if (place.masked_by or "").endswith(CLIPPED) else "masked"  # a token that the loss counts, on its other side
+    by = place.masked_by or ""
+    how = "dropped" if by.endswith(CLIPPED) or by.startswith(REPLACED) else "masked"  # a token that the loss counts, by another number
     return f"{how}: {clean(place.masked_by or 'outside the loss', limit)}"
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from nanscope.causes import CAUSES, Cause
-from nanscope.locate.observe import CLIPPED, TOKENS
+from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
 from nanscope.locate.origin import Location
 from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP, UNWRITTEN_FACTORIES
 from nanscope.roles import LOG_PROBS, OF_MODEL, Role, last_word, role_of
@@ -147,7 +147,7 @@ _AFTER_THE_LOSS = {
     WRITTEN: "and it was finite when backward was over: it was written between backward and the optimizer's step",
     CHANGED: (
         "while backward, made once more, gives finite numbers: a hook, or code between backward and the optimizer's step, wrote it, "
-        "or the model was in another state then"
+        "several passes add up to it, or the model was in another state then"
     ),
     COMPILED_BACKWARD: (
         "while backward, made once more with what is compiled run as it is written, gives finite numbers: "
@@ -320,6 +320,8 @@ def _inside(p: Origin) -> str:
         return f" at {token} where {p.masked_by}"
     if p.masked_by.startswith(TOKENS):
         return f", made of tokens that the loss does not count ({p.masked_by.removeprefix(TOKENS)})"
+    if p.masked_by.startswith(REPLACED):
+        return f" at {token} that the loss counts with another number ({p.masked_by})"
     return f" at {token} that the loss does not count ({p.masked_by})"
 
 
