@@ -587,3 +587,19 @@ def test_what_is_added_to_something_is_not_that(loss: Callable[..., Tensor], car
     assert {name: {names.role(value) for value in values if names.name(value) == name} for name in roles} == {
         name: {role} for name, role in roles.items()
     }
+
+
+@pytest.mark.parametrize("kind", ["normal", "beta"])
+def test_no_fix_names_what_a_distribution_is_asked_for_what_it_calculates_with(tmp_path: Path, kind: str) -> None:
+    """The 0 is a scale, or 1 less what was given, deep in torch: neither the distribution nor the action is to be bounded."""
+    mean, act = torch.zeros(4, requires_grad=True), torch.tensor([0.5, 0.25, 1.0, 0.75])
+    with nanscope.watch(out=tmp_path) as scope:
+        if kind == "normal":
+            pi = torch.distributions.Normal(mean, (act != 1.0).float(), validate_args=False)
+        else:
+            pi = torch.distributions.Beta(mean.exp() * 2, mean.exp() * 3, validate_args=False)
+        logp = pi.log_prob(act)
+        logp.mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.expression == "pi.log_prob(act)", scope.verdict.sentence
+    assert not [fix.label for fix in incident.fixes if " act " in fix.label or " pi " in fix.label]

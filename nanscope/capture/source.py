@@ -16,7 +16,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 
 from nanscope.program.calls import Site
 
@@ -102,6 +103,8 @@ def _site(file: str, code: CodeType, lasti: int) -> Site:
     bound = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and (same or isinstance(statement, ast.AugAssign))
     if isinstance(statement, ast.AugAssign) and node is not None and node is not statement:
         bound = False
+    if isinstance(node, ast.Call) and _makes_distribution(_unparse(node.func).rpartition(".")[2]):
+        bound = False  # what is bound is no tensor
     name = targets if bound else walrus or _beside(statement, node) or _in_place(node)
     return Site(
         file=file,
@@ -230,12 +233,23 @@ def _args(node: ast.AST, modules: frozenset[str] = frozenset()) -> tuple[str, ..
         return _unparse(node.target), _unparse(node.value)
     if isinstance(node, ast.Call):
         own = tuple(_unparse(arg) for arg in node.args)
-        if _unparse(node.func).rpartition(".")[2] == "kl_divergence":
-            return ()  # of two distributions, and what is calculated with is in them
+        if _is_of_distributions(_unparse(node.func).rpartition(".")[2]):
+            return ()  # what is calculated with is in them
         if isinstance(node.func, ast.Attribute) and not _is_module(node.func.value, modules) and not _is_itself(node.func.value):
-            return _unparse(node.func.value) if hasattr(Tensor, node.func.attr) else "", *own  # `dist.log_prob(x)` reads no tensor dist
+            return _unparse(node.func.value) if hasattr(Tensor, node.func.attr) else "", *own  # `block.first(x)` reads no tensor block
         return own
     return ()
+
+
+def _is_of_distributions(name: str) -> bool:
+    """Is a function one of torch's distributions, as `log_prob`, or what makes one?"""
+    own = hasattr(Distribution, name) and not hasattr(Tensor, name)
+    return name == "kl_divergence" or own or _makes_distribution(name)
+
+
+def _makes_distribution(name: str) -> bool:
+    made = getattr(distributions, name, None)
+    return isinstance(made, type) and issubclass(made, Distribution)
 
 
 def _is_number(node: ast.expr) -> bool:
