@@ -19,7 +19,7 @@ from nanscope.report.origin import mask_words
 from nanscope.snapshot.observation import Blame, Origin
 from nanscope.text import number
 
-MASKED = ("that the loss does not count", "outside the loss", "picked the other side")
+MASKED = ("that the loss does not count", "outside the loss", "picked the other side", "counts with another number")
 NOT_IN_A_LOSS = ("weights", "optimizer")
 DOUBLE = torch.float64
 WIDE = 67  # elements: a kernel computes many at a time, and the last ones one by one, and not always the same way
