@@ -11,16 +11,17 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nanscope.errors import NanscopeError, ProgramError
+from nanscope.errors import NanscopeError
 from nanscope.program.by_rows import elements_at_once, execute_ends
-from nanscope.program.calls import Call, Computes, Leaf, Ref
+from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, largest_in
-from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO, Flow, flow_of
+from nanscope.program.ops import ADDITIONS, INSIDE, NEEDS_MORE_THAN_ZERO
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.further import ROUNDS, following
 from nanscope.replay.patch import Patch, Variant
-from nanscope.replay.refill import OPERANDS, RESULT, Fed, Filling, Numbers, going_into, harmful, leaf_refilled, numbers, offending, refilled
+from nanscope.replay.refill import OPERANDS, RESULT, Fed, Filling, Numbers, leaf_refilled, numbers, refilled
+from nanscope.replay.touched import OUTPUT, joined, touched
 from nanscope.replay.usual import usual
 
 
@@ -63,9 +64,6 @@ def _neutral(patch: Patch, shift: float = 0.0) -> Filling:
     return filling
 
 
-OUTPUT = -1  # stands for what a program ends in, whichever value an edit makes it
-
-
 SAME = 1e-6  # of a gradient: what differs by less does not depend on the offending elements
 
 FAITHFUL = 0.01  # so near to what the formula gives in float64, an edit changes no element
@@ -99,9 +97,10 @@ class Healthy:
         if exact is not None and not all(bool(is_finite(grad)) for grad in exact.values()):
             exact = None
         spared = _Spared.of(patch)
-        touched = _joined(*([_touched(patch, True)] if spared is None else [_touched(one, spared.alike) for one in spared.faults]))
+        faults, alike = ([patch], True) if spared is None else (spared.faults, spared.alike)
+        came = joined(touched(one, _neutral(one), alike) for one in faults)
         if spared is None:
-            return None if exact is None else Healthy.as_computed(exact, _outside(touched, exact))
+            return None if exact is None else Healthy.as_computed(exact, _outside(came, exact))
         other = exact if exact is not None else spared.shifted(patch)
         same = {value: torch.isfinite(grad) for value, grad in spared.grads.items()}
         for value, wanted in (other or {}).items():
@@ -110,11 +109,11 @@ class Healthy:
                 mask &= torch.isclose(own, part, rtol=SAME, atol=SAME * SAME * scale)
         del other
         sizes = {value: largest_in(grad) for value, grad in spared.grads.items() if grad.numel()}
-        outside = _outside(touched, same)
+        outside = _outside(came, same)
         masks = {value: mask & outside[value] for value, mask in same.items()}
         alone = _tell(spared.grads, masks)
         if not alone and exact is not None:
-            return replace(Healthy.as_computed(exact, _outside(touched, exact)), loss=spared.loss, sizes=sizes)
+            return replace(Healthy.as_computed(exact, _outside(came, exact)), loss=spared.loss, sizes=sizes)
         if not alone and not _tell(spared.grads, same):
             return None
         healthy = Healthy(spared.grads, masks if alone else same, alone=alone, loss=spared.loss, sizes=sizes)
@@ -237,9 +236,9 @@ def _tell(grads: Mapping[int, Tensor], masks: Mapping[int, Tensor]) -> bool:
     return any(_largest(grad, masks[value]) > 0 for value, grad in grads.items())
 
 
-def _outside(touched: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def _outside(came: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return the elements of every gradient that the offending ones are not computed from."""
-    return {value: ~touched[value] if value in touched else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
+    return {value: ~came[value] if value in came else torch.ones_like(grad, dtype=torch.bool) for value, grad in grads.items()}
 
 
 def _largest(tensor: Tensor, mask: Tensor) -> float:
@@ -253,72 +252,3 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     rows = tensor.reshape(tensor.shape or (1,))
     parts: Sequence[Tensor] = torch.split(rows, max(1, elements_at_once() // max(rows[:1].numel(), 1)))
     return parts
-
-
-def _touched(patch: Patch, alike: bool) -> dict[int, Tensor]:
-    """Return, for every leaf, the elements that the offending elements of the origin, and of its siblings, were computed from."""
-    origin, program = patch.origin, patch.program
-    if program.computes is not Computes.LOSS:
-        return {OUTPUT: ~torch.isfinite(patch.values[program.output])}
-    if origin.call is None:
-        return {origin.value_id: offending(patch, origin.value_id)}
-    # The gradient of the operands' sum over the offending elements is non-zero exactly where they come from.
-    calls, leaves, total = list(program.calls[: max(patch.siblings()) + 1]), list(program.leaves), list[int]()
-    marks: dict[int, Tensor] = {}
-    fresh = program.new_id()
-    for out, bad in harmful(patch, _neutral(patch), alike).items():
-        call = program.calls[program.producers[out]]
-        for value in dict.fromkeys(call.inputs()):
-            content = patch.values[value]
-            where = going_into(bad, call, content) if content.is_floating_point() else None
-            if where is None:
-                continue
-            mark, product, own, both = range(fresh, fresh + 4)
-            fresh, marks[mark] = both + 1, where
-            leaves.append(Leaf(mark, "offending", "data", False))
-            calls.append(Call("aten.mul.Tensor", (Ref(value), Ref(mark)), (), (product,)))
-            calls.append(Call("aten.sum.default", (Ref(product),), (), (own,)))
-            calls += [Call("aten.add.Tensor", (Ref(total[-1]), Ref(own)), (), (both,))] if total else []
-            total.append(both if total else own)
-    if not total:
-        return {}
-    probe = _sums_of(replace(program, leaves=tuple(leaves), calls=tuple(calls)).slice(total[-1]), patch.values)
-    try:
-        run = execute_ends(probe, {leaf.id: {**patch.tensors, **marks}[leaf.id] for leaf in probe.leaves}, torch.float64)
-    except ProgramError:
-        return {}
-    return {leaf.id: run.grads[leaf.id] != 0 for leaf in probe.leaves if leaf.id in run.grads}
-
-
-def _sums_of(program: Program, values: Mapping[int, Tensor]) -> Program:
-    """Return a program in which what is computed element by element is a sum: a product with 0, or a function that is flat there, comes of
-    its operands all the same."""
-    calls: list[Call] = []
-    fresh = program.new_id()
-    for call in program.calls:
-        read, out = [value for value in dict.fromkeys(call.inputs()) if value in values], call.outs[0]
-        if not _is_by_element(call, read, values) or out is None:
-            calls.append(call)
-            continue
-        last, *others = map(Ref, read)
-        for other in others:
-            calls.append(Call("aten.add.Tensor", (last, other), (), (fresh,), call.site, call.grad))
-            last, fresh = Ref(fresh), fresh + 1
-        calls.append(Call("aten.mul.Tensor", (last, 1.0), (), (out,), call.site, call.grad))
-    return replace(program, calls=tuple(calls))
-
-
-def _is_by_element(call: Call, read: Sequence[int], values: Mapping[int, Tensor]) -> bool:
-    """Is a call one of a number for each element, through which a gradient goes?"""
-    out = values.get(call.outs[0]) if len(call.outs) == 1 and call.outs[0] is not None else None
-    if out is None or not read or not call.grad or not out.is_floating_point() or flow_of(call.op) is not Flow.POINTWISE:
-        return False
-    return call.name != "detach" and out.shape == torch.broadcast_shapes(*(values[value].shape for value in read))  # type: ignore[no-untyped-call]
-
-
-def _joined(*masks: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return what is marked in one of some, by id."""
-    found: dict[int, Tensor] = {}
-    for leaf, mask in (pair for one in masks for pair in one.items()):
-        found[leaf] = found[leaf] | mask if leaf in found else mask
-    return found
