@@ -112,6 +112,12 @@ def test_a_long_chain_keeps_its_ends() -> None:
     assert [item.text for item in items if item.kind == "gap"] == ["… 940 more"]
 
 
+def test_a_file_alone_says_of_no_other_step() -> None:
+    """That none was watched would be untrue of the run that it came from."""
+    assert "steps watched" not in checked(Verdict((incident_of(),))).text
+    assert "9 steps watched" in checked(Verdict((incident_of(),), steps=9)).text
+
+
 def test_healthy_is_short_and_calm() -> None:
     """No sections, no warning colour in the body, and a note is not told twice."""
     verdict = verdict_of("absorbed")

@@ -183,5 +183,6 @@ def _others(verdict: Verdict) -> Iterator[str]:
 
 
 def _counts(verdict: Verdict) -> str:
-    parts = [f"{numeral(verdict.steps)} steps watched", f"{verdict.bad_steps} bad" if verdict.bad_steps else ""]
+    of_a_run = verdict.steps or not verdict.incidents  # a file alone says of no other step
+    parts = [f"{numeral(verdict.steps)} steps watched" if of_a_run else "", f"{verdict.bad_steps} bad" if verdict.bad_steps else ""]
     return escaped(", ".join(filter(None, parts)) + f" · nanscope {clean(verdict.version, 40)}")
