@@ -320,23 +320,36 @@ def hooks_once_there(weight: Tensor) -> dict[int, Any]:
     return getattr(weight, "_post_accumulate_grad_hooks", None) or {}
 
 
+class Ours(NamedTuple):
+    """A hook that is none of the trainer's. function: it answers nothing."""
+
+    function: Callable[..., object]
+
+    def __call__(self, given: Tensor) -> None:
+        self.function(given)
+
+
 def call_first(hooks: dict[int, Any], function: Callable[..., object]) -> Callable[[], None]:
     """Have something called before all that is registered, and return what undoes that."""
     handle, others = RemovableHandle(hooks), dict(hooks)
     hooks.clear()  # torch goes through them in the order in which they were put in, whatever else an ordered dictionary is told
-    hooks[handle.id] = function
+    hooks[handle.id] = Ours(function)
     hooks.update(others)
     return handle.remove
 
 
 def gradient_hooks(weight: Tensor) -> list[Any]:
     """Return what somebody has registered to be called when the gradient of a weight is there."""
-    return [*hooks_on_arrival(weight).values(), *hooks_once_there(weight).values()]
+    return [*_of_others(hooks_on_arrival(weight)), *_of_others(hooks_once_there(weight))]
+
+
+def _of_others(hooks: dict[int, Any]) -> list[Any]:
+    return [hook for hook in hooks.values() if type(hook) is not Ours] if hooks else []
 
 
 def accumulation_hooks(weight: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with a weight when its gradient has arrived in it."""
-    return list(hooks_once_there(weight).values())
+    return _of_others(hooks_once_there(weight))
 
 
 def take_off_backward_hooks(module: torch.nn.Module) -> None:
@@ -354,7 +367,7 @@ def module_hooks(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
 
 def hooks_on(tensor: Tensor) -> list[Any]:
     """Return what somebody has registered to be called with the gradient of a tensor."""
-    return list(hooks_on_arrival(tensor).values())
+    return _of_others(hooks_on_arrival(tensor))
 
 
 def keywords_of(frame: FrameType) -> dict[str, Any]:

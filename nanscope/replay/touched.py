@@ -13,6 +13,7 @@ from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
 from nanscope.program.ops import Flow, flow_of
 from nanscope.program.program import Program
+from nanscope.program.summary import broadcasts
 from nanscope.replay.patch import Patch
 from nanscope.replay.refill import Filling, going_into, harmful, offending
 
@@ -77,7 +78,9 @@ def _is_by_element(call: Call, read: Sequence[int], values: Mapping[int, Tensor]
     out = values.get(call.outs[0]) if len(call.outs) == 1 and call.outs[0] is not None else None
     if out is None or not read or not call.grad or not out.is_floating_point() or flow_of(call.op) is not Flow.POINTWISE:
         return False
-    return call.name != "detach" and out.shape == torch.broadcast_shapes(*(values[value].shape for value in read))  # type: ignore[no-untyped-call]
+    shapes = [values[value].shape for value in read]
+    filled = all(any(len(shape) >= at and shape[-at] == out.shape[-at] for shape in shapes) for at in range(1, out.dim() + 1))
+    return call.name != "detach" and filled and all(broadcasts(shape, out.shape) for shape in shapes)
 
 
 def joined(masks: Iterable[Mapping[int, Tensor]]) -> dict[int, Tensor]:

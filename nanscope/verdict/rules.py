@@ -146,5 +146,5 @@ RULES: tuple[Rule, ...] = (
     Rule(None, None, overflows, Cause.MAGNITUDE_OVERFLOW),
     Rule(None, None, lambda o: o.origin.is_pole and o.facts.opposed, Cause.INF_MINUS_INF),
     Rule(None, None, no_number, Cause.OUTSIDE_DOMAIN),
-    Rule(None, None, lambda o: o.facts.number and is_infinite(o), Cause.BAD_INPUT),
+    Rule(Phase.FORWARD, None, lambda o: o.facts.number and is_infinite(o), Cause.BAD_INPUT),
 )

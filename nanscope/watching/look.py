@@ -452,7 +452,9 @@ def _followed_back(recording: Recording, reruns: Reruns) -> Look | None:
         grads = recording.program.execute(recording.tensors, ends=True).grads
     try:
         found = reruns.follow_back(recording.edge(), grads)
-    except RuntimeError:  # torch refuses to differentiate a reentrant checkpoint for chosen tensors
+    except RuntimeError as error:
+        if "reentrant" not in str(error):  # by which torch refuses to differentiate such a checkpoint for chosen tensors
+            raise
         found = replace(reruns, through=True).follow_back(recording.edge(), grads)
     if found is None:
         return None
