@@ -203,10 +203,12 @@ class Reruns:
         return whole, {leaf.id: leaves[leaf.id] for leaf in whole.leaves}
 
     def _left_behind(self, program: Program, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the leaves that no call has returned, by id: what a module keeps, as the loss of a router, or puts into a list."""
+        """Return the leaves that no call has returned, by id: what a module keeps, as the loss of a router, or puts into a list. What a
+        custom function of the trainer's has made is none of these."""
         returned = {place for call in self.calls for place in call.outputs}
         made = ((leaf.id, tensors[leaf.id]) for leaf in program.leaves if leaf.origin == "opaque" and leaf.diff)
-        return {leaf: tensor for leaf, tensor in made if tensor.grad_fn is not None and place_of(tensor) not in returned}
+        left = ((leaf, tensor) for leaf, tensor in made if tensor.grad_fn is not None and not is_custom(tensor.grad_fn))
+        return {leaf: tensor for leaf, tensor in left if place_of(tensor) not in returned}
 
     def _note_hooks(self, again: Again[Tape], mapping: Mapping[int, int]) -> None:
         """Note the hooks of the values that a tape has seen: a copy of a weight has none, and its original does."""
