@@ -529,3 +529,21 @@ def test_the_last_step_that_a_loop_drops_is_a_step(tmp_path: Path, steps: int) -
     assert [(entry.step, entry.stepped) for entry in scope.history.entries if entry.nonfinite] == [
         (steps, "skipped by the trainer" if steps > 1 else "none")
     ]
+
+
+def test_who_leaves_by_an_exception_is_not_stopped_on_the_way(tmp_path: Path) -> None:
+    """Of a rank that others have left alone, what its collective says passes through, though it had asked about bad gradients before."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="timed out"), nanscope.watch(out=tmp_path, on_nonfinite="stop"):
+        for step in range(1, 3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            if step == 2:
+                for parameter in model.parameters():
+                    grad = parameter.grad
+                    assert grad is not None
+                    grad.fill_(math.nan)
+                if not all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None):
+                    raise RuntimeError("timed out")
+            optimizer.step()

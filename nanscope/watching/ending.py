@@ -23,8 +23,8 @@ class Ending:
     def __init__(self, tape: Tape, modules: ModuleWatch, optimizers: Optimizers) -> None:
         self._tape, self._modules, self._optimizers = tape, modules, optimizers
 
-    def became(self, course: Course, last: bool) -> Stepped | None:
-        """Return what became of the running step, None if it still runs. last: no other backward pass follows.
+    def became(self, course: Course, last: bool, raised: bool = False) -> Stepped | None:
+        """Return what became of the running step, None if it still runs. last: no other backward pass follows; raised: by an exception.
 
         Gradients may also be dropped within one: by who takes them apart (gradient surgery), or pushes the weights before a second pass
         (SAM). So it is over only where it was bad, scaled, or measured, where the model has run since, or where the loop has counted on.
@@ -38,7 +38,7 @@ class Ending:
         measured = self.norm_is_bad()
         if course.counts.hides and not counted:
             return None
-        if (fate is Fate.KEPT and not (last and measured)) or (fate is Fate.UNSEEN and not (counted or measured)):
+        if (fate is Fate.KEPT and not (last and measured and not raised)) or (fate is Fate.UNSEEN and not (counted or measured)):
             return None
         bad = course.bad or measured
         if self._moved_by_hand(left):

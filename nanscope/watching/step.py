@@ -431,7 +431,7 @@ class Step(Relay):
         if not raised:
             self._go_on()
         self._course.raised = False
-        self._look_whether_it_was_dropped(last=True)
+        self._look_whether_it_was_dropped(last=True, raised=bool(raised))
         self._failsafe("spared", self._spared.settle, None)
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
         self._logbook.held(self._tape.account.peak)
@@ -504,11 +504,14 @@ class Step(Relay):
 
     # A step that no optimizer takes.
 
-    def _look_whether_it_was_dropped(self, last: bool = False) -> None:
-        """Another backward pass begins, or the block ends: does it still belong to the running step? Then its gradients are still there."""
+    def _look_whether_it_was_dropped(self, last: bool = False, raised: bool = False) -> None:
+        """Another backward pass begins, or the block ends: does it still belong to the running step? Then its gradients are still there.
+
+        raised: by an exception, and nobody had come to drop it.
+        """
         if self._course.closed or self._stepping is not None or not self._recordings.made:
             return
-        stepped = self._ending.became(self._course, last)
+        stepped = self._ending.became(self._course, last, raised)
         if stepped is None:
             return
         overflowed = self._ending.norm_is_bad() or self.counts.skipped
