@@ -95,6 +95,11 @@ def watched_of(verdict: Verdict) -> tuple[Fact, ...]:
     return tuple(fact for fact in facts if fact is not None)
 
 
+def is_of_a_run(verdict: Verdict) -> bool:
+    """Does a verdict say how many steps were watched? One of a file alone says of no other step."""
+    return verdict.steps > 0 or not verdict.incidents
+
+
 def _words(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 

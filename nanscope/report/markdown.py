@@ -20,7 +20,7 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import LIMITS, clean, numeral
 from nanscope.report.diff import NO_DIFF, rest_of, unified, written_fix
-from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, lead_and_rest, rank_rows, resume
+from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, is_of_a_run, lead_and_rest, rank_rows, resume
 from nanscope.report.origin import calculation, element, mask_words, source_of, token_words, where_in
 from nanscope.report.segments import segments
 from nanscope.report.tried import Tried, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of
@@ -183,6 +183,8 @@ def _others(verdict: Verdict) -> Iterator[str]:
 
 
 def _counts(verdict: Verdict) -> str:
-    of_a_run = verdict.steps or not verdict.incidents  # a file alone says of no other step
-    parts = [f"{numeral(verdict.steps)} steps watched" if of_a_run else "", f"{verdict.bad_steps} bad" if verdict.bad_steps else ""]
+    parts = [
+        f"{numeral(verdict.steps)} steps watched" if is_of_a_run(verdict) else "",
+        f"{verdict.bad_steps} bad" if verdict.bad_steps else "",
+    ]
     return escaped(", ".join(filter(None, parts)) + f" · nanscope {clean(verdict.version, 40)}")

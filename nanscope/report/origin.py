@@ -49,7 +49,7 @@ def mask_words(place: Origin, limit: int = 240) -> str:
         return "not masked: the loss counts it"
     by = place.masked_by or ""
     how = "dropped" if by.endswith(CLIPPED) or by.startswith(REPLACED) else "masked"  # a token that the loss counts, by another number
-    return f"{how}: {clean(place.masked_by or 'outside the loss', limit)}"
+    return f"{how}: {clean(by or 'outside the loss', limit)}"
 
 
 def source_of(place: Origin, around: int, limit: int = 240) -> list[tuple[str, str, bool]]:

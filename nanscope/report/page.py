@@ -20,6 +20,7 @@ from nanscope.report.headline import (
     calm,
     consequences_of,
     facts_of,
+    is_of_a_run,
     lead_and_rest,
     rank_rows,
     resume,
@@ -119,8 +120,7 @@ def build(verdict: Verdict, title: str | None = None, limits: Limits = LIMITS[0]
     bad = max(verdict.bad_steps, len({(incident.step, incident.update) for incident in verdict.incidents}))
     watched = Fact("step watched" if verdict.steps == 1 else "steps watched", clean(verdict.steps, 24))
     charts = itertools.count()
-    of_a_run = verdict.steps or not verdict.incidents  # a file alone says of no other step
-    counts = [*([watched] if of_a_run else []), Fact("bad", clean(bad, 24), state="harm" if bad else verdict.status.tone)]
+    counts = [*([watched] if is_of_a_run(verdict) else []), Fact("bad", clean(bad, 24), state="harm" if bad else verdict.status.tone)]
     if verdict.skipped:
         counts.append(Fact("skipped", clean(verdict.skipped, 24)))
     if verdict.repaired:

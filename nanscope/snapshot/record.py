@@ -120,8 +120,8 @@ class RunRecord:
     def untaken(self) -> tuple[int, ...]:
         """Steps, as counted here, that no update is known to have come of: those that were dropped, and a bad one that was not over when
         this was written."""
-        runs = self.first is not None and self.first.step > self.steps
-        return (*self.dropped, self.first.step) if runs and self.first is not None and self.first.step not in self.dropped else self.dropped
+        open_step = () if self.first is None or self.first.step <= self.steps else (self.first.step,)
+        return tuple(dict.fromkeys((*self.dropped, *open_step)))
 
     @property
     def called(self) -> str:
