@@ -54,6 +54,22 @@ for step in range(1, 4):
 dist.destroy_process_group()
 """
 
+AGAIN = """
+import os, sys, torch
+torch.manual_seed(0)
+model, first = torch.nn.Linear(4, 1), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+last = 3 if first else 2
+for step in range(1, last + 1):
+    loss = model(torch.randn(6, 4)).pow(2).mean()
+    if step == last and os.environ["RANK"] == "0":
+        loss = torch.log(loss * 0) if first else loss * 0 / (loss * 0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+sys.exit(first)
+"""
+
 # One process of each kind, begun at once, since most of their time is torch's: a shell's, a grandchild, spawned, forked, killed, silent.
 FAMILY = """
 import multiprocessing, os, subprocess, sys
@@ -168,6 +184,19 @@ def test_the_ranks_of_a_launcher_are_one_run(tmp_path: Path, command: tuple[str,
     assert [group["ranks"] for group in found.verdict["ranks"]["groups"]] == [[1], [0]]
     assert found.err.count("log(0) = −inf. The logarithm of 0") == 1
     assert found.run.name.endswith("-ranks" if command == ("torchrun",) else "-torch.distributed.run")
+
+
+def test_ranks_that_are_started_again_are_told_apart(tmp_path: Path) -> None:
+    """An elastic launcher starts all of them anew: what the first attempt met comes first, though its step has the larger number."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    found = told(tmp_path, "--", "torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "again.py")
+    assert found.status == 3, found.err
+    assert found.names >= {"run.rank1.json", "run.rank0.attempt-2.json", "run.rank1.attempt-2.json"}
+    assert [(one["step"], one.get("worker"), one["cause"]) for one in found.verdict["incidents"]] == [
+        (3, None, "log_zero"),
+        (2, "attempt-2", "zero_div_zero"),
+    ]
+    assert {record.restarts for record in records(found.run) if record.worker} == {1}
 
 
 def test_accelerate_is_one_run(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class RunRecord:
     nanscope: the release. worker: what the process is called where that is not a rank alone. member: the run was begun by another one.
     reaped: whoever started the process ends it without a word, once nobody needs it any more. dropped: steps, as counted here, that the
     trainer dropped; the first `DROPPED` of them. node: of several on each of which the run was begun, the one that the process belongs to.
+    restarts: how often the ranks had been started before, by an elastic launcher.
     """
 
     run: str = ""
@@ -97,6 +98,7 @@ class RunRecord:
     dropped: tuple[int, ...] = ()
     node: str = ""
     repaired: int = 0
+    restarts: int = 0
 
     @property
     def file_name(self) -> str:

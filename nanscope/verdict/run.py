@@ -55,7 +55,11 @@ def verdict_of(
     read = list(_readable(sorted(bad_step_files(run_dir)), lambda path: (_called(BadStep.read(path), number), path), damaged))
     teams = _teams(run_dir, told, read)
     to_explain = [team.to_explain() for team in teams]
-    files = [path for _, path in sorted((found for those, _ in to_explain for found in those), key=_order)]
+    restarts = {record.who: record.restarts for record in told}  # a later attempt goes on from an earlier one, and counts from 1 again
+    in_order = sorted(
+        (found for those, _ in to_explain for found in those), key=lambda found: (restarts.get(found[0].who, 0), *_order(found))
+    )
+    files = [path for _, path in in_order]
     # one at a time: each may be as large as a batch
     incidents = explained((Question(file=path, shown=shown(path)) for path in track(files)), memory, partial(_put_down, damaged))
     left = sum(more for _, more in to_explain)
@@ -165,9 +169,10 @@ class _Team:
         """How many ranks there are, 0 where nobody said."""
         return max([0, *(record.world for record in self.told if record.world <= WORLDS)])
 
-    def began_at(self) -> tuple[int, str]:
+    def began_at(self) -> tuple[int, int, str]:
         """The first bad step, for an order in which what went bad stands first."""
-        return min([one.step for one, _ in self.files], default=1 << 62), self.worker
+        attempt = min([record.restarts for record in self.told], default=0)
+        return (attempt if self.files else 1 << 62), min([one.step for one, _ in self.files], default=0), self.worker
 
     def to_explain(self) -> tuple[Sequence[tuple[BadStep, Path]], int]:
         """Return the snapshots that stand for a cause, and how many more there are than can be looked at."""

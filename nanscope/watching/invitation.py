@@ -25,7 +25,7 @@ from nanscope.snapshot.runs import DEEP_EVERY, MAX_BYTES, Folder
 from nanscope.watching.acting import ACTIONS, MAX_REPAIRS
 from nanscope.watching.calling import call
 from nanscope.watching.job import OURS
-from nanscope.watching.place import Place, enrol, is_ranked, name_of
+from nanscope.watching.place import Place, enrol, is_ranked, name_of, restarts
 
 MEMBER = "NANSCOPE_MEMBER"
 ROLE = "NANSCOPE_ROLE"  # what a process is called in files and words, given by hand: actor, critic, reference
@@ -97,6 +97,8 @@ class Invitation:
             called, role = (
                 (self.node, self.node) if lead else (f"{called}-{self.node}", role and (role if is_ranked() else f"{role}-{self.node}"))
             )
+        if again := "" if lead else attempt():  # all ranks of it, so that each finds the others
+            called, role = f"{called}-{again}", "-".join(filter(None, [role, again]))
         names = dict.fromkeys([role if role or lead or is_ranked() else called, called])
         path, folder = Path(self.path), Folder(self.given, Path(self.path).parent)
         elsewhere = self.machine != machine()
@@ -135,6 +137,11 @@ class Invitation:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:40]
+
+
+def attempt() -> str:
+    """Return which attempt of an elastic launcher this process belongs to, "" for the first: "attempt-2"."""
+    return f"attempt-{restarts() + 1}" if restarts() else ""
 
 
 def is_reaped() -> bool:

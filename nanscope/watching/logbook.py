@@ -43,7 +43,7 @@ from nanscope.watching.disk import Disk
 from nanscope.watching.dying import close_at_end
 from nanscope.watching.mirror import Mirror
 from nanscope.watching.peers import PART, PATIENCE, Peers, of_other_ranks
-from nanscope.watching.place import Place, is_ranked, rank_and_world, settle_somewhere
+from nanscope.watching.place import Place, is_ranked, rank_and_world, restarts, settle_somewhere
 from nanscope.watching.poisoning import Poisoning
 from nanscope.watching.recording import Recording
 from nanscope.watching.share import Share
@@ -143,6 +143,7 @@ class Logbook:
         self.runs = place.folder or self.runs
         world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
         self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world, node=place.node)
+        self._record = replace(self._record, restarts=restarts())
         self._peers = Peers(place.path, place.rank, world, place.worker)
         aside = Aside(near=is_near(place.path))
         self.history = History(history_path(place.path, *self._record.who), place.run, aside)

@@ -41,6 +41,8 @@ from nanscope.watching.job import OURS, Job
 
 log = logging.getLogger("nanscope")
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
 # What the ranks of one job have in common, and no two jobs at a time.
 SHARED = (
     OURS,
@@ -48,7 +50,7 @@ SHARED = (
     "MASTER_PORT",
     "WORLD_SIZE",
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
+    RESTARTS,
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
@@ -176,6 +178,11 @@ def rank_and_world() -> tuple[int, int]:
     if "RANK" not in os.environ and torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return rank, world
+
+
+def restarts() -> int:
+    """Return how often an elastic launcher had started the ranks before."""
+    return _number(RESTARTS, 0)
 
 
 def _number(name: str, otherwise: int) -> int:
