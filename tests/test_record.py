@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +146,21 @@ def test_a_note_of_what_was_not_watched_is_counted_whatever_it_is(tmp_path: Path
     ):
         make(tmp_path / f"unwatched.{name}")
     assert unwatched(tmp_path) == ["its note cannot be read", "python3: why"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0 or sys.platform != "linux", reason="only root can mount a small disk")
+def test_a_full_disk_has_room_for_how_the_run_ended(tmp_path: Path) -> None:
+    """What its record says takes the place of what it said; otherwise its process would be told as killed."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        RunRecord(run="a", process=mark()).write(tmp_path)
+        with suppress(OSError), (tmp_path / "full").open("wb") as file:
+            file.write(b"x" * (1 << 20))
+        RunRecord(run="a", status="healthy", steps=7).write(tmp_path)
+        assert [(record.status, record.steps) for record in records(tmp_path)] == [("healthy", 7)]
+        with pytest.raises(OSError):
+            RunRecord(run="a", notes=(Remark("long", "x" * 10_000),)).write(tmp_path)
+        assert records(tmp_path)[0].status == "healthy"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanscope.errors import NanscopeError
-from nanscope.snapshot.runs import bad_step_files, find_run, histories, history_path, is_run, latest, point, runs_in
+from nanscope.snapshot.runs import Folder, bad_step_files, find_run, histories, history_path, is_run, latest, point, runs_in
 
 
 def made(folder: Path, name: str, file: str = "history.rank0.jsonl") -> Path:
@@ -87,3 +87,10 @@ def test_the_files_of_a_run_are_found_by_rank_and_by_step(tmp_path: Path) -> Non
     assert histories(tmp_path / "a") == found and list(histories(tmp_path / "a")) == list(found)
     assert len(list(bad_step_files(tmp_path / "a"))) == 2
     assert [path.name for path in bad_step_files(tmp_path / "a", 412)] == ["step-000412.rank0.safetensors"]
+
+
+def test_a_home_is_meant_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script says `out="~/runs"`, and no folder called `~` comes of it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = Folder.of("~/runs")
+    assert found.path == tmp_path / "runs" and found.given == str(tmp_path / "runs")

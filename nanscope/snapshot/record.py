@@ -6,7 +6,9 @@ SCHEMA history: absent — before there was one directory a run. 1 — `run`, `r
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -163,7 +165,27 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write the record, whole. Raises OSError."""
-        write_whole(folder / self.file_name, (json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n").encode())
+        content = (json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n").encode()
+        try:
+            write_whole(folder / self.file_name, content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _written_over(folder / self.file_name, content):
+                raise
+
+
+def _written_over(path: Path, content: bytes) -> bool:
+    """Write a record into the room that it has, as on a full disk, where it would go on to say that its process runs."""
+    try:
+        with path.open("rb+") as file:
+            if len(content) > os.fstat(file.fileno()).st_blocks * 512:
+                return False
+            file.write(content)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def now() -> str:

@@ -39,15 +39,16 @@ class Folder:
 
     @staticmethod
     def of(given: str | os.PathLike[str]) -> Folder:
-        """The folder that is meant here and now."""
+        """The folder that is meant here and now; `~` is the home of this user, as in a shell."""
+        given = os.path.expanduser(given)  # noqa: PTH111 - a home that nobody knows is no error
         if is_remote(given):
-            url = os.fspath(given).rstrip("/")
+            url = given.rstrip("/")
             own = f"nanscope-{os.getuid() if hasattr(os, 'getuid') else ''}"
             return Folder(url, Path(tempfile.gettempdir()) / own / hashlib.sha256(url.encode()).hexdigest()[:16])
         try:
-            return Folder(os.fspath(given), Path(given).absolute())
+            return Folder(given, Path(given).absolute())
         except OSError:  # the current directory is gone
-            return Folder(os.fspath(given), Path(given))
+            return Folder(given, Path(given))
 
     @property
     def remote(self) -> bool:
