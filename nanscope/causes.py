@@ -93,7 +93,10 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.ZERO_DIV_ZERO: CauseInfo(
         "0 divided by 0",
         ("mask_before_op", "clamp_denominator"),
-        ("the gradient of a decomposition, which divides by the distance of eigenvalues, or of singular values, and that is 0",),
+        (
+            "a normalisation divides by the spread, or the size, of what it is given, and that is 0",
+            "the gradient of a decomposition, which divides by the distance of eigenvalues, or of singular values, and that is 0",
+        ),
     ),
     Cause.ZERO_DENOMINATOR: CauseInfo(
         "a division by a setting or a scale that is 0",
@@ -123,7 +126,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.BAD_INPUT: CauseInfo(
         "non-finite data came with the batch",
         ("reject_input", "drop_invalid_sample"),
-        ("a number that the code gave is NaN", "a number that the code gave is infinite"),
+        ("a setting of the optimizer is not finite", "a number that the code gave is NaN", "a number that the code gave is infinite"),
     ),
     Cause.UNINITIALIZED: CauseInfo("memory that was never written", ("initialise_memory",)),
     Cause.POISONED_WEIGHTS: CauseInfo("a weight is non-finite, and no loss of this step made it so", ("fix_upstream",)),

@@ -13,7 +13,7 @@ from nanscope.snapshot.observation import Facts, Observation, Origin, Phase
 NAN, INF = math.nan, math.inf
 
 _FACTS = {field.name for field in dataclasses.fields(Facts)}
-_AROUND = {"phase", "kind", "outside", "scale", "optimizer", "weight", "tried", "poisoned_at", "past", "source"}
+_AROUND = {"phase", "kind", "outside", "scale", "optimizer", "weight", "tried", "poisoned_at", "past", "settings", "source"}
 
 
 def seen(op: str, value: float, *operands: float, **known: Any) -> Observation:

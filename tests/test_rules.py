@@ -129,6 +129,10 @@ CASES = (  # one row a rule, in the order of the rules
     Case(seen("lgamma", INF, 0.0, opposed=True), Cause.INF_MINUS_INF, seen("lgamma", INF, 0.0), Cause.OUTSIDE_DOMAIN),
     Case(seen("acos", NAN, 1.5), Cause.OUTSIDE_DOMAIN, seen("abs", NAN, 1.5), Cause.UNKNOWN),
     Case(seen("scatter", -INF, -INF, number=True), Cause.BAD_INPUT, seen("scatter", -INF, -INF), Cause.UNKNOWN),
+    Case(
+        seen("input", NAN, phase=Phase.OPTIMIZER, settings="lr = NaN"), Cause.BAD_INPUT,
+        seen("input", NAN, phase=Phase.OPTIMIZER), Cause.UNKNOWN,
+    ),
 )  # fmt: skip
 
 BOTH = (  # what two rules fit: the cause that is said, and the one that is not

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanscope.locate.drops import is_times_nothing
 from nanscope.locate.half import leaves_half
 from nanscope.locate.matrices import is_degenerate
+from nanscope.locate.normalisations import is_flat
 from nanscope.locate.origin import NUMBER, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref
@@ -77,7 +78,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         cancelled=_cancelled(location, trace),
         filled=filled,
         number=any(operand.id == NUMBER and not math.isfinite(operand.value) for operand in origin.operands),
-        degenerate=call is not None and is_degenerate(call, trace.values),
+        degenerate=call is not None and (is_degenerate(call, trace.values) or is_flat(call, trace.values)),
         eps_underflow=origin.call is not None and bool(vanishing_eps(trace, origin.call)),
         leaves_half=leaves_half(origin, location.phase, trace),
         opposed=_is_opposed(location, trace),

@@ -192,6 +192,8 @@ SPOILT_BY_INFINITY = (
 )  # and fine with a large finite number in its place
 SPOILT_BY_EITHER = SPOILT_BY_INFINITY & _family("logaddexp logaddexp2 mul sub")  # of its two operands
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
+WEIGHT_NORMS = _family("_weight_norm_interface")
+NORMALISATIONS = ROW_NORMS | WEIGHT_NORMS | _family("native_group_norm")  # divide by a spread, or a size, of what they are given
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
 REGRESSIONS = MEAN_LOSSES - _family("binary_cross_entropy_with_logits")
 COMPARED = SQUARES | REGRESSIONS | _family("abs")  # what is made of a difference that a loss wants small

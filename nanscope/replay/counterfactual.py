@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.causes import Cause
 from nanscope.program.calls import Ref
 from nanscope.program.numbers import exponent_limit
-from nanscope.program.ops import ALL_SOFTMAXES, BOUNDS, DECOMPOSITIONS, DIVISIONS, EXPONENTIALS, INSIDE, TAKEN_OF
+from nanscope.program.ops import ALL_SOFTMAXES, BOUNDS, DECOMPOSITIONS, DIVISIONS, EXPONENTIALS, INSIDE, NORMALISATIONS, TAKEN_OF
 from nanscope.replay.edits import (
     CLAMP,
     clamp_denominator,
@@ -29,6 +29,7 @@ from nanscope.replay.edits import (
     safe_softmax,
 )
 from nanscope.replay.matrices import apart
+from nanscope.replay.normalisations import with_eps
 from nanscope.replay.patch import Insert, Patch, Variant, after
 from nanscope.replay.reference import repaired
 from nanscope.replay.refill import Fed, leaf_refilled, numbers, refilled
@@ -77,8 +78,10 @@ def _divided(patch: Patch) -> Variant | None:
 
 
 def _regular(patch: Patch) -> Variant | None:
-    """A matrix is regular, and no two of its eigenvalues are equal."""
-    return apart(patch) if patch.op in DECOMPOSITIONS else None
+    """A matrix is regular, and no two of its eigenvalues are equal; what is normalised is not all alike."""
+    if patch.op in DECOMPOSITIONS:
+        return apart(patch)
+    return (with_eps(patch) or _harmless(patch)) if patch.op in NORMALISATIONS else None
 
 
 def _with_one(patch: Patch, position: int, label: str) -> Variant:

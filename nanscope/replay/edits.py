@@ -30,6 +30,7 @@ from nanscope.program.ops import (
     EXPONENTIALS,
     MEANS,
     NEEDS_MORE_THAN_ZERO,
+    NORMALISATIONS,
     PRODUCTS,
     RESCALINGS,
     ROOTS,
@@ -43,6 +44,7 @@ from nanscope.program.ops import (
 from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
 from nanscope.replay.matrices import apart
+from nanscope.replay.normalisations import with_eps
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
 from nanscope.replay.rebind import bound_anew, wherever_written
 from nanscope.replay.stable import stable
@@ -427,6 +429,8 @@ def avoid_singular_op(patch: Patch) -> Variant | None:
     """Move the operand off the point where the derivative is infinite."""
     if patch.op in DECOMPOSITIONS:
         return apart(patch)
+    if patch.op in NORMALISATIONS:
+        return with_eps(patch)
     if patch.op not in ROOTS:
         return None
     value = patch.operand(0)

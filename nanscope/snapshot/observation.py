@@ -172,8 +172,8 @@ class Facts:
     exponential: it is a power whose exponent varies, and is what made it large. filled: the −inf that it was made from are a number of the
     code, written by another call than the origin's. number: a number that the code gave is NaN, or infinite. leaves_half: its
     gradient is beyond the range of half precision, in which it was computed, and within that of float32. degenerate: a decomposition of a
-    matrix, or its backward, divides by 0: two eigenvalues are equal, or a pivot is 0. opposed: it is an infinity, and where it becomes NaN
-    another one is taken from it.
+    matrix, or its backward, divides by 0: two eigenvalues are equal, or a pivot is 0; or a normalisation does. opposed: it is an infinity,
+    and where it becomes NaN another one is taken from it.
     """
 
     coefficient: bool = False

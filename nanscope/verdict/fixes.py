@@ -9,7 +9,7 @@ from nanscope.causes import ADVICE, ADVICE_AGAINST, CAUSES, OF_A_BATCH, Cause
 from nanscope.program.ops import DIVISIONS, GATHERS, LITERALS, LOG_SOFTMAXES, SETS
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.text import line_in
-from nanscope.verdict.grounds import divisor
+from nanscope.verdict.grounds import divisor, of_setting
 from nanscope.verdict.incident import Fix
 
 
@@ -48,6 +48,8 @@ def _wanted(seen: Observation, cause: Cause) -> tuple[str, ...]:
     if cause is Cause.EPS_UNDERFLOW and seen.phase is Phase.OPTIMIZER:
         return ("representable_eps", "upcast_fp32")  # eps is the setting that people can change
     wanted = CAUSES[cause].fixes
+    if cause is Cause.BAD_INPUT and of_setting(seen):
+        return ("validate_config",)
     if cause is Cause.BAD_INPUT and seen.facts.number:  # no sample has brought it
         return ("finite_mask_fill",) if seen.origin.op in SETS | LITERALS else ("validate_config", "finite_mask_fill")
     if cause is Cause.INF_MINUS_INF and _over_vocabulary(seen):

@@ -19,6 +19,7 @@ from nanscope.program.ops import (
     EXPONENTIALS,
     LOG_DETERMINANTS,
     MEANS,
+    NORMALISATIONS,
     POWERS,
     QUOTIENTS,
     ROOTS,
@@ -107,6 +108,11 @@ def of_a_sequence(seen: Observation) -> bool:
     return not SEQUENCE_SUMS.isdisjoint(seen.facts.ancestors)
 
 
+def of_setting(seen: Observation) -> bool:
+    """Is it an update with a setting of the optimizer that is not finite?"""
+    return seen.phase is Phase.OPTIMIZER and bool(seen.settings)
+
+
 def over_nothing(seen: Observation) -> bool:
     """Is it divided by the sum of an empty mask, or what such a mask lets through by a count that came from elsewhere?"""
     return (seen.origin.number(1) == 0 and seen.facts.mask_denominator) or (is_nan(seen) and seen.facts.selects_nothing)
@@ -125,7 +131,9 @@ def logarithm_of(seen: Observation) -> float:
 
 
 def _zero_by_zero(seen: Observation) -> bool:
-    """Is it a decomposition whose backward divides by a distance of 0, or a quotient?"""
+    """Is it a decomposition whose backward divides by a distance of 0, a normalisation of what is all alike, or a quotient?"""
+    if seen.origin.op in NORMALISATIONS:
+        return seen.facts.degenerate
     if seen.origin.op in SPECTRA:
         return seen.phase is Phase.BACKWARD and seen.facts.degenerate
     return seen.origin.op in QUOTIENTS and zero_by_zero(seen)
@@ -199,7 +207,8 @@ GROUNDS: Mapping[Cause, Grounds] = {
     Cause.EPS_UNDERFLOW: Grounds("a number of the code that its dtype rounds away", lambda o: o.facts.eps_underflow),
     Cause.MAGNITUDE_OVERFLOW: Grounds("an infinity, made of finite numbers", overflows),
     Cause.BAD_INPUT: Grounds(
-        "a bad number that nothing here has computed", lambda o: (o.phase is Phase.INPUT or o.facts.number) and not is_finite(o)
+        "a bad number that nothing here has computed",
+        lambda o: (o.phase is Phase.INPUT or o.facts.number or of_setting(o)) and not is_finite(o),
     ),
     Cause.UNINITIALIZED: Grounds(
         "memory that nobody was seen to write to", lambda o: o.facts.unwritten or (o.past.unwritten and o.past.fine_at is None)

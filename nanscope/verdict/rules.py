@@ -19,6 +19,7 @@ from nanscope.program.ops import (
     LOG_DETERMINANTS,
     LOGARITHMS,
     MEANS,
+    NORMALISATIONS,
     POWERS,
     QUOTIENTS,
     ROOTS,
@@ -42,6 +43,7 @@ from nanscope.verdict.grounds import (
     is_nan,
     no_number,
     of_a_sequence,
+    of_setting,
     over_nothing,
     overflows,
     zero_by_zero,
@@ -130,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, _RAISING, lambda o: is_exponential(o) and _of_a_sequence(o) and not is_nan(o), Cause.SEQ_RATIO_OVERFLOW),
     Rule(None, _RAISING, lambda o: is_exponential(o) and not is_nan(o), Cause.EXP_OVERFLOW),  # of no number it is NaN
     Rule(None, LOGARITHMS | LOG_DETERMINANTS, _always, Cause.LOG_ZERO),
-    Rule(None, SPECTRA, lambda o: o.facts.degenerate, Cause.ZERO_DIV_ZERO),
+    Rule(None, SPECTRA | NORMALISATIONS, lambda o: o.facts.degenerate, Cause.ZERO_DIV_ZERO),
     Rule(None, SOLVERS, lambda o: o.facts.degenerate, Cause.ZERO_DENOMINATOR),
     Rule(None, ("mul",), lambda o: zero_times_infinity(o) and o.facts.zero_is_mask, Cause.INF_TIMES_ZERO_MASK),
     Rule(None, ("mul",), lambda o: zero_times_infinity(o) and (math.inf in factors(o) or o.facts.coefficient), Cause.INF_TIMES_ZERO_COEF),
@@ -147,4 +149,5 @@ RULES: tuple[Rule, ...] = (
     Rule(None, None, lambda o: o.origin.is_pole and o.facts.opposed, Cause.INF_MINUS_INF),
     Rule(None, None, no_number, Cause.OUTSIDE_DOMAIN),
     Rule(Phase.FORWARD, None, lambda o: o.facts.number and is_infinite(o), Cause.BAD_INPUT),
+    Rule(Phase.OPTIMIZER, None, of_setting, Cause.BAD_INPUT),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
 from nanscope.locate.origin import Location
-from nanscope.program.ops import DIVISORS, GROWING, ROOTS, STEEP, UNWRITTEN_FACTORIES
+from nanscope.program.ops import DIVISORS, GROWING, NORMALISATIONS, ROOTS, STEEP, UNWRITTEN_FACTORIES
 from nanscope.roles import LOG_PROBS, OF_MODEL, Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -33,7 +33,7 @@ from nanscope.snapshot.observation import (
 from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.text import line_in, number, show_index
 from nanscope.verdict.arithmetic import calculation
-from nanscope.verdict.grounds import LITTLE, is_infinite, is_masked, logarithm_of
+from nanscope.verdict.grounds import LITTLE, is_infinite, is_masked, logarithm_of, of_setting
 
 
 def sentence(snapshot: Snapshot, seen: Observation, cause: Cause) -> str:
@@ -98,14 +98,14 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) > 0,
         lambda seen: seen.facts.degenerate,
     ),
-    Cause.ZERO_DIV_ZERO: (lambda seen: seen.facts.degenerate,),
+    Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate,),
     Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
     Cause.SEQ_RATIO_OVERFLOW: (_is_spike,),
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
     Cause.SQRT_ZERO_GRAD: (lambda seen: seen.origin.op in STEEP - ROOTS or not abs(seen.origin.value) < LITTLE,),
     Cause.MAGNITUDE_OVERFLOW: (lambda seen: seen.origin.op in DIVISORS.keys() - {"pow"}, lambda seen: seen.origin.op not in GROWING),
-    Cause.BAD_INPUT: (lambda seen: seen.facts.number and not is_infinite(seen), lambda seen: seen.facts.number),
+    Cause.BAD_INPUT: (of_setting, lambda seen: seen.facts.number and not is_infinite(seen), lambda seen: seen.facts.number),
     Cause.INF_TIMES_ZERO_COEF: (lambda seen: seen.facts.number,),
     Cause.FP16_OVERFLOW: (lambda seen: seen.facts.leaves_half,),
 }
