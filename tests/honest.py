@@ -23,7 +23,7 @@ def _rows(incident: Incident) -> Iterator[str]:
     for row in tried_json(incident):
         if row["kind"] not in ("fix", "asked"):
             continue
-        measured = isinstance(row["distortion"], float) and row["distortion"] <= MOST
+        measured = isinstance(row["distortion"], float) and row["distortion"] <= MOST and not row["cost"]
         if row["outcome"].startswith("✓") != (row["works"] and measured) or row["proven"] != (row["works"] and measured):
             yield f"{row['id']}: {row['outcome']}, distortion {row['distortion']}"
         if row["best"] and not row["proven"]:

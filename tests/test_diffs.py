@@ -308,14 +308,14 @@ def test_a_change_within_what_is_changed_is_in_it(tmp_path: Path) -> None:
     """Two edits of one line, one of an operand of the other's: each stands where it was run."""
     line, wanted = (
         "    return (log_probs.square().sum() * n / n).log()",
-        "(log_probs.square().sum() * n / n.clamp(min=1.0)).clamp(min=1e-08).log()",
+        "(log_probs.square().sum() * n / n.clamp(min=1e-08)).clamp(min=1e-08).log()",
     )
     script = tmp_path / "script.py"
     head = "import torch\n\n\ndef loss(log_probs, n):\n"
     tail = "\n\n\ndef run():\n    torch.manual_seed(0)\n    model = torch.nn.Linear(4, 6)\n    loss(model(torch.ones(3, 4)), torch.tensor(0.0)).backward()\n"
     script.write_text(head + line + tail)
     (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
-    (diff,) = next(fix.diffs for fix in incident.fixes if len(fix.diffs) == 1 and "clamp(min=1.0)" in str(fix.diffs))
+    (diff,) = next(fix.diffs for fix in incident.fixes if len(fix.diffs) == 1 and "n.clamp(min=1e-08)" in str(fix.diffs))
     assert diff.added == (f"    return {wanted}",)
 
 

@@ -19,6 +19,8 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.edits import CONTROLS, EDITS
 from nanscope.replay.patch import Patch, in_order
+from nanscope.replay.tries import replay
+from nanscope.snapshot.observation import Kind, Observation
 
 INF, NAN = math.inf, math.nan
 LOWEST = torch.finfo(torch.float32).min / 4
@@ -295,3 +297,11 @@ def test_a_mask_of_tokens_masks_all_numbers_of_a_token() -> None:
     row = {row.id: row for row in record(loss, leaf(2, 3, 2)).replay().rows}["mask_before_op"]
     assert row.works, row
     assert row.distortion == 0
+
+
+def test_a_square_that_is_too_large_is_bounded_on_both_sides() -> None:
+    """A negative number has one as well, and of a spike the others tell how large it may be."""
+    x = torch.tensor([0.5, -0.7, -1e19, 0.3], requires_grad=True)
+    recorded = record(lambda x: (x**2).mean(), x)
+    row = next(row for row in replay(recorded.snapshot(observation=Observation(Kind.SPIKE))).rows if row.id == "clamp_input")
+    assert row.works and "to ±6" in row.label

@@ -154,23 +154,11 @@ def _ways(origin: Element, trace: Trace) -> Iterator[list[_Way]]:
         return _Way(trace, origin, program, leaf.id, tensor.double(), counted)
 
     yield [way(leaf, program) for leaf in program.leaves if _is_data(trace, leaf.id)]
-    named = [value for value in _without_gradient(program) if trace.names.name(value) is not None and _is_data(trace, value)]
+    named = [value for value in program.without_gradient() if trace.names.name(value) is not None and _is_data(trace, value)]
     for value in [value for value in named if not _is_only_moved(trace, program, value, named)][:NAMED]:
         calls = tuple(call for call in program.calls if value not in call.outs)
         leaf = Leaf(value, trace.names.name(value), "data", diff=False)
         yield [way(leaf, replace(program, leaves=(*program.leaves, leaf), calls=calls).slice())]
-
-
-def _without_gradient(program: Program) -> list[int]:
-    """What a program makes of data alone on the way to its output, in order."""
-    carried, found = {leaf.id for leaf in program.leaves if leaf.diff}, []
-    for call in program.calls:
-        outs = [out for out in call.outs if out is not None]
-        if call.grad and not carried.isdisjoint(call.inputs()):
-            carried.update(outs)
-        elif len(call.outs) == 1:
-            found += [out for out in outs if out != program.output]
-    return found
 
 
 def _is_only_moved(trace: Trace, program: Program, value: int, named: Sequence[int]) -> bool:

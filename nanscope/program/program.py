@@ -106,6 +106,17 @@ class Program:
         """Return the calls that read a value, in order."""
         return [self.calls[index] for index in self.consumers.get(value, ())]
 
+    def without_gradient(self) -> list[int]:
+        """Return what is made of data alone on the way to the output, in order."""
+        carried, found = {leaf.id for leaf in self.leaves if leaf.diff}, list[int]()
+        for call in self.calls:
+            outs = [out for out in call.outs if out is not None]
+            if call.grad and not carried.isdisjoint(call.inputs()):
+                carried.update(outs)
+            elif len(call.outs) == 1:
+                found += [out for out in outs if out != self.output]
+        return found
+
     def leaf(self, value: int) -> Leaf | None:
         """Return the leaf with that id, None if a call makes it."""
         return self._leaves.get(value)

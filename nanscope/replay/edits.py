@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.given import spelled
+from nanscope.locate.describe import element_at
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
+from nanscope.locate.origin import Location
 from nanscope.program.calls import Arg, Ref, refs
 from nanscope.program.numbers import is_finite, smallest
 from nanscope.program.ops import (
@@ -25,6 +27,7 @@ from nanscope.program.ops import (
     BOUNDS,
     CHECKS,
     CLAMPABLE,
+    CLAMPS,
     DECOMPOSITIONS,
     DIVISIONS,
     EXPONENTIALS,
@@ -32,14 +35,15 @@ from nanscope.program.ops import (
     NEEDS_MORE_THAN_ZERO,
     NORMALISATIONS,
     PRODUCTS,
-    RESCALINGS,
     ROOTS,
     SOFTMAXES,
     SPOILT_BY_EITHER,
     SPOILT_BY_INFINITY,
     SPREADS,
     SQUARES,
+    SUMS,
     TAKEN_OF,
+    carries,
 )
 from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
@@ -50,6 +54,7 @@ from nanscope.replay.rebind import bound_anew, wherever_written
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
 from nanscope.replay.usual import ROOM, floor_of, shortest_within, usual
+from nanscope.text import ravel
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -177,7 +182,7 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
         return None
     content = patch.values[value]
     finite = content[torch.isfinite(content)] if content.is_floating_point() else content
-    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all()) and not _is_length(patch.program, value)
+    count = bool((finite == finite.round()).all()) and bool((finite >= 0).all()) and _is_count(patch, value)
     spiky = bool(finite.numel()) and math.isfinite(patch.origin.value)  # a tiny denominator, not a zero: the floor must be well above it
     signed, rest = bool((finite < 0).any()), usual(patch, position)
     if least is not None:
@@ -201,12 +206,22 @@ def clamp_denominator(patch: Patch, least: float | None = None) -> Variant | Non
     return Variant("clamp_denominator", label, before(patch, position, [("aten.clamp_min.default", (Ref(-1), bound))]), patch.tensors)
 
 
-def _is_length(program: Program, value: int | None) -> bool:
-    """Is it a root, a norm or a deviation, scaled and shifted as it may be? One that is 0 is no count."""
-    call = program.maker(value) if value is not None else None
-    while call is not None and call.name in ADDITIONS | RESCALINGS:
-        call = program.maker(next(call.inputs(), -1))
-    return call is not None and call.name in ROOTS | SPREADS
+def _is_count(patch: Patch, value: int) -> bool:
+    """Is a value, of which all elements are whole numbers, a count: a sum of zeros and ones, of numbers that are whole by their dtype, or
+    what came in and is more than one somewhere?"""
+    call = patch.program.maker(value)
+    while call is not None and (carries(call.op) or call.name in ADDITIONS | CLAMPS | PRODUCTS):
+        value = next(call.inputs(), -1)
+        call = patch.program.maker(value)
+    content = patch.values.get(value)
+    if content is None or not content.is_floating_point():
+        return content is not None
+    if call is None:
+        return bool((content > 1).any())
+    counted = patch.values.get(next(call.inputs(), -1))
+    if call.name not in SUMS - MEANS or counted is None:
+        return False
+    return not counted.is_floating_point() or bool(((counted == 0) | (counted == 1)).all())
 
 
 def _spike_floor(denominators: Tensor) -> float:
@@ -246,7 +261,9 @@ def clamp_input(patch: Patch) -> Variant | None:
     if patch.op in BOUNDS:
         return _inside(patch, position, value, dtype)
     if patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
-        high = float(f"{torch.finfo(dtype).max ** 0.25:.1g}")
+        rest = usual(patch, position)
+        largest = float(rest.abs().max()) if rest is not None else 0.0
+        high = shortest_within(largest, ROOM * largest) if largest else float(f"{torch.finfo(dtype).max ** 0.25:.1g}")
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]
         return Variant("clamp_input", f"clamp {patch.called(value)} to ±{high:.3g}", before(patch, position, inserts), patch.tensors)
     low = smallest(dtype)
@@ -277,7 +294,7 @@ def _inside(patch: Patch, position: int, value: int, dtype: torch.dtype) -> Vari
 
 def _is_too_large(power: float, base: float) -> bool:
     """Or is it that 0 and what is below have no such power, or no logarithm, which is a part of a power's gradient?"""
-    return base != 0 if math.isinf(power) else base > 1
+    return base != 0 if math.isinf(power) else (base if math.isnan(power) else abs(base)) > 1
 
 
 def stable_function(patch: Patch) -> Variant | None:
@@ -417,12 +434,26 @@ def reject_input(patch: Patch) -> Variant | None:
 
 
 def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
+    """Put 0 in the place of the bad elements of what came in, or of what was made of it without a gradient."""
     value, leaf = patch.origin.value_id, patch.origin.leaf
     content = patch.values[value]
     if not content.is_floating_point() or bool(is_finite(content)) or (leaf is not None and leaf.is_of_model):
         return None  # a weight is not mended by looking away
     inserts: list[Insert] = [("aten.nan_to_num.default", (Ref(-1), 0.0, 0.0, 0.0))]
-    return Variant(name, f"{label} ({patch.called(value)})", after(patch, inserts), patch.tensors)
+    return Variant(name, f"{label} ({patch.called(value)})", after(patch, inserts), patch.tensors, fills=value)
+
+
+def further_on(patch: Patch, location: Location) -> Iterator[tuple[Patch, Variant]]:
+    """Yield, for what came in bad, the drop of what was made of it, each time later: of a group whose statistics it has spoilt."""
+    still = set(patch.program.without_gradient()) - {patch.origin.value_id}
+    for crossed in location.chain if patch.origin.call is None else ():
+        value = crossed.value_id
+        if value not in still or crossed.backward:
+            continue
+        there = Patch(patch.trace, element_at(patch.trace, value, ravel(crossed.index, patch.values[value].shape)))
+        variant = neutralised(there, "drop_invalid_sample", "drop what the entries that are not finite reach")
+        if variant is not None:
+            yield there, variant
 
 
 def avoid_singular_op(patch: Patch) -> Variant | None:
@@ -485,7 +516,14 @@ EDITS: dict[str, Callable[[Patch], Variant | None]] = {
 WIDER = {"mask_before_op": (mask_variable, mask_expression)}  # tried first: what a person would write
 
 FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours takes the place of one that came in
+BOUNDING = frozenset(("clamp_denominator", "clamp_exponent", "clamp_input"))  # by a number of ours
 MOVE_OFF = frozenset(("avoid_singular_op", "clamp_denominator"))  # near where it was, the derivative may be as steep as they make it
+
+# Tried where the first bound leaves a loss far beyond the usual.
+TIGHTER: dict[str, tuple[Callable[[Patch, float], Variant | None], tuple[float, ...]]] = {
+    "clamp_exponent": (clamp_exponent, (10.0, 5.0, 2.0)),
+    "clamp_denominator": (clamp_denominator, (1e-6, 1e-4, 1e-2)),
+}
 
 CONTROLS: dict[str, Callable[[Patch], Variant | None]] = {
     "where_after_op": where_after_op,

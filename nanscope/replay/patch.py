@@ -17,13 +17,15 @@ from nanscope.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An edited program with the tensors it needs. id: class of the edit. label: what it does, in words, for this program."""
+    """An edited program with the tensors it needs. id: class of the edit. label: what it does, in words, for this program. fills: a value
+    of which it makes the bad elements 0."""
 
     id: str
     label: str
     program: Program
     tensors: dict[int, Tensor]
     control: bool = False
+    fills: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

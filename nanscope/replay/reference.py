@@ -133,6 +133,11 @@ class Healthy:
         found = [float(grads[leaf].abs().max()) / size for leaf, size in self.sizes.items() if size > 0 and leaf in grads]
         return max(found, default=0.0)
 
+    def beyond(self, largest: float | None) -> float:
+        """Return how many times larger than without the offending elements the largest gradient of all is."""
+        size = max(self.sizes.values(), default=0.0)
+        return largest / size if largest is not None and size > 0 else 0.0
+
     def distortion(self, grads: Mapping[int, Tensor]) -> float | None:
         """Return the largest change of a healthy element's gradient, relative to the largest of them; None if there is no measure."""
         worst, scale = 0.0, self._scale

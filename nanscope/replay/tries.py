@@ -27,12 +27,14 @@ from nanscope.plain import frame
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import is_finite, largest_in
+from nanscope.program.ops import ADDITIONS
 from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
 from nanscope.replay.diffs import diffs
-from nanscope.replay.edits import CONTROLS, EDITS, WIDER
+from nanscope.replay.edits import BOUNDING, CONTROLS, EDITS, FILL_IN, TIGHTER, WIDER, further_on
 from nanscope.replay.further import UNMADE, Edit, EditedPlace, also_at, beside, everywhere, following, then
+from nanscope.replay.invented import INVENTED, invents
 from nanscope.replay.patch import Patch, Variant
 from nanscope.replay.reference import Healthy, results
 from nanscope.replay.refill import stands_out
@@ -277,6 +279,8 @@ class Bench:
         if variant is None:
             return None
         row, there, places = self._try(variant, kind, self.healthy), None, [EditedPlace(self.patch, variant)]
+        if kind == "fix" and row.cost and (better := self._tried_at_less(name)) is not None:
+            return better
         if kind == "fix" and not row.works:
             again, there, further = everywhere(variant, edit, self.patch)
             if there is not None and self._was_taken_since(there):
@@ -284,6 +288,18 @@ class Bench:
             row = row if again is variant else self._try(again, kind, self.healthy)
             row, variant, places = replace(row, then=then(there)), again, [*places, *further]
         return self._told_at(row, variant, places, there) if kind == "fix" else _Tried(row, variant, there, places)
+
+    def _tried_at_less(self, name: str) -> _Tried | None:
+        """What comes out under the edit with another bound, or at another place, of which nothing is to be said against it."""
+        edit, bounds = TIGHTER.get(name, (None, ()))
+        others = ((self.patch, edit(self.patch, bound)) for bound in bounds) if edit is not None else iter(())
+        if name == "drop_invalid_sample" and self.location is not None:
+            others = further_on(self.patch, self.location)
+        for patch, variant in others:
+            row = None if variant is None else self._try(variant, "fix", self.healthy)
+            if row is not None and variant is not None and row.proven:
+                return self._told_at(row, variant, [EditedPlace(patch, variant)])
+        return None
 
     def _tried_wider(self, name: str, kind: str) -> _Tried | None:
         """What comes out under the edit as a person would make it, of all that is read by the same words, if that is proven."""
@@ -327,8 +343,22 @@ class Bench:
         return self._told(variant, kind, run, healthy)
 
     def _told(self, variant: Variant, kind: str, run: Run, healthy: Healthy | None) -> Row:
-        row = _row(variant.id, variant.label, kind, variant.program, run, healthy)
-        return self._judged(row, results(variant.program, run))
+        row, grads = _row(variant.id, variant.label, kind, variant.program, run, healthy), results(variant.program, run)
+        if row.works and kind in ("fix", "asked"):
+            row = replace(row, cost=self._cost(row, variant, grads, healthy))
+        return self._judged(row, grads)
+
+    def _cost(self, row: Row, variant: Variant, grads: Mapping[int, Tensor], healthy: Healthy | None) -> str:
+        """What is to be said against an edit that heals, whatever it does to healthy elements; "" if nothing is."""
+        filled = row.id in FILL_IN or (row.id == "finite_mask_fill" and self.patch.op in ADDITIONS)
+        if filled and invents(self.trace.program, variant.fills, grads, healthy):
+            return INVENTED
+        leaf = self.patch.origin.leaf
+        if filled and leaf is not None and leaf.diff:
+            return HANDED
+        bounded = row.id in BOUNDING and not self.snapshot.observation.suspect
+        beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
+        return f"leaves a gradient {beyond:.2g} times the usual" if beyond > STEEP else ""
 
     def _judged(self, row: Row, grads: Mapping[int, Tensor]) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
@@ -388,6 +418,8 @@ def _failed(variant: Variant, kind: str, why: str) -> Row:
     return Row(variant.id, variant.label, kind, None, 0, 0, None, False, why)
 
 
+STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, however finite it is
+HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was
 

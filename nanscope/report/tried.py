@@ -156,7 +156,8 @@ def _outcome(row: Row, best: bool, note: str, unit: str) -> tuple[str, str]:
         return f"{words}: {note}" if note else words, "proven" if row.works else "harm"
     if not row.works:
         return f"✗ then {clean(row.then, 60)}" if row.then else f"✗ {note or 'does not heal'}", "harm"
-    return (("✓ best" if best else "✓ heals, too"), "proven") if row.proven else (f"≈ {_price(row.distortion, unit)}", "quiet")
+    price = clean(row.cost, 120) or _price(row.distortion, unit)
+    return (("✓ best" if best else "✓ heals, too"), "proven") if row.proven else (f"≈ {price}", "quiet")
 
 
 def _price(distortion: float | None, unit: str) -> str:

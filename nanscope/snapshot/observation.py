@@ -250,7 +250,7 @@ class Row:
     works: loss and gradients are finite, and of a spike no longer huge. largest: magnitude of the largest gradient element.
     note: why it could not be run, or what is remarkable. then: where it goes wrong next, if that is another place ("div at line 12").
     diffs: of a fix that works, what it changes in the source; () where that cannot be written. rest: what it does at places of which that
-    cannot be written, in words, where there are diffs of others.
+    cannot be written, in words, where there are diffs of others. cost: why a fix that works is not to be called proven all the same.
     """
 
     id: str
@@ -266,11 +266,12 @@ class Row:
     then: str = ""
     diffs: tuple[Diff, ...] = ()
     rest: tuple[str, ...] = ()
+    cost: str = ""
 
     @property
     def proven(self) -> bool:
-        """Does it work, and was it measured that it leaves the healthy elements alone?"""
-        return self.works and is_spared(self.distortion)
+        """Does it work, was it measured that it leaves the healthy elements alone, and is nothing else to be said against it?"""
+        return self.works and is_spared(self.distortion) and not self.cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,4 +94,4 @@ def _agrees(loss: float | None, exact: float | None) -> bool:
 
 
 def _as_fix(row: Row, where: str | None) -> Fix:
-    return Fix(row.id, row.label, where, True, row.works, row.loss, row.bad, row.total, row.distortion, row.diffs, row.rest)
+    return Fix(row.id, row.label, where, True, row.works, row.loss, row.bad, row.total, row.distortion, row.diffs, row.rest, row.cost)

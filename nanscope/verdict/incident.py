@@ -50,7 +50,7 @@ class Fix:
     """A change that was tried on the recorded step, or, with executed=False, that can only be advised.
 
     id: class of the fix. where: file:line. label: the edit. loss, bad gradients, distortion: see `replay.Row`. diffs: what it is in the
-    source, () where that cannot be written; rest: what it does besides, in words, at places of which it cannot.
+    source, () where that cannot be written; rest: what it does besides, in words, at places of which it cannot. cost: see `replay.Row`.
     """
 
     id: str
@@ -64,11 +64,12 @@ class Fix:
     distortion: float | None = None
     diffs: tuple[Diff, ...] = ()
     rest: tuple[str, ...] = ()
+    cost: str = ""
 
     @property
     def proven(self) -> bool:
-        """Was it seen to work, and to leave the healthy elements alone?"""
-        return bool(self.works) and is_spared(self.distortion)
+        """Was it seen to work, and to leave the healthy elements alone, and at no other cost?"""
+        return bool(self.works) and is_spared(self.distortion) and not self.cost
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -248,6 +249,7 @@ def _fix_json(fix: Fix) -> dict[str, Any]:
         "distortion": show(fix.distortion),
         "diffs": [asdict(diff) for diff in fix.diffs],
         "rest": list(fix.rest),
+        **({"cost": fix.cost} if fix.cost else {}),
     }
 
 

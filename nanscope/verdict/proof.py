@@ -92,6 +92,8 @@ def _edits(bench: Bench, known: str | None) -> Iterator[tuple[Row, Variant]]:
 
 def _proven(bench: Bench, row: Row, variant: Variant) -> dict[int, Tensor] | None:
     """Return the gradients of an edited program, None if they are not to be trained with."""
+    if row.cost and variant.id not in FILL_IN:  # of what is filled in, nothing is trained with
+        return None
     patch, program, tensors = bench.patch, variant.program, variant.tensors
     if variant.id in MOVE_OFF and patch.origin.call is not None:
         program, tensors = held_still(patch, program, tensors, lambda value: offending(patch, value))
@@ -121,6 +123,7 @@ def _proof(bench: Bench, row: Row, grads: Mapping[int, Tensor]) -> Proof:
     run, program = bench.trace.run, bench.trace.program
     was = float(run.values[program.output].detach().double().sum())
     row = row if row.distortion is None else replace(row, distortion=0.0)  # what is left of it is rounding
+    row = replace(row, label=f"{row.label}, and leave out all that depends on them", cost="") if row.cost else row
     return Proof(row, grads, run.grads, was, int(bad.sum()), bad.numel(), patch.result, _site(bench))
 
 

@@ -33,7 +33,9 @@ def build():
     torch.manual_seed(3)
     policy = nn.Sequential(nn.Embedding(16, 12), nn.Tanh(), nn.Linear(12, 16))
     prompts = torch.randint(0, 16, (6, 5))
-    return SimpleNamespace(policy=policy, prompts=prompts, total=len(prompts) // 8, optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-3))
+    return SimpleNamespace(
+        policy=policy, prompts=prompts, total=len(prompts) // 8, optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    )
 
 
 def run(s=None):

@@ -41,7 +41,9 @@ def build():
     features = torch.randn(3, 6, 8)
     features[mask == 0] = 0.0  # as the packer leaves them
     head = ValueHead()
-    return SimpleNamespace(head=head, features=features, returns=torch.randn(3, 6), mask=mask, optimizer=torch.optim.AdamW(head.parameters(), lr=1e-3))
+    return SimpleNamespace(
+        head=head, features=features, returns=torch.randn(3, 6), mask=mask, optimizer=torch.optim.AdamW(head.parameters(), lr=1e-3)
+    )
 
 
 def run(s=None):

@@ -20,7 +20,7 @@ EXPECTED = Expected(
     index=(1, 4),
     masked=False,
     role=("rollout_log_probs",),
-    fix=("reject_input", "drop_invalid_sample", "mask_before_op", "fix_upstream", "clamp_exponent", "clamp_input"),
+    fix=("drop_invalid_sample", "reject_input", "mask_before_op", "fix_upstream", "clamp_exponent", "clamp_input"),
     variable=("inference_logprobs",),
     line=("is_weights = (old_logprobs - inference_logprobs).exp()",),
 )
