@@ -6,12 +6,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import nanscope
 from nanscope.capture import copies as module_under_test
 from nanscope.capture.alone import NotIsolated
 from nanscope.capture.copies import Copies, belongs, lent
@@ -128,7 +130,26 @@ HOOKS: dict[str, tuple[Callable[..., Any], bool]] = {
 def test_hooks_of_those_who_watch_stay_behind(name: str) -> None:
     """A hook that is part of what a module computes is run again, one that may tell somebody is not."""
     hook, stays = HOOKS[name]
-    assert belongs(hook) is stays
+    assert belongs(hook, OWN) is stays
+
+
+def test_a_library_that_collects_what_its_parts_give_is_run_as_it_is(tmp_path: Path) -> None:
+    """Mixtures of experts of transformers add a loss of what hooks have collected from their routers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 19, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(num_key_value_heads=1, num_local_experts=4, output_router_logits=True, **sizes)
+    model = transformers.MixtralForCausalLM(config)
+
+    class Steep(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.exp(x * 1e6) * 0
+
+    model.model.layers[1].input_layernorm = Steep()
+    ids = torch.randint(0, 19, (2, 6))
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(input_ids=ids, labels=ids).loss.backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op, incident.origin.file) == ("exp", __file__), incident.sentence
 
 
 def test_hooks_left_behind_are_named() -> None:

@@ -22,6 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ Copied = TypeVar("Copied")
 HEAP_TYPE = 1 << 9  # the flag of classes that are written in Python
 
 WRAPPED = 4  # functions around functions that are looked through
+INSTALLED = {"site-packages", "dist-packages"}  # folders of code that nobody here has written
 
 LARGEST_STATE = 64 << 20  # bytes of everything beside tensors
 
@@ -224,8 +226,8 @@ class _Pickler(pickle.Pickler):
         state = {name: value for name, value in vars(module).items() if name != COMPILED_CALL}
         for name in RUN_HOOKS:
             hooks = state.get(name) or {}
-            state[name] = OrderedDict((key, hook) for key, hook in hooks.items() if belongs(hook))
-            self._copies.dropped += [_name_of(hook) for hook in hooks.values() if not belongs(hook)]
+            state[name] = OrderedDict((key, hook) for key, hook in hooks.items() if belongs(hook, module))
+            self._copies.dropped += [_name_of(hook) for hook in hooks.values() if not belongs(hook, module)]
         for name in OTHER_HOOKS:
             if name in state:
                 state[name] = OrderedDict()
@@ -251,11 +253,12 @@ class _Bounded(io.BytesIO):
         return super().write(content)
 
 
-def belongs(hook: object) -> bool:
-    """Is a hook a part of what its module computes, and not somebody's who watches? It is torch's own (weight norm), a method of a module,
-    or a function that knows nothing but what it is given."""
+def belongs(hook: object, module: nn.Module) -> bool:
+    """Is a hook a part of what its module computes, and not somebody's who watches? It is torch's own (weight norm), the library's that the
+    module is of (a model that collects the outputs of its parts), a method of a module, or a function that knows nothing but what it is given."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
-    if str(getattr(hook, "__module__", "")).startswith("torch."):
+    home = str(getattr(hook, "__module__", ""))
+    if home.startswith("torch.") or _is_of_its_library(hook, home, module):
         return True
     if isinstance(hook, types.MethodType):
         return isinstance(hook.__self__, nn.Module)
@@ -264,6 +267,15 @@ def belongs(hook: object) -> bool:
     code = hook.__code__
     inner = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
     return not inner and not any(name in hook.__globals__ or name in vars(builtins) for name in code.co_names)
+
+
+def _is_of_its_library(hook: object, home: str, module: nn.Module) -> bool:
+    """Is a hook a function of the library that a module is of, as that is installed? home: the Python module that it is of."""
+    return (
+        isinstance(hook, types.FunctionType)
+        and home.partition(".")[0] == type(module).__module__.partition(".")[0]
+        and not INSTALLED.isdisjoint(Path(hook.__code__.co_filename).parts)
+    )
 
 
 def _name_of(hook: object) -> str:

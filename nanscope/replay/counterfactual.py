@@ -22,12 +22,12 @@ from nanscope.replay.edits import (
     CLAMP,
     clamp_denominator,
     finite_number,
-    guard_empty,
     guard_small_group,
     mask_before_op,
     representable_eps,
     safe_softmax,
 )
+from nanscope.replay.emptiness import guard_empty
 from nanscope.replay.matrices import apart
 from nanscope.replay.normalisations import with_eps
 from nanscope.replay.patch import Insert, Patch, Variant, after

@@ -47,6 +47,7 @@ from nanscope.program.ops import (
 )
 from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
+from nanscope.replay.emptiness import guard_empty
 from nanscope.replay.matrices import apart
 from nanscope.replay.normalisations import with_eps
 from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_order, index_in
@@ -399,14 +400,6 @@ def _is_zero(patch: Patch, arg: Arg) -> bool:
     if isinstance(arg, Ref):
         return patch.program.maker(arg.id) is None and patch.values[arg.id].dim() == 0 and bool(patch.values[arg.id] == 0)
     return isinstance(arg, (int, float)) and arg == 0
-
-
-def guard_empty(patch: Patch) -> Variant | None:
-    """Use 0 for the mean of nothing."""
-    if patch.op not in MEANS:
-        return None
-    inserts: list[Insert] = [("aten.isnan.default", (Ref(-1),)), ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2), 0.0))]
-    return Variant("guard_empty", "use 0 where nothing is selected", after(patch, inserts), patch.tensors)
 
 
 def drop_invalid_sample(patch: Patch) -> Variant | None:
