@@ -53,3 +53,15 @@ def test_an_infinity_that_a_clamp_bounds_is_worth_a_word_if_it_counts(tmp_path: 
     assert text.startswith("old came in as −inf at [1, 2]")
     assert "a clamp made 20 of it" in text
     assert clamped(tmp_path, counts=False) == ()
+
+
+def test_a_ratio_that_a_cap_bounds_is_one_that_counts(tmp_path: Path) -> None:
+    """Its token trains with the cap, as CISPO has it: it is not outside of the loss."""
+    log_probs = nn.Parameter(torch.linspace(-0.3, 0.3, 6).reshape(2, 3))
+    old = log_probs.detach().clone()
+    old[1, 2] = -200.0
+    with nanscope.watch(out=tmp_path) as scope:
+        ratio = torch.exp(log_probs.detach() - old)
+        (-(ratio.clamp(max=5.0) * log_probs).mean()).backward()
+    (text,) = (note.text for note in scope.verdict.notes if note.slug == "nonfinite_absorbed")
+    assert "ratio was +inf at [1, 2], for which the loss counts another number" in text

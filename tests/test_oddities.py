@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nanscope
 from nanscope.compare.steps import histories
@@ -163,3 +163,39 @@ def test_gradients_that_are_0_are_no_clip(tmp_path: Path) -> None:
         nn.utils.clip_grad_norm_([weight], 1.0)
         optimizer.step()
     assert scope.verdict.healthy
+
+
+def test_a_step_that_a_clip_has_lost_is_told_without_a_model(tmp_path: Path) -> None:
+    """The norm of finite gradients overflows, and all become 0: of bare weights the loss says which is the largest."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        for step in range(3):
+            loss = (weight * torch.tensor([1.0, 2.0, 3.0]) * (1e25 if step == 2 else 1.0)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.cause, incident.origin.index) == (3, "inf_grad_norm_clip", (2,)), incident.sentence
+
+
+def test_a_step_that_a_clip_has_lost_is_told_whatever_made_it(tmp_path: Path) -> None:
+    """Of a model that gives other numbers when it is run again nobody knows which gradient it was."""
+
+    class Counts(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * (1e25 if self.calls == 3 else 1.0)
+
+    model = Counts(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert [(one.step, one.cause) for one in scope.verdict.incidents] == [(3, "inf_grad_norm_clip")]

@@ -255,7 +255,7 @@ class _Bounded(io.BytesIO):
 
 def belongs(hook: object, module: nn.Module) -> bool:
     """Is a hook a part of what its module computes, and not somebody's who watches? It is torch's own (weight norm), the library's that the
-    module is of (a model that collects the outputs of its parts), a method of a module, or a function that knows nothing but what it is given."""
+    module is of (a model that collects the outputs of its parts), a method of a module, or a function of nothing but its arguments."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
     home = str(getattr(hook, "__module__", ""))
     if home.startswith("torch.") or _is_of_its_library(hook, home, module):

@@ -117,12 +117,18 @@ def what(seen: Observation) -> str:
     return tell(seen)
 
 
+_BY_ANOTHER_NUMBER = ("clamp", "clip", "replace")  # of an element that is dropped so, the token counts
+
+
 def absorbed(location: Location, step: int) -> str:
     """Return what is worth saying of a value that overflowed and did no harm."""
     o = location.origin
     site = o.site
     name = last_word(o.variable) if o.variable else (site.expression if site else "") or o.op
-    outside = " at a position that the loss does not count" if o.masked else ""
+    bounded = bool(o.drops) and all(drop.how in _BY_ANOTHER_NUMBER for drop in o.drops)
+    outside = (
+        "" if not o.masked else ", for which the loss counts another number" if bounded else " at a position that the loss does not count"
+    )
     where = _where(site.file, site.line) if site else _where(None, None)
     if location.phase is Phase.INPUT:
         bound = number(location.chain[0].value)

@@ -278,14 +278,23 @@ class Examiner:
     def clip(self, recording: Recording, grads: Sequence[Tensor]) -> Hit | None:
         """All gradients are exactly 0: were they, or did a clip divide them by an infinite norm?"""
         if self._norm_overflowed():
-            seen = overflowing_norm(self._deeper(recording), self.tape.clipping.site())
-            if seen is None and has_peers():
-                seen = infinite_norm(self.tape.clipping.site())  # that of all ranks, or of a model which one rank cannot run again
+            site = self.tape.clipping.site()
+            seen = overflowing_norm(self._deeper(recording), site) or overflowing_norm(self._as_recorded(recording), site)
+            seen = seen or infinite_norm(site)  # that of all ranks, or of a model which cannot be run again
         else:
             seen = next((found for grad in grads[:CLIPPED] if (found := overflowing_clip(self.tape, grad)) is not None), None)
         if seen is None:
             return None
         return Hit(recording, Reached(recording.value, len(grads), 0, scaled=recording.scaled), look=NOTHING, seen=seen)
+
+    def _as_recorded(self, recording: Recording) -> Look | None:
+        """Return the recorded loss with the gradients that it gives, None if it cannot be run."""
+        if recording.program is None:
+            return None
+        try:
+            return Look(Trace.of(recording.program, recording.tensors), None)
+        except ProgramError:
+            return None
 
     def snapshot(self, hit: Hit, blank: Snapshot) -> Snapshot:
         """Return a hit as a snapshot; one that cannot be explained is still one."""
