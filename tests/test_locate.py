@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import leaf, record
 from tensors import NUMBERS_ARE_FILLED_IN
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional
 
+import nanscope
 from nanscope.locate import forward
 from nanscope.locate.forward import Birth, walk_back
 from nanscope.locate.location import locate, spotted
@@ -548,3 +550,22 @@ def test_the_link_that_is_made_of_both_names_the_other_birth() -> None:
             "kept[2]",
             f"mul[2] (also of per_row[2] = NaN, born at line {location.other.line})",
         ]
+
+
+def test_what_has_come_to_the_loss_by_one_way_counts(tmp_path: Path) -> None:
+    """A value of a step that the batch does not select makes the advantages of those before it, which it does."""
+    torch.manual_seed(0)
+    policy, rewards = nn.Linear(3, 1), torch.rand(6)
+    states, chosen = torch.randn(6, 3), torch.tensor([0, 1, 2])
+    states[4, 1] = torch.nan
+    with nanscope.watch(policy, out=tmp_path) as scope:
+        with torch.no_grad():
+            values = policy(states).squeeze(-1)
+        advantages, last = torch.zeros(6), torch.tensor(0.0)
+        for t in reversed(range(5)):
+            last = rewards[t] + 0.99 * values[t + 1] - values[t] + 0.9 * last
+            advantages[t] = last
+        states = states[chosen]
+        (policy(states).squeeze(-1) * advantages[chosen]).mean().backward()
+    origin = scope.verdict.incidents[0].origin
+    assert origin.index == (4, 1) and origin.masked is not True, scope.verdict.sentence

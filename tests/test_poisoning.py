@@ -330,3 +330,26 @@ def test_an_average_of_weights_that_goes_bad_is_told_where_it_does(by: str, tmp_
                     AVERAGED[by](averaged, weight, decay)
     first = scope.verdict.incidents[0]
     assert first.step == 21 and first.origin.op == "div" and first.origin.variable == "decay", first.sentence
+
+
+@pytest.mark.parametrize("read", [lambda value: value.exp().item(), lambda value: value.exp().detach()], ids=["a number", "detached"])
+def test_a_temperature_that_its_own_update_has_spoilt_is_no_data(tmp_path: Path, read: Callable[[Tensor], float | Tensor]) -> None:
+    """A weight that is no part of a model, and that the other loss reads without a gradient: its steps are consequences."""
+    policy, log_alpha = nn.Linear(4, 6), torch.zeros(1, requires_grad=True)
+    optimizers = torch.optim.Adam(policy.parameters()), torch.optim.Adam([log_alpha], 1e-2)
+
+    def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with nanscope.watch(out=tmp_path) as scope:
+        for number in range(3):
+            alpha = read(log_alpha)
+            log_probs = torch.log_softmax(policy(torch.randn(8, 4)), 1)
+            step(optimizers[0], (log_probs.exp() * (alpha * log_probs)).sum(1).mean())
+            entropy = -(log_alpha.exp() * log_probs.detach().mean()).mean()
+            step(optimizers[1], entropy * torch.log(torch.tensor(0.0 if number == 1 else 2.0)))
+    found = scope.verdict
+    assert found.incidents[0].cause == "log_zero" and {one.cause for one in found.incidents[1:]} <= {"poisoned_weights"}, found.sentence
+    assert [one.of for one in found.aftermath] == [found.incidents[0].step]

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanscope.locate.backward import walk_gradient, why
 from nanscope.locate.describe import crossing_at, element_at, phase_of
 from nanscope.locate.forward import Birth, Root, bad_sources, first_alike, flipped_weight, is_intended, walk_back
-from nanscope.locate.origin import Crossing, Location
+from nanscope.locate.origin import Crossing, Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
 from nanscope.program.numbers import at, first_nonfinite
@@ -42,14 +42,24 @@ def locate(trace: Trace) -> Location | None:
 
 
 def _forward(trace: Trace, flat: int, alike: bool = True) -> Location:
-    root = walk_back(trace, trace.program.output, flat)
-    root = flipped_weight(trace, root) or (first_alike(trace, root) if alike else root)
+    walked = walk_back(trace, trace.program.output, flat)
+    root = flipped_weight(trace, walked) or (first_alike(trace, walked) if alike else walked)
     origin = element_at(trace, root.value, root.flat, fed=root.birth is Birth.FED)
+    if root.path == walked.path and origin.masked:
+        origin = _as_it_came(origin)
     chain = tuple(crossing_at(trace, *spot) for spot in reversed(root.path))
     phase = _PHASES.get(trace.program.computes) or phase_of(trace, origin, Phase.FORWARD)
     if origin.given is not None:
         phase, origin = Phase.INPUT, replace(origin, masked=None, drops=())  # all that is calculated with it is NaN
     return Location(phase, origin, chain, *_other(trace, root))
+
+
+def _as_it_came(origin: Element) -> Element:
+    """Of an element that has come to the loss: some ways leave it out, as an index that does not select it. It has come by another, where a
+    mask multiplies it by 0, or nothing was to hold it."""
+    if all(drop.how == "select" for drop in origin.drops):
+        return replace(origin, masked=False, drops=())
+    return replace(origin, drops=tuple(sorted(origin.drops, key=lambda drop: drop.how != "mask")))
 
 
 def _backward(trace: Trace, leaf: int) -> Location:

@@ -64,7 +64,7 @@ from nanscope.watching.look import (
 )
 from nanscope.watching.narrow import to_save, with_beside
 from nanscope.watching.oddities import infinite_norm, look_for_spike, overflowing_clip, overflowing_norm, repeated_tokens
-from nanscope.watching.optimizers import settings_in_words, unusable, updated_by
+from nanscope.watching.optimizers import Optimizers, settings_in_words, unusable, updated_by
 from nanscope.watching.recording import Recording
 from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
@@ -96,12 +96,13 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Examiner:
-    """Looks at bad steps. targets: what is watched. save_tokens: token ids go into the file, with their text."""
+    """Looks at bad steps. targets: what is watched. save_tokens: token ids go into the file, with their text. optimizers: all seen."""
 
     tape: Tape
     modules: ModuleWatch
     targets: tuple[Any, ...]
     save_tokens: bool
+    optimizers: Optimizers
 
     def loss(self, recording: Recording) -> Hit | None:
         """Return what a non-finite value at the edge of the loss harmed, None if nothing."""
@@ -345,6 +346,8 @@ class Examiner:
             return None
         place = place_of(tensor) if value is None else value.key[:4]
         kind, name = "parameter", self.modules.weight_there(place)
+        if name is None and any(place_of(one) == place for one in self.optimizers.parameters()):  # of no model: a temperature
+            name = origin.variable or "a weight"
         if name is None:
             kind, name = "buffer", self.modules.buffer_there(place)
         if name is None:

@@ -199,7 +199,7 @@ class Scope(Shown):
         tape.leaves.module_outputs, tape.leaves.is_parameter = watch.output_of, watch.parameter_name
         tape.known.gradients, tape.trailing.weights = watch.gradients, watch.untrained
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
-        examiner = Examiner(tape, watch, self._targets, self._save_tokens)
+        examiner = Examiner(tape, watch, self._targets, self._save_tokens, self._optimizers)
         shared = self._logbook, self.on_nonfinite, self._max_repairs, self._asked, self._tally, self._optimizers
         return Instruments(mode, watch, Step(tape, watch, self._failsafe, examiner, *shared, late, awake, self._check))
 
