@@ -19,6 +19,7 @@ import nanscope
 from nanscope.capture.depth import Depth
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
+from nanscope.program.calls import Site, is_within
 from nanscope.program.program import Program
 from nanscope.verdict.incident import Incident
 
@@ -176,3 +177,33 @@ def test_a_copy_of_a_loss_of_a_framework_is_not_the_frameworks(tmp_path: Path) -
         recorded(lambda x, function=function: function(x).sum(), tape)
         assert len(tape.glimpses) == seen
         tape.callers.forget()
+
+
+@pytest.mark.parametrize(
+    ("expression", "op", "within"),
+    [
+        ("F.kl_div(p, q, log_target=True)", "mul", True),
+        ("F.normalize(h, eps=0.0)", "div", True),
+        ("q.log_prob(x)", "log", False),
+        ("torch.exp(x)", "exp", False),
+        ("F.softmax(x, -1)", "_softmax", False),
+        ("F.layer_norm(x, (4,))", "native_layer_norm", False),
+        ("F.cross_entropy(x, y)", "_log_softmax", False),
+        ("a * b", "mul", False),
+        ("x.float()", "_to_copy", False),
+        ("selective_log_softmax(x, y)", "sub", False),
+    ],
+)
+def test_arguments_of_a_function_are_not_those_of_what_it_is_made_of(expression: str, op: str, within: bool) -> None:
+    """The product in a divergence is of neither of the two; what a function of the trainer's does has lines of its own."""
+    assert is_within(Site("loss.py", 1, "loss", expression=expression, args=("a", "b")), op) is within
+
+
+def test_a_fix_within_a_function_names_no_argument_of_it(tmp_path: Path) -> None:
+    """Typed into the source, the words would be another edit than the one that was tried."""
+    student, teacher = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5)
+    with nanscope.watch(out=tmp_path) as scope:
+        masked = student.masked_fill(torch.tensor([False, False, False, False, True]), -torch.inf)
+        functional.kl_div(teacher.log_softmax(-1), masked.log_softmax(-1), reduction="sum", log_target=True).backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.fixes and not any("teacher" in fix.label or "masked" in fix.label for fix in incident.fixes if not fix.diffs)

@@ -11,6 +11,7 @@ whitelist, arguments, positions in the source. There is no code in it.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from functools import lru_cache
 from typing import Any, TypeAlias, Union
 
 import torch
+from torch.nn import functional
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name
+from nanscope.program.ops import DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name, carries
 from nanscope.torch_inside import has_kernel, schema_of
 
 
@@ -131,9 +133,49 @@ _LITERAL = re.compile(r"[-+(]*[\d.][\w.+)-]*")
 
 
 def words_of(call: Call, site: Site) -> tuple[str, ...]:
-    """Return the texts of a call's arguments in the order in which it receives them: of `alpha / x`, with a number alpha, x comes first."""
+    """Return the texts of a call's arguments in the order in which it receives them: of `alpha / x`, with a number alpha, x comes first.
+
+    Nothing of a call that is a part of what a function of torch computes: in `F.kl_div(p, q)` the product is none of p and q.
+    """
+    if is_within(site, call.name):
+        return ()
     turned = call.name in _TURNED and len(site.args) == 2 and _TURNED[call.name] not in site.expression
     return site.args[::-1] if turned and not _LITERAL.fullmatch(site.args[1]) else site.args
+
+
+_DECORATION = re.compile(r"^_+|^(native|linalg|special|scaled_dot_product)_|_(forward|interface)$|_$")
+_ALIKE = {
+    "_log_softmax": ("cross_entropy",),
+    "log_softmax": ("cross_entropy",),
+    "rsub": ("sub", "subtract"),
+    "pow": ("square", "float_power"),
+    "div": ("divide", "true_divide"),
+    "mul": ("multiply",),
+    "clamp_min": ("clip", "clamp"),
+    "clamp_max": ("clip", "clamp"),
+    "maximum": ("max",),
+    "minimum": ("min",),
+}
+
+
+def is_within(site: Site, name: str) -> bool:
+    """Is a call that computes made by another function of torch's than the code calls? name: of the call's operator."""
+    return not carries(name) and _is_within(site.expression, name)
+
+
+@lru_cache(maxsize=4096)
+def _is_within(expression: str, name: str) -> bool:
+    try:
+        node = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    own, called = _DECORATION.sub("", name), _DECORATION.sub("", function)
+    if not called or own in called or called in own or function in _ALIKE.get(name, ()):
+        return False
+    return hasattr(functional, function) or hasattr(torch.Tensor, function)
 
 
 def refs(arg: Arg) -> Iterator[int]:
