@@ -121,3 +121,13 @@ def test_a_setting_that_was_tried_is_told_by_what_came_of_it(works: bool, line: 
     assert told == ((f"clamp=20: {line}",) if line else ()) + ("upgrade to 1.1",)
     unrun = Row("clamp", "actor.clamp=20", FOLK, None, 0, 0, None, False, "it is so already")
     assert len(remedies(framework(CLAMP, UPGRADE), Cause.EXP_OVERFLOW, origin(), {}, (unrun,))) == 2
+
+
+def test_another_trainer_of_the_framework_is_advised_nothing_that_it_has_not() -> None:
+    """Of the options that TRL's trainers share GRPO has all, and DPO a few, of which one is called the same and is another."""
+    trl = next(one for one in FRAMEWORKS if one.name == "TRL")
+    seen = {"beta": 0.1, "learning_rate": 1e-6, "max_grad_norm": 1.0}
+    for cause in (Cause.EXP_OVERFLOW, Cause.INF_TIMES_ZERO_COEF, Cause.BAD_INPUT):
+        for role in (None, "kl", "ratio", "advantages", "is_weight"):
+            assert remedies(trl, cause, origin(role), {**seen, "loss_type": "sigmoid"}) == ()
+    assert remedies(trl, Cause.EXP_OVERFLOW, origin("ratio"), {}) != ()

@@ -76,7 +76,8 @@ class Remedy:
     """What helps against a cause, in the framework's own words.
 
     setting: name=value, None if it has no option for it. term: it helps only where the origin lies there, None for anywhere.
-    option: what a run's settings call it, if not by the last part of its name. unless: settings with which it does nothing.
+    option: what a run's settings call it, if not by the last part of its name. unless: settings with which it does nothing. needs: an
+    option that those trainers have for which it is meant.
     """
 
     causes: tuple[str, ...]
@@ -85,6 +86,7 @@ class Remedy:
     term: Term | None = None
     option: str = ""
     unless: tuple[tuple[str, Setting], ...] = ()
+    needs: str = ""
 
 
 class Tries(StrEnum):

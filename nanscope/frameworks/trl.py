@@ -40,8 +40,9 @@ TO_CISPO = Remedy(
     "cispo takes the ratio out of the graph and caps it, so its exp cannot overflow into the loss",
     'loss_type="cispo"',
     Term.RATIO,
+    needs="importance_sampling_level",
 )
-TO_VESPO = Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO)
+TO_VESPO = Remedy(_EXP, "vespo clamps the log-ratio to ±20 before exp", 'loss_type="vespo"', Term.RATIO, needs="importance_sampling_level")
 TO_TOKENS = Remedy(
     ("seq_ratio_overflow",),
     "ratios of single tokens overflow later than those of sequences",
@@ -248,12 +249,17 @@ FRAMEWORK = Framework(
     remedies=(
         TO_CISPO,
         TO_VESPO,
-        Remedy(_EXP, "no option of TRL 1.16 clamps the log-ratio before exp for the other loss types; the line itself has to be patched"),
+        Remedy(
+            _EXP,
+            "no option of TRL 1.16 clamps the log-ratio before exp for the other loss types; the line itself has to be patched",
+            needs="importance_sampling_level",
+        ),
         Remedy(
             ("exp_overflow", "inf_times_zero_mask", "nan_times_zero_mask", "inf_minus_inf"),
             "leaves the KL term out altogether",
             "beta=0.0",
             Term.KL,
+            needs="num_generations",
         ),
         Remedy(
             ("inf_times_zero_mask", "inf_times_zero_coef", "nan_times_zero_mask"),

@@ -50,9 +50,18 @@ def remedies(
     if framework is None:
         return ()
     answers = {str(cause), str(Cause.EXP_OVERFLOW)} if _is_infinite_log_prob(cause, origin) else {str(cause)}
-    told = [_told(remedy, origin, settings, tried) for remedy in framework.remedies if not answers.isdisjoint(remedy.causes)]
+    fitting = [remedy for remedy in framework.remedies if not answers.isdisjoint(remedy.causes) and _has(remedy, framework, settings)]
+    told = [_told(remedy, origin, settings, tried) for remedy in fitting]
     helps = tuple(line for line in told if line)
     return (*helps, *(f"already there: {guard}" for guard in framework.guards)) if helps else ()
+
+
+def _has(remedy: Remedy, framework: Framework, settings: Mapping[str, Any]) -> bool:
+    """Has the trainer what a remedy sets? One whose settings were seen, and this one not, is another of the framework's."""
+    if settings.keys().isdisjoint(framework.settings):
+        return True
+    named = [remedy.needs, *([parsed(remedy)[0]] if remedy.setting is not None else [])]
+    return not any(name in framework.settings and name not in settings for name in named)
 
 
 def _is_infinite_log_prob(cause: Cause, origin: Origin) -> bool:
