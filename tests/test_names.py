@@ -603,3 +603,16 @@ def test_no_fix_names_what_a_distribution_is_asked_for_what_it_calculates_with(t
     (incident,) = scope.verdict.incidents
     assert incident.origin.expression == "pi.log_prob(act)", scope.verdict.sentence
     assert not [fix.label for fix in incident.fixes if " act " in fix.label or " pi " in fix.label]
+
+
+def test_what_a_module_makes_inside_has_no_name_of_what_it_was_given(tmp_path: Path) -> None:
+    """Of several layers in one expression only the first reads what stands there."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[2].weight.fill_(3e38)
+        net[0].bias.fill_(20.0)
+    given = torch.ones(5, 3)
+    with nanscope.watch(net, out=tmp_path) as scope:
+        net(given).sum().backward()
+    origin = scope.verdict.incidents[0].origin
+    assert origin.op == "addmm" and not any(name == "given" for name, _ in origin.operands), origin.operands

@@ -155,8 +155,14 @@ class Called:
         return None
 
     def _handed_over(self, value: int) -> str | None:
-        """What the code calls the only thing that it hands to a module: in `self.first(x)` x arrives between a bias and a weight."""
+        """What the code calls the only thing that it hands to a module: in `self.first(x)` x arrives between a bias and a weight. What the
+        module has made by then is none of it."""
+        made, leaf = self.program.maker(value), self.program.leaf(value)
+        if leaf is not None and leaf.is_of_model:
+            return None
         for call in self.program.readers(value):
+            if made is not None and made.site == call.site:
+                continue
             site, leaves = self.program.site_of(call), [leaf for read in call.inputs() if (leaf := self.program.leaf(read)) is not None]
             alone = all(leaf.is_of_model or leaf.id == value for leaf in leaves)
             if call.module and site is not None and alone and len(site.args) == 1 and _PLAIN.fullmatch(site.args[0]):

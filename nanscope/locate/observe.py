@@ -121,7 +121,12 @@ def _dtype(name: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
-_OPERANDS = {"addcdiv": ("weight", "numerator", "denominator"), "addcmul": ("summand", "factor", "factor")}  # no source names these
+_OPERANDS = {  # no source names these
+    "addcdiv": ("weight", "numerator", "denominator"),
+    "addcmul": ("summand", "factor", "factor"),
+    "addmm": ("bias", "input", "weight"),
+    "native_layer_norm": ("input", "weight", "bias"),
+}
 _NUMBERS = {  # and these it may write as a number
     "pow": ("base", "exponent"),
     "mul": ("factor", "factor"),

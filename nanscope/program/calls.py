@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Any, TypeAlias, Union
 
 import torch
-from torch.nn import functional
 
 from nanscope.errors import ProgramError
 from nanscope.program.ops import DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name, carries
@@ -159,7 +158,8 @@ _ALIKE = {
 
 
 def is_within(site: Site, name: str) -> bool:
-    """Is a call that computes made by another function of torch's than the code calls? name: of the call's operator."""
+    """Is a call that computes made by what the code calls there, a function of torch's that is another one, or a module? name: of the
+    call's operator."""
     return not carries(name) and _is_within(site.expression, name)
 
 
@@ -173,9 +173,7 @@ def _is_within(expression: str, name: str) -> bool:
         return False
     function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
     own, called = _DECORATION.sub("", name), _DECORATION.sub("", function)
-    if not called or own in called or called in own or function in _ALIKE.get(name, ()):
-        return False
-    return hasattr(functional, function) or hasattr(torch.Tensor, function)
+    return bool(called) and own not in called and called not in own and function not in _ALIKE.get(name, ())
 
 
 def refs(arg: Arg) -> Iterator[int]:
