@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from recorded import leaf, record
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+import nanscope
 from nanscope.errors import NanscopeError
 from nanscope.locate.location import locate
 from nanscope.program.calls import Call, Leaf, Ref
@@ -305,3 +307,19 @@ def test_a_square_that_is_too_large_is_bounded_on_both_sides() -> None:
     recorded = record(lambda x: (x**2).mean(), x)
     row = next(row for row in replay(recorded.snapshot(observation=Observation(Kind.SPIKE))).rows if row.id == "clamp_input")
     assert row.works and "to ±6" in row.label
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_what_is_put_into_masked_elements_is_masked_behind_that(tmp_path: Path, numbers: bool) -> None:
+    """Not the tensor that it is put into, of which these elements are overwritten."""
+    torch.manual_seed(0)
+    net, mask = nn.Linear(4, 3), torch.tensor([[True, True, False], [True, False, False]])
+    mask = mask.float() if numbers else mask
+    with nanscope.watch(net, out=tmp_path) as scope:
+        log_probs = net(torch.randn(2, 4)).log_softmax(-1)
+        old = log_probs.detach().clone()
+        old[mask == 0] = -math.inf
+        ((torch.exp(log_probs - old) * mask).sum() / mask.sum()).backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.cause, incident.fixes[0].id, incident.fixes[0].works) == ("inf_times_zero_mask", "mask_before_op", True)
+    assert "old = old[" not in incident.sentence

@@ -544,3 +544,4 @@ def test_a_bias_that_forbids_a_token_is_a_mask(tmp_path: Path, later: float | No
                 with torch.no_grad():
                     body.bias[1] = later
     assert scope.verdict.healthy == (later is None), scope.verdict.sentence
+    assert "1 of 5 elements of the weight bias were infinite when it came" in scope.verdict.notes[0].text

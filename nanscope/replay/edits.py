@@ -36,6 +36,7 @@ from nanscope.program.ops import (
     NORMALISATIONS,
     PRODUCTS,
     ROOTS,
+    SETS,
     SOFTMAXES,
     SPOILT_BY_EITHER,
     SPOILT_BY_INFINITY,
@@ -84,7 +85,8 @@ def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
     """Put a mask on the operand of the origin. where: that is, in words, if it is not before the op alone."""
     mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
     position = _spoilt(patch)
-    target = patch.origin.value_id if patch.origin.call is None else patch.operand(position)
+    behind = patch.origin.call is None or patch.op in SETS  # what is put into a part of it stands there afterwards
+    target = patch.origin.value_id if behind else patch.operand(position)
     if mask is None or mask.by is None or target is None:
         return None
     keep, content = patch.values[mask.by], patch.values[target]
@@ -113,8 +115,9 @@ def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
         return [*widened, *out, ("aten.masked_fill.Scalar", (Ref(-1), Ref(-2 if widened or out else by), neutral))]
 
     name = mask.name or "the mask"
-    label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, {where or f'before {patch.acting}'}"
-    program = put(patch, position, inserts) if patch.origin.call is not None else in_order(after(patch, inserts(0), asking))
+    place = "after it is set" if patch.op in SETS else where or f"before {patch.acting}"
+    label = f"fill {patch.called(target)} with {neutral:g} where {name} excludes it, {place}"
+    program = in_order(after(patch, inserts(0), asking)) if behind else put(patch, position, inserts)
     return Variant("mask_before_op", label, program, patch.tensors)
 
 

@@ -23,6 +23,7 @@ from nanscope.program.local import local
 from nanscope.program.numbers import count_bad, first_nonfinite, is_finite
 from nanscope.snapshot.observation import Observation, Past, Phase
 from nanscope.snapshot.step import Snapshot
+from nanscope.text import count
 from nanscope.torch_inside import buffers_of
 from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.states import is_fresh
@@ -80,8 +81,10 @@ class Remains:
         met = self._met.pop(id(buffer), None)
         return met is not None and met[0]() is buffer and bool(met[1])
 
-    def begin(self, step: int) -> None:
-        """Look at the weights and buffers of the models that were not seen before, in one transfer for each."""
+    def begin(self, step: int) -> list[str]:
+        """Look at the weights and buffers of the models that were not seen before, in one transfer for each. Returns of which weights some
+        elements are infinite, in words."""
+        infinite = list[str]()
         for model in list(self._modules.seen):
             if model not in self._known:
                 self._known.add(model)
@@ -91,17 +94,22 @@ class Remains:
                     for name, _ in module.named_buffers(recurse=False)
                 ]
                 own = [(owner, tensor) for owner in found if (tensor := _readable(owner)) is not None]
-                weights = [(weight, part) for weight in model.parameters() if (part := _floating(local(weight))) is not None]
-                parts = [tensor for _, tensor in (*own, *weights)]
+                weights = [
+                    (name, weight, part) for name, weight in model.named_parameters() if (part := _floating(local(weight))) is not None
+                ]
+                parts = [*(tensor for _, tensor in own), *(part for *_, part in weights)]
                 fine = torch.stack([is_finite(tensor).cpu() for tensor in parts]).tolist() if parts else []
                 self._owners += [owner for (owner, _), flag in zip(own, fine, strict=False) if flag or self._was_fine(owner)]
                 self._were_fine |= {path for _, _, path in self._owners}
                 self._met.clear()
-                for (weight, part), flag in zip(weights, fine[len(own) :], strict=True):
+                for (name, weight, part), flag in zip(weights, fine[len(own) :], strict=True):
                     this: weakref.ref[Tensor] = weakref.ref(weight)
-                    self._came[id(weight)] = (
-                        AsItCame(this, step) if flag else AsItCame(this, None, self._is_unwritten(weight), _infinite(part))
-                    )
+                    came = AsItCame(this, step) if flag else AsItCame(this, None, self._is_unwritten(weight), _infinite(part))
+                    self._came[id(weight)] = came
+                    if came.infinite:
+                        of = count(part.numel(), "element")
+                        infinite.append(f"{came.infinite:,} of {of} of the weight {name} were infinite when it came, and it stays so")
+        return infinite
 
     def but_masks(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Leave out those that hold as many infinities as when they were first seen, and no NaN: a bias of −inf forbids a token."""

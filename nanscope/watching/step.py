@@ -666,8 +666,12 @@ class Step(Relay):
         self._course.fine()
         self.counts.open(beside)
         self._tape.replacing.take()  # of gradients that no optimizer has seen
-        self._failsafe("remains", self._remains.begin, self.counts.number)
+        self._failsafe("remains", self._meet_models)
         self._logbook.begin_step()
+
+    def _meet_models(self) -> None:
+        for text in self._remains.begin(self.counts.number):
+            self._logbook.note("infinite_weight", text, self.counts.number)
 
     def _close(self, stepped: Stepped) -> None:
         """The step is over."""
