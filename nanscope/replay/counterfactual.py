@@ -68,7 +68,7 @@ def _divided(patch: Patch) -> Variant | None:
     if position is None or patch.origin.call is None:
         return None
     if position < len(patch.call.args) and patch.call.args[position] == 0:  # a number of the code
-        return _with_one(patch, position, "divided by 1 instead of 0")
+        return Variant("", "divided by 1 instead of 0", patch.with_number(position, 1.0), patch.tensors)
 
     def filling(fed: Fed) -> tuple[Tensor, Tensor] | None:
         zero = fed.content == 0
@@ -84,21 +84,12 @@ def _regular(patch: Patch) -> Variant | None:
     return (with_eps(patch) or _harmless(patch)) if patch.op in NORMALISATIONS else None
 
 
-def _with_one(patch: Patch, position: int, label: str) -> Variant:
-    """A number of the code is 1, in all calls that the line stands for."""
-    calls = list(patch.program.calls)
-    for index in patch.siblings():
-        args = tuple(1.0 if place == position else arg for place, arg in enumerate(calls[index].args))
-        calls[index] = replace(calls[index], args=args)
-    return Variant("", label, replace(patch.program, calls=tuple(calls)), patch.tensors)
-
-
 def _in_domain(patch: Patch) -> Variant | None:
     """What a logarithm or a root is taken of is 1 where it is not above 0, whether that has done harm or not."""
     if patch.origin.call is None:
         return None
     if patch.call.args and isinstance(patch.call.args[0], (int, float)):  # of a power, a number of the code
-        return _with_one(patch, 0, f"with 1 instead of {patch.call.args[0]:g}")
+        return Variant("", f"with 1 instead of {patch.call.args[0]:g}", patch.with_number(0, 1.0), patch.tensors)
     edge, _ = BOUNDS.get(patch.op, (0.0, 0.0))
     position, inside = TAKEN_OF.get(patch.op, 0), INSIDE.get(patch.op, 1.0)
 

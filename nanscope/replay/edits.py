@@ -515,7 +515,7 @@ FILL_IN = frozenset(("drop_invalid_sample", "reject_input"))  # a number of ours
 BOUNDING = frozenset(("clamp_denominator", "clamp_exponent", "clamp_input"))  # by a number of ours
 MOVE_OFF = frozenset(("avoid_singular_op", "clamp_denominator"))  # near where it was, the derivative may be as steep as they make it
 
-# Tried where the first bound leaves a loss far beyond the usual.
+# Tried where the first bound leaves a gradient far beyond the others.
 TIGHTER: dict[str, tuple[Callable[[Patch, float], Variant | None], tuple[float, ...]]] = {
     "clamp_exponent": (clamp_exponent, (10.0, 5.0, 2.0)),
     "clamp_denominator": (clamp_denominator, (1e-6, 1e-4, 1e-2)),

@@ -24,7 +24,7 @@ def invents(program: Program, value: int | None, grads: Mapping[int, Tensor], he
     Not where all elements that depend on them are left without a gradient, nor where a 0 takes out their part, and nothing else.
     """
     masks = {} if healthy is None else healthy.masks
-    left = (bool((grad[~masks[leaf]] if leaf in masks else grad).any()) for leaf, grad in grads.items())
+    left = (bool(((grad != 0) & ~masks[leaf] if leaf in masks else grad).any()) for leaf, grad in grads.items())
     return any(left) and (value is None or not _is_a_factor(program, value))
 
 

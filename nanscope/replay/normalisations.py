@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nanscope.program.calls import overload
 from nanscope.replay.patch import Patch, Variant
 from nanscope.torch_inside import schema_of
@@ -21,8 +19,4 @@ def with_eps(patch: Patch) -> Variant | None:
     position = next(positions, None)
     if position is None or call.args[position] != 0:
         return None
-    calls = list(patch.program.calls)
-    for index in patch.siblings():
-        args = tuple(USUAL if place == position else arg for place, arg in enumerate(calls[index].args))
-        calls[index] = replace(calls[index], args=args)
-    return Variant("avoid_singular_op", f"eps={USUAL:g} instead of 0", replace(patch.program, calls=tuple(calls)), patch.tensors)
+    return Variant("avoid_singular_op", f"eps={USUAL:g} instead of 0", patch.with_number(position, USUAL), patch.tensors)

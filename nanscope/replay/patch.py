@@ -95,6 +95,14 @@ class Patch:
         call = self.program.calls[own]
         return [i for i, c in enumerate(self.program.calls) if i == own or (c.op == call.op and c.site == call.site >= 0)]
 
+    def with_number(self, position: int, number: float) -> Program:
+        """Return the program with a number as an argument of the origin's call, and of its siblings."""
+        calls = list(self.program.calls)
+        for index in self.siblings():
+            args = tuple(number if place == position else arg for place, arg in enumerate(calls[index].args))
+            calls[index] = replace(calls[index], args=args)
+        return replace(self.program, calls=tuple(calls))
+
     def operand(self, position: int) -> int | None:
         """Return the value that the origin's call reads as argument `position`, None if it is a number."""
         if self.origin.call is None or position >= len(self.call.args):
