@@ -32,7 +32,8 @@ from nanscope.program.program import Program
 from nanscope.program.run import Run
 from nanscope.replay.counterfactual import otherwise
 from nanscope.replay.diffs import diffs
-from nanscope.replay.edits import BOUNDING, CONTROLS, EDITS, FILL_IN, TIGHTER, WIDER, further_on
+from nanscope.replay.dropped import further_on
+from nanscope.replay.edits import BOUNDING, CONTROLS, EDITS, FILL_IN, TIGHTER, WIDER
 from nanscope.replay.further import UNMADE, Edit, EditedPlace, also_at, beside, everywhere, following, then
 from nanscope.replay.invented import INVENTED, invents
 from nanscope.replay.patch import Patch, Variant
