@@ -122,7 +122,7 @@ _PATTERNS: tuple[tuple[str, Role | None], ...] = (
     (r"entrop|(^|_)p_?log_?p($|_)", Role.ENTROPY),
     (r"(^|_)adv(antages?)?($|_)", Role.ADVANTAGES),
     (r"(attn|attention)", Role.ATTENTION),
-    (r"(reward|score|return)s?", Role.REWARDS),
+    (r"(reward|score|return)s?|(^|_)rews?($|_)", Role.REWARDS),
     (r"(logits?)", Role.LOGITS),
     (_LOGP + r"|(^|_)(log_?q|log_?(abs_?)?det|ldj)($|_)|(^|_)(density|densities|likelihoods?)($|_)", Role.LOG_PROBS),
     (r"(^|_)(router|gates?(?!d)|gating|expert|load_balanc|aux_loss)|^load$|imbalance", Role.ROUTER),

@@ -66,7 +66,7 @@ def test_what_a_bad_reward_reaches_can_be_left_out() -> None:
     incident, _ = said(grouped)
     best = incident.fixes[0]
     assert (best.id, best.proven) == ("drop_invalid_sample", True)
-    assert "drop what the entries that are not finite reach" in best.label
+    assert "leave out what the bad entries have spoilt" in best.label
 
 
 def test_a_bound_leaves_a_gradient_among_the_usual() -> None:

@@ -59,6 +59,6 @@ def further_on(patch: Patch, location: Location) -> Iterator[tuple[Patch, Varian
         if value not in still or crossed.backward:
             continue
         there = Patch(patch.trace, element_at(patch.trace, value, ravel(crossed.index, patch.values[value].shape)))
-        variant = neutralised(there, "drop_invalid_sample", "drop what the entries that are not finite reach")
+        variant = neutralised(there, "drop_invalid_sample", "leave out what the bad entries have spoilt")
         if variant is not None:
             yield there, variant
