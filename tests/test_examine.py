@@ -24,6 +24,7 @@ from nanscope.snapshot.step import Reached, Snapshot
 from nanscope.verdict.diagnose import diagnose
 from nanscope.watching import examine
 from nanscope.watching.examine import Examiner
+from nanscope.watching.optimizers import Optimizers
 from nanscope.watching.recording import Recording
 from nanscope.watching.scale import LossScale
 
@@ -60,7 +61,7 @@ def examined(function: Callable[[], Tensor], *modules: nn.Module) -> tuple[Exami
         program, tensors = tape.program(tape.value_of(loss))
     recording = Recording(program, tensors, loss.detach(), [], None)
     loss.backward()
-    return Examiner(tape, watch, (), save_tokens=False), recording
+    return Examiner(tape, watch, (), save_tokens=False, optimizers=Optimizers()), recording
 
 
 def blank(**changes: Any) -> Snapshot:

@@ -23,7 +23,7 @@ First = tuple[int, str, str] | None  # of a rank's first incident: the rank that
 MASK = (0, "empty_mask_mean", "div")
 WHERE = (0, "where_grad_trap", "exp")
 INSIDE = (0, "exp_overflow", "exp")
-UPDATE = (0, "unknown", "addcdiv")
+UPDATE = (0, "bad_input", "addcdiv")
 NORM = "inf_grad_norm_clip", "linalg_vector_norm"
 POISONED = (0, "poisoned_weights", "parameter")
 
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[First, First]] = {
     "ddp:loss": (MASK, MASK),
     "ddp:edge": (WHERE, WHERE),
     "ddp:model": (INSIDE, INSIDE),
-    "ddp:optimizer": ((0, "unknown", "mul"), POISONED),
+    "ddp:optimizer": ((0, "bad_input", "mul"), POISONED),
     "ddp:clip": ((0, *NORM), (1, *NORM)),
     "ddp:late": ((0, "unknown", "write"), POISONED),
     "ddp:edge_drop": (WHERE, WHERE),
@@ -341,17 +341,17 @@ MERGED: dict[str, tuple[list[tuple[int, str]], dict[str, tuple[int, ...]]]] = { 
     "ddp:none": ([], {"healthy": (0, 1)}),
     "ddp:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
     "ddp:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
-    "ddp:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "ddp:optimizer": ([(0, "bad_input")], {"first": (0,), "later": (1,)}),
     "ddp:clip": ([(0, NORM[0])], {"first": (0, 1)}),
     "fsdp1_orig:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
     "fsdp2:loss": ([(0, "empty_mask_mean")], {"first": (0,), "same step": (1,)}),
     "fsdp2:loss_all": ([(0, "empty_mask_mean")], {"first": (0, 1)}),
     "fsdp2:model": ([(0, "exp_overflow")], {"first": (0,), "same step": (1,)}),
-    "fsdp2:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "fsdp2:optimizer": ([(0, "bad_input")], {"first": (0,), "later": (1,)}),
     "tp:model_all": ([(0, "exp_overflow")], {"first": (0, 1)}),
     "pipeline:loss": ([(1, "empty_mask_mean")] * 2, {"first": (1,), "same step": (0,)}),
     "pipeline:model": ([(0, "exp_overflow")] * 2, {"first": (0,), "same step": (1,)}),
-    "tp:optimizer": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
+    "tp:optimizer": ([(0, "bad_input")], {"first": (0,), "later": (1,)}),
     "tp_loss:loss_all": ([(0, "unknown")], {"first": (0, 1)}),
     "manual:late": ([(0, "unknown")], {"first": (0,), "later": (1,)}),
 }

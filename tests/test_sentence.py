@@ -286,7 +286,7 @@ def test_what_was_absorbed_is_said_with_its_line(loss: Any, name: str) -> None:
     location = spotted(recorded.trace)
     assert location is not None
     line = location.origin.site.line if location.origin.site else 0
-    counted = " at a position that the loss does not count" if location.origin.masked else ""
+    counted = ", for which the loss counts another number" if loss is named else " at a position that the loss does not count"
     assert absorbed(location, 3) == (
         f"{name} was +inf at [0, 1]{counted} (test_sentence.py:{line}, step 3), and it was absorbed: "
         "loss is finite, weights and gradients stayed clean"

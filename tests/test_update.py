@@ -219,7 +219,7 @@ def test_a_setting_that_no_update_survives_is_named(tmp_path: Path, kind: Any, g
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     (incident,) = scope.verdict.incidents
-    assert (incident.phase, incident.cause) == ("optimizer", "unknown") and f"{kind.__name__} (lr = +inf)" in incident.sentence
+    assert (incident.phase, incident.cause) == ("optimizer", "bad_input") and f"{kind.__name__} (lr = +inf)" in incident.sentence
     assert incident.snapshot is not None and "(lr = +inf)" in diagnose(nanscope.load(incident.snapshot)).sentence
 
 

@@ -172,7 +172,7 @@ CAUSES = {  # of the first incident, and the operator
     "loss": ("empty_mask_mean", "div"),
     "ratio": ("exp_overflow", "exp"),
     "model": ("exp_overflow", "exp"),
-    "weights": ("unknown", None),
+    "weights": ("bad_input", None),
 }
 
 

@@ -44,7 +44,7 @@ def trainer(
         "backward": (
             Said(at["backward"], 1, "where_grad_trap", "raised", masked=True, phase="backward", file="trained.py", module=act), *then["backward"],
         ),
-        "optimizer": (Said(at["optimizer"], micro, "unknown", "", "optimizer", phase="optimizer"), *then["optimizer"]),
+        "optimizer": (Said(at["optimizer"], micro, "bad_input", "", "optimizer", phase="optimizer"), *then["optimizer"]),
         "weights": (Said(at["weights"], 1, "poisoned_weights", weight, "weights", (1, 2), phase="weights"), *then["weights"]),
     }  # fmt: skip
     return tuple(

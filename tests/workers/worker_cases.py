@@ -8,7 +8,7 @@ from cases import Expected, Said
 def weights(weight: str = "model.embed_tokens.weight", first: str | None = None) -> tuple[Said, ...]:
     """An update wrote NaN into the weights: the step that did it, and the one that follows from it."""
     named = weight if first is None else first
-    return (Said(2, 2, "unknown", named, "optimizer"), Said(3, 1, "poisoned_weights", weight, "weights", of=2))
+    return (Said(2, 2, "bad_input", named, "optimizer"), Said(3, 1, "poisoned_weights", weight, "weights", of=2))
 
 
 VANILLA = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
