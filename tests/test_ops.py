@@ -149,6 +149,8 @@ SEEN_BY_THE_TAPE = (
     "MADE_OF_PRODUCTS",
     "BATCH_NORMS",
     "MASK_FREE",
+    "WEIGHT_NORMS",
+    "NORMALISATIONS",
 )
 FAMILIES = {name: family for name, family in vars(ops).items() if name.isupper() and isinstance(family, frozenset)}
 

@@ -62,7 +62,7 @@ _TABLE: dict[Flow, str] = {
         diff msort prelu renorm bincount bucketize cdist
         cross_entropy_loss cumulative_trapezoid histc index_add index_reduce kl_div layer_norm native_group_norm
         native_layer_norm nll_loss nll_loss_forward nll_loss2d_forward nonzero one_hot scatter_add scatter_reduce
-        searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm trace _weight_norm_interface
+        searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm trace
         convolution avg_pool2d""",
 }
 
