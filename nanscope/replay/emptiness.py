@@ -43,8 +43,6 @@ def _of_targets(writing: Writing) -> tuple[Ref, Ref]:
     call = writing.call
     logits, targets, weights, _, ignored = call.args[:5]
     total = writing.put(call.op.removeprefix("aten."), logits, targets, weights, SUMMED, ignored, out=1)
-    if isinstance(weights, Ref):
-        return replace(total, id=total.id - 1), writing.put("clamp_min.default", total, smallest(writing.patch.values[weights.id].dtype))
-    return replace(total, id=total.id - 1), writing.put(
-        "clamp_min.default", writing.put("sum.default", writing.put("ne.Scalar", targets, ignored)), 1
-    )
+    counted = total if isinstance(weights, Ref) else writing.put("sum.default", writing.put("ne.Scalar", targets, ignored))
+    least = smallest(writing.patch.values[weights.id].dtype) if isinstance(weights, Ref) else 1
+    return replace(total, id=total.id - 1), writing.put("clamp_min.default", counted, least)

@@ -142,8 +142,8 @@ class Logbook:
         self.folder, self.rank, self.worker = place.path, place.rank, place.worker
         self.runs = place.folder or self.runs
         world = rank_and_world()[1] if place.shared and (place.folder is None or is_ranked()) else 0
-        self._record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, world=world, node=place.node)
-        self._record = replace(self._record, restarts=restarts())
+        record = replace(self._record, run=place.run, rank=place.rank, worker=place.worker, node=place.node)
+        self._record = replace(record, world=world, restarts=restarts())
         self._peers = Peers(place.path, place.rank, world, place.worker)
         aside = Aside(near=is_near(place.path))
         self.history = History(history_path(place.path, *self._record.who), place.run, aside)

@@ -563,10 +563,10 @@ def number_look(numbers: Sequence[Part], computes: Computes) -> Look | None:
     for program, tensors in reversed(numbers):
         with contextlib.suppress(ProgramError):
             look = walked(replace(program, computes=computes), tensors)
-            if look is not None and look.location is not None and computes is Computes.ACTIVATION and not look.location.origin.born:
-                return replace(look, location=replace(look.location, phase=Phase.INPUT))  # it was bad when the number was made of it
-            if look is not None:
-                return look
+            if look is None or look.location is None:
+                continue
+            came = computes is Computes.ACTIVATION and not look.location.origin.born  # it was bad when the number was made of it
+            return replace(look, location=replace(look.location, phase=Phase.INPUT)) if came else look
     return None
 
 
