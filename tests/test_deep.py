@@ -217,3 +217,33 @@ def test_without_deep_looks_nothing_is_heard(tmp_path: Path) -> None:
     with nanscope.watch(out=tmp_path, deep_every=0) as scope:
         loss_of(model, *batch(outlier=400.0)).backward()
     assert scope.verdict.healthy and not scope.notes
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_state_of_the_optimizer_that_is_infinite_is_worth_a_word(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    """What it belongs to trains no more, and everything else is finite; once a run."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12))
+    optimizer = kind(model.parameters(), lr=1e-3)
+    x, labels = torch.randn(3, 4, 8), torch.randint(0, 12, (3, 4))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, x, labels).backward()
+        optimizer.step()
+
+    step()
+    squares = "exp_avg_sq" if kind is torch.optim.AdamW else "square_avg"
+    with nanscope.watch(model, out=tmp_path / "healthy") as scope:
+        step()
+    assert scope.verdict.status == "healthy" and not scope.verdict.notes
+    optimizer.state[model[2].weight][squares][3, 4] = math.inf
+    with nanscope.watch(model, out=tmp_path / "infinite") as scope:
+        step()
+        step()
+    (note,) = scope.verdict.notes
+    assert (
+        note.slug == "infinite_state"
+        and f"{squares} of 2.weight is infinite at [3, 4]" in note.text
+        and note.text in scope.verdict.sentence
+    )

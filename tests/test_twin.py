@@ -48,6 +48,13 @@ WRONG: dict[str, tuple[Loss, Tensor, str, tuple[int, ...]]] = {
     "a length that alone overflows": (
         lambda x: squared(x / x.norm(dim=-1, keepdim=True)), torch.full((3, 4), 5e4).half().requires_grad_(), "linalg_vector_norm", (0, 0),
     ),
+    "in all of many rows": (
+        lambda x: squared(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))), torch.randn(40, 32).mul(1e20).requires_grad_(), "pow", (0, 0),
+    ),
+    "in two places beside each other": (
+        lambda x: squared(torch.cat([half / (half * half).sum(-1, keepdim=True).sqrt() for half in x.chunk(2)])),
+        torch.full((6, 4), 1e20).requires_grad_(), "mul", (0, 0),
+    ),
     "a softmax by hand": (lambda x: squared(by_hand(x)), torch.full((3, 8), 10.0).half().requires_grad_(), "sum", (0, 0)),
 }  # fmt: skip
 

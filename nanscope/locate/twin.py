@@ -53,13 +53,14 @@ def absorbed(trace: Trace) -> Twin | None:
     """
     if trace.program.computes is not Computes.LOSS:
         return None
-    born = list(_overflows(trace))[:FEW]
+    born = list(_overflows(trace))
     twin = _in_float64(trace, [index for index, _, _ in born]) if born else {}
-    for _, value, flats in born if twin else ():
-        marked = _reached(trace, value, flats)
-        harmed = _harmed(trace, twin, marked)
+    infinite = {value: torch.isinf(trace.values[value]).cpu() for _, value, _ in born}
+    beside = _reached(trace, infinite) if twin else {}
+    for _, value, flats in born[:FEW] if twin else ():
+        harmed = _harmed(trace, twin, _reached(trace, {value: infinite[value]}), beside)
         if harmed is not None:
-            flat = next((flat for flat in flats[:FEW] if _meets(_reached(trace, value, [flat]), harmed)), flats[0])
+            flat = next((flat for flat in flats[:FEW] if _meets(_reached_by(trace, value, flat), harmed)), flats[0])
             return _told(trace, twin, (value, flat), harmed)
     return None
 
@@ -125,21 +126,26 @@ def _in_float64(trace: Trace, first: Iterable[int]) -> Mapping[int, Tensor]:
     return part.execute({value: trace.values[value] for value in read}, dtype=torch.float64, backward=False).values
 
 
-def _reached(trace: Trace, value: int, flats: list[int]) -> dict[int, Tensor]:
-    """Return which elements depend on some of a value, value by value."""
+def _reached_by(trace: Trace, value: int, flat: int) -> dict[int, Tensor]:
+    """Return which elements depend on one, value by value."""
     mark = torch.zeros(trace.values[value].numel(), dtype=torch.bool)
-    mark[flats] = True
-    marked = {value: mark.reshape(trace.values[value].shape)}
+    mark[flat] = True
+    return _reached(trace, {value: mark.reshape(trace.values[value].shape)})
+
+
+def _reached(trace: Trace, marks: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return which elements depend on some that are marked, value by value."""
+    marked = dict(marks)
     for call in trace.program.calls:
         if any(read in marked for read in call.inputs()) and not any(out in marked for out in call.outs) and not _answers(call):
             marked.update(spread(call, trace.values, marked))
     return marked
 
 
-def _harmed(trace: Trace, twin: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> Spot | None:
-    """Return the first element that is far from its twin where it may not be, None if none is."""
+def _harmed(trace: Trace, twin: Mapping[int, Tensor], marked: Mapping[int, Tensor], beside: Mapping[int, Tensor]) -> Spot | None:
+    """Return the first element that is far from its twin where it may not be, None if none is. beside: marks what any overflow reaches."""
     for value in _ends(trace.program, marked, trace.values):
-        wrong = _wrong(trace, twin, value, marked[value])
+        wrong = _wrong(trace, twin, value, marked[value], beside[value])
         if bool(wrong.any()):
             return value, int((wrong.flatten() > 0).int().argmax())
     return None
@@ -154,15 +160,15 @@ def _ends(program: Program, marked: Mapping[int, Tensor], values: Mapping[int, T
     return out or last
 
 
-def _wrong(trace: Trace, twin: Mapping[int, Tensor], value: int, mark: Tensor) -> Tensor:
+def _wrong(trace: Trace, twin: Mapping[int, Tensor], value: int, mark: Tensor, reached: Tensor) -> Tensor:
     """Return by how much elements are wrong that the loss depends on, 0 where they are not."""
     here, exact, gradient = trace.values[value].double(), twin[value], trace.run.grads.get(value)
-    mark = mark.to(here.device)
+    mark, reached = mark.to(here.device), reached.to(here.device)
     fine = torch.isfinite(here) & torch.isfinite(exact)
     apart = torch.where(fine, (here - exact).abs(), 0.0)
     if gradient is None or not bool(fine.any()):
         return torch.zeros_like(apart)
-    beside = apart[fine & ~mark]
+    beside = apart[fine & ~reached]
     noise = float(beside.max()) if beside.numel() else 0.0
     least = max(WRONG * float(exact[fine].square().mean().sqrt()), NOISE * noise)
     return torch.where(mark & (apart > least) & (gradient != 0), apart, 0.0)
@@ -175,7 +181,7 @@ def _meets(marked: Mapping[int, Tensor], spot: Spot) -> bool:
 
 def _told(trace: Trace, twin: Mapping[int, Tensor], origin: Spot, harmed: Spot) -> Twin:
     """Describe an overflow, where it became finite, and what that came to."""
-    marked = _reached(trace, origin[0], [origin[1]])
+    marked = _reached_by(trace, *origin)
     path, words = [origin], []
     taken = _absorber(trace, twin, marked, origin[0])
     if taken is not None:

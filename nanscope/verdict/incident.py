@@ -214,8 +214,9 @@ class Verdict(Shown):
             return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
         absorbed = [note.text for note in self.notes if note.slug == "nonfinite_absorbed"][:1]
         infinite = [note.text for note in self.notes if note.slug == "infinite_weight"][:1]
+        state = [note.text for note in self.notes if note.slug == "infinite_state"][:1]
         fine = "no non-finite loss or gradient" if infinite else "no non-finite loss, gradient or weight"
-        return "; ".join(filter(None, [f"{looked} watched, {fine}", unseen, *infinite, *absorbed]))
+        return "; ".join(filter(None, [f"{looked} watched, {fine}", unseen, *infinite, *state, *absorbed]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON data; non-finite numbers are text."""

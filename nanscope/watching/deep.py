@@ -2,7 +2,8 @@
 
     overflow inside, loss and gradients finite  →  the model is run again as a program, and held against float64
     loss                                        →  its own program is held against float64, if that is small
-    update of an optimizer                      →  a few weights are held against what float64 makes of its state
+    update of an optimizer                      →  a few weights are held against what float64 makes of its state,
+                                                   which is asked for infinities
 
 What cannot be held against float64 is noted, and no incident.
 """
@@ -26,7 +27,7 @@ from nanscope.locate.twin import absorbed, residue
 from nanscope.program.numbers import dtype_name, tensor_bytes
 from nanscope.snapshot.observation import Kind, Observation
 from nanscope.snapshot.step import Reached
-from nanscope.text import line_in
+from nanscope.text import line_in, show_index
 from nanscope.torch_inside import compiles_backward
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
@@ -34,7 +35,7 @@ from nanscope.watching.laid import name_of
 from nanscope.watching.logbook import Logbook
 from nanscope.watching.look import Look, reruns_of, run_again, second_look
 from nanscope.watching.recording import Recording
-from nanscope.watching.updates import Updates
+from nanscope.watching.updates import Updates, infinite_state
 
 LARGEST = 16 << 20  # bytes of the leaves of a loss that is run again though nothing speaks against it
 OFTEN = 3  # times that one line is looked into which overflows, and does no harm
@@ -63,6 +64,8 @@ class Deep:
         if not taken or self._keeper.course.bad:
             self._updates.let_go()
             return
+        if self._awake.is_due:
+            self._ask_the_state(optimizer)
         found = self._updates.judge(optimizer)
         if found is None:
             return
@@ -75,6 +78,16 @@ class Deep:
             last = recordings[-1] if recordings else None
             reached = Reached(last.value if last is not None else None)
             self._keeper.save(last, reached, lambda blank: replace(blank, observation=seen, found=seen), seen)
+
+    def _ask_the_state(self, optimizer: torch.optim.Optimizer) -> None:
+        found = infinite_state(optimizer)
+        if found is None:
+            return
+        weight, state, index = found
+        name = name_of(weight, self._examiner.modules.parameters()) or "a weight"
+        where = f"{state} of {name} is infinite at {show_index(index)} in {type(optimizer).__name__}"
+        text = f"{where}: what is divided by it is 0, and trains no more"
+        self._logbook.note("infinite_state", text, self._keeper.course.counts.number)
 
     def judge(self, recording: Recording) -> None:
         """A backward pass has ended, and its loss and gradients are finite: are they also right?"""

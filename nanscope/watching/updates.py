@@ -4,6 +4,9 @@ Adam divides a mean of gradients by the root of a mean of their squares, and the
 never more than `_reach` times that root, whatever the gradients were. Where it is, the state is not one that gradients have made. A second
 moment that rounded to 0 in half precision, on its way through a checkpoint for instance, leaves nothing to divide by but epsilon: the
 update is thousands of times too large, and finite. Elements from all over each weight are looked at, and they stay on the device.
+
+What a second moment has overflowed to, for instance of gradients beyond 256 in half precision, is infinite for good: whatever is divided by
+its root is 0, and these elements train no more, while every loss, gradient and weight is finite. All states are asked for that.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from torch import Tensor, nn
 
 from nanscope.locate.observe import observe_update
 from nanscope.program.local import local
+from nanscope.program.numbers import at, first_nonfinite, is_finite
 from nanscope.snapshot.observation import Observation
-from nanscope.text import number
+from nanscope.text import number, unravel
 from nanscope.watching.left import spread
 
 FEW = 32  # weights of an optimizer that are looked at
@@ -92,6 +96,23 @@ class Updates:
             return None
         found = moved[worst.index(max(worst))]
         return found.sample.weight, _observed(found, type(optimizer).__name__)
+
+
+def infinite_state(optimizer: torch.optim.Optimizer) -> tuple[Tensor, str, tuple[int, ...]] | None:
+    """Return the first state of a weight that is infinite somewhere, its name and the index of that; None if none is. In one transfer."""
+    states = [
+        (weight, name, part)
+        for weight, state in optimizer.state.items()
+        if isinstance(weight, Tensor) and isinstance(state, dict)
+        for name, one in state.items()
+        if isinstance(one, Tensor) and one.shape == weight.shape and one.dim() and (part := local(one)) is not None
+    ]
+    fine = torch.stack([is_finite(part).cpu() for *_, part in states]).tolist() if states else []
+    for (weight, name, part), flag in zip(states, fine, strict=True):
+        flat = None if flag else first_nonfinite(part)
+        if flat is not None and math.isinf(at(part, flat)):  # of a NaN its weight becomes one
+            return weight, str(name), unravel(flat, part.shape)
+    return None
 
 
 def _moved(sample: Sample, state: dict[str, Any]) -> Moved | None:
