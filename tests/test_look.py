@@ -251,13 +251,14 @@ class Controller:
         self.value *= float(1 + error.clamp(-0.2, 0.2))
 
 
-def test_a_number_that_went_by_way_of_the_host_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [float, torch.tensor])
+def test_a_number_that_went_by_way_of_the_host_is_followed(given: Callable[[float], float | Tensor], tmp_path: Path) -> None:
     """0 / 0 in one step, read as a number, makes NaN of the next step's loss: the line of the division is named."""
     model, controller = nn.Linear(3, 2), Controller()
     with nanscope.watch(model, out=tmp_path) as scope:
         for _ in range(2):
             log_probs = model(torch.ones(4, 3)).log_softmax(-1)
-            loss = (controller.value * log_probs).mean()
+            loss = (given(controller.value) * log_probs).mean()
             loss.backward()
             controller.update((log_probs.detach() * 0.0).mean())
     (incident,) = scope.verdict.incidents

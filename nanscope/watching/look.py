@@ -27,7 +27,7 @@ from nanscope.locate.facts import extent_of
 from nanscope.locate.forward import bad_sources, walk_back
 from nanscope.locate.location import came_in, is_masked, left_behind, locate, located
 from nanscope.locate.observe import observe, observe_made
-from nanscope.locate.origin import Location
+from nanscope.locate.origin import Element, Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes, Site
 from nanscope.program.local import local
@@ -508,7 +508,7 @@ def look_closely(recording: Recording, again: Callable[[], Look | None]) -> Look
         trace = Trace.of(recording.program, recording.tensors, lean=True)
         first = Look(trace, locate(trace), second=True)
     if first.location is not None and is_settled(first.location):
-        return _of_number(recording, first.location) or _made_inside(trace, first.location, again) or first
+        return _of_number(recording, trace, first.location) or _made_inside(trace, first.location, again) or first
     behind = _behind(recording, first)
     if behind is not None:
         return behind
@@ -553,9 +553,18 @@ def _behind(recording: Recording, first: Look) -> Look | None:
     return only_seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
 
 
-def _of_number(recording: Recording, location: Location) -> Look | None:
-    """Of a NaN that the code gave as a number: what made the last that went to the host; None if it is none, or none did."""
-    return None if location.origin.given is None else number_look(recording.numbers, Computes.ACTIVATION)
+def _of_number(recording: Recording, trace: Trace, location: Location) -> Look | None:
+    """Of a NaN that the code gave as a number, or made a tensor of: what made the last that went to the host; None if it is none, or none
+    did."""
+    origin = location.origin
+    written = origin.leaf is not None and math.isnan(origin.value) and _is_written_out(trace.program, origin)
+    return number_look(recording.numbers, Computes.ACTIVATION) if written or origin.given is not None else None
+
+
+def _is_written_out(program: Program, origin: Element) -> bool:
+    """Is it `torch.tensor(number)`?"""
+    reader = next(iter(program.readers(origin.value_id)), None)
+    return math.prod(origin.shape) == 1 and reader is not None and reader.name == "lift_fresh"
 
 
 def number_look(numbers: Sequence[Part], computes: Computes) -> Look | None:
