@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import nanscope
 from nanscope.verdict.incident import Verdict
@@ -283,6 +284,27 @@ def test_a_number_that_is_nan_is_shown_as_the_operand(tmp_path: Path, kind: str)
     assert "kl_coef, a number of Python, came in as NaN" in incident.sentence and "number that the code gave" in incident.sentence
     again = nanscope.verdict.diagnose.verdict([nanscope.load(incident.snapshot)])
     assert again.incidents[0].sentence == incident.sentence
+
+
+class Adapter(nn.Module):
+    """Attention, whose kernel nobody can run again as a program, of what an adapter has scaled by a setting."""
+
+    def __init__(self, scaling: float) -> None:
+        super().__init__()
+        self.project, self.scaling = nn.Linear(8, 8), scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.project(x) * self.scaling
+        return functional.scaled_dot_product_attention(scaled, scaled, scaled)
+
+
+def test_a_number_that_is_nan_inside_a_model_has_its_name_and_its_line(tmp_path: Path) -> None:
+    model = Adapter(math.nan)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(2, 1, 4, 8)).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.operands[1][0] == "self.scaling" and incident.origin.file == __file__, incident.sentence
+    assert "self.scaling, a number of Python, came in as NaN" in incident.sentence
 
 
 def put_where(x: Tensor) -> Tensor:

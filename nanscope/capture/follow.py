@@ -294,7 +294,8 @@ def _program_of(mark: Mark, site: Site | None) -> tuple[Program, dict[int, Tenso
     kwargs = tuple((name, arg_of(value)) for name, value in (mark.kwargs or {}).items())
     words = site.args if site is not None else ()
     outs: tuple[int | None, ...] = (*([None] * mark.position), len(tensors))
-    leaves = tuple(Leaf(number, words[number] if number < len(words) else None, "data", False) for number in tensors)
+    names = {number: words[number] if number < len(words) else None for number in tensors}
+    leaves = tuple(Leaf(number, names[number], "data", tensor.requires_grad) for number, tensor in tensors.items())
     call = Call(mark.overload, args, kwargs, outs, 0 if site is not None else -1, False, mark.module or "model")
     program = Program(leaves, (call,), len(tensors), (site,) if site is not None else (), Computes.ACTIVATION)
     return program, {number: tensor.detach() for number, tensor in tensors.items()}
