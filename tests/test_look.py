@@ -199,6 +199,26 @@ def test_a_hook_that_changes_a_gradient_is_named(tmp_path: Path, loss_of: Callab
     assert f"gives finite numbers: a hook on a tensor changed it, test_look.py:{line}." in incident.sentence
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_where_in_a_gradient_it_went_bad_is_told_as_long_as_that_is_known(tmp_path: Path, clips: bool) -> None:
+    """A clip has made every element NaN of which the hook has made one."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient.index_put((torch.tensor(0), torch.tensor(2)), torch.tensor(math.nan))
+
+    model = nn.Linear(4, 1)
+    model.weight.register_hook(spoil)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanscope.watch(out=tmp_path) as scope:
+        model(torch.ones(3, 4)).pow(2).mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    (incident,) = scope.verdict.incidents
+    assert incident.origin.index == (() if clips else (0, 2)) and incident.origin.variable == "weight"
+    assert f"the gradient of weight is NaN{'' if clips else ' at [0, 2] of [1, 4]'}, while backward" in incident.sentence
+
+
 def test_of_several_hooks_none_is_accused(tmp_path: Path) -> None:
     """It was one of them."""
     model = nn.Linear(4, 1)

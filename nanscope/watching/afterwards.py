@@ -72,4 +72,7 @@ def written(name: str, gradient: Tensor, look: Look, by: str, weight: Tensor | N
     maker = None if look.location is None else look.program.maker(look.location.origin.value_id)
     calls = [*([] if maker is None else [maker]), *reversed(look.program.calls)]
     site = next((site for call in calls if (site := look.program.site_of(call)) is not None), None)
-    return late(name, gradient, by, site, weight)
+    origin = None if look.location is None else look.location.origin
+    alike = origin is not None and origin.shape == tuple(gradient.shape)
+    flat = origin.flat if origin is not None and alike else first_nonfinite(gradient) or 0
+    return observe_gradient(by, name, gradient, flat, site, weight)

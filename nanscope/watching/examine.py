@@ -31,7 +31,7 @@ from nanscope.locate.observe import observe, observe_made
 from nanscope.locate.origin import Location
 from nanscope.locate.trace import Trace
 from nanscope.program.calls import Computes
-from nanscope.program.local import memory_of
+from nanscope.program.local import local, memory_of
 from nanscope.program.numbers import count_bad, is_finite
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -216,15 +216,21 @@ class Examiner:
             return Hit(last, reached, look=replace(changed, notes=look.notes))  # notes: of the last try
         named = self.modules.parameters()
         name = name_of(parameter, named) or "a weight"
+        shown = torch.tensor(math.nan) if self._is_everywhere(spoilt) else spoilt
         if changed is not None and not self._as_it_came(changed, spoilt):
             seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN, parameter)
         elif has_peers():
-            seen = arrived(name, spoilt, REDUCED if known else SPREAD, parameter)
+            seen = arrived(name, shown, REDUCED if known else SPREAD, parameter)
         elif all(recording.program is not None for recording in candidates):
-            seen = hooked(name, spoilt, last, hooks_on(parameter)) if known else late(name, spoilt, UNTRACED)
+            seen = hooked(name, shown, last, hooks_on(parameter)) if known else late(name, shown, UNTRACED)
         else:
             seen = UNSEEN
         return Hit(last, reached, look=replace(NOTHING, notes=look.notes), seen=in_its_weight(seen, parameter, named))
+
+    def _is_everywhere(self, gradient: Tensor) -> bool:
+        """Has a clip made a gradient bad at every element, so that nobody can tell where it was bad before?"""
+        part = local(gradient)
+        return self.tape.clipping.norm_of(gradient) is not None and part is not None and not bool(torch.isfinite(part).any())
 
     def unmade(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> Observation:
         """Return a non-finite gradient that no backward pass here has made."""
