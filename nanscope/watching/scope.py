@@ -56,7 +56,7 @@ from nanscope.watching.place import Place, name_of, settle_somewhere
 from nanscope.watching.step import Step
 from nanscope.watching.surroundings import find_trainer
 from nanscope.watching.telling import tell_lacks
-from nanscope.watching.trackers import Tracker, Tracking
+from nanscope.watching.trackers import Tracker, Tracking, trackers_in
 
 LIMIT = 3  # steps saved per run; once the weights are NaN every step is bad
 
@@ -115,7 +115,8 @@ class Scope(Shown):
             a_call("on_incident", on_incident, "an Incident"),
             a_call("on_warning", on_warning, "a Forecast"),
         )
-        self._tracking = Tracking(trackers) if trackers else None
+        told = trackers_in(trackers)
+        self._tracking = Tracking(told) if told else None
         line = None if self._tracking is None else self._tracking.line
         announce = self._announce if on_incident is not None or line is not None else None
         warn = self._warn if on_warning is not None or line is not None else None

@@ -23,10 +23,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanscope.capture.unseen import unseen
 from nanscope.errors import visible, words_of
+from nanscope.given import refused, several
 from nanscope.snapshot.history import Entry
 from nanscope.snapshot.processes import called
 from nanscope.snapshot.scalars import Scalars
@@ -41,6 +42,7 @@ log = logging.getLogger("nanscope")
 PERIOD = 0.1  # seconds between two looks at the queue
 WAITING = 10_000  # lines that wait for trackers that are slower than training
 PATIENCE = 20.0  # seconds for what is left when the run ends, pages too
+METHODS = ("log", "alert", "artifact")  # of a tracker
 FAILURES = 5  # in a row, after which a tracker is not called any more
 
 
@@ -55,6 +57,16 @@ class Tracker(Protocol):
 
     def artifact(self, path: Path) -> None:
         """The page of a bad step was written."""
+
+
+def trackers_in(given: Any) -> list[Tracker]:
+    """Return what was given as trackers. Raises NanscopeError where it is anything else."""
+    takes = f"trackers, each with the methods {', '.join(METHODS[:-1])} and {METHODS[-1]}"
+    found: list[Tracker] = several("trackers", given, takes)
+    for one in found:
+        if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in METHODS):
+            raise refused("trackers", takes, one)
+    return found
 
 
 class Tracking:
