@@ -306,6 +306,29 @@ def test_a_number_that_is_nan_is_shown_as_the_operand(tmp_path: Path, kind: str)
     assert again.incidents[0].sentence == incident.sentence
 
 
+class Recurrent(nn.Module):
+    """A policy that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.value = nn.LSTM(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, hidden: tuple[Tensor, Tensor]) -> Tensor:
+        y, _ = self.lstm(x, hidden)
+        out: Tensor = self.value(y)
+        return out
+
+
+def test_a_state_that_came_in_beside_the_input_is_not_called_like_that(tmp_path: Path) -> None:
+    model, memory = Recurrent(), torch.zeros(1, 4, 8)
+    memory[0, 1, 4] = math.nan
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.randn(6, 4, 3), (memory, torch.zeros(1, 4, 8))).pow(2).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.phase, incident.origin.index, incident.origin.shape) == ("input", (0, 1, 4), (1, 4, 8))
+    assert incident.origin.variable in (None, "memory", "hidden"), incident.sentence
+
+
 class Adapter(nn.Module):
     """Attention, whose kernel nobody can run again as a program, of what an adapter has scaled by a setting."""
 

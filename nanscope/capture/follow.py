@@ -23,7 +23,7 @@ from nanscope.capture.modules import Address, tensors_in
 from nanscope.capture.seal import writes_of
 from nanscope.capture.sites import NOWHERE, Author, Place, above_handler, author_of
 from nanscope.capture.source import site_of
-from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site
+from nanscope.program.calls import Arg, Call, Computes, Leaf, Ref, Site, moved_words
 from nanscope.program.local import is_plain, local, memory_of
 from nanscope.program.ops import FLOW, MASK_FREE, OVERWRITES, UNWRITTEN_FACTORIES, Flow, base_name, not_read
 from nanscope.program.program import Program
@@ -292,7 +292,7 @@ def _program_of(mark: Mark, site: Site | None) -> tuple[Program, dict[int, Tenso
 
     args = tuple(arg_of(arg) for arg in mark.operands or ())
     kwargs = tuple((name, arg_of(value)) for name, value in (mark.kwargs or {}).items())
-    words = site.args if site is not None else ()
+    words = () if site is None else moved_words(base_name(mark.overload), site)
     outs: tuple[int | None, ...] = (*([None] * mark.position), len(tensors))
     names = {number: words[number] if number < len(words) else None for number in tensors}
     leaves = tuple(Leaf(number, names[number], "data", tensor.requires_grad) for number, tensor in tensors.items())

@@ -13,7 +13,7 @@ from nanscope.capture.entries import Record, Value, ids, is_intact
 from nanscope.capture.log import Log
 from nanscope.capture.source import site_of
 from nanscope.capture.values import Values
-from nanscope.program.calls import NAMELESS, Arg, Call, Leaf, Site
+from nanscope.program.calls import NAMELESS, Arg, Call, Leaf, Site, moved_words
 from nanscope.program.ops import base_name
 from nanscope.program.perform import makes_floats
 from nanscope.program.program import Program
@@ -172,7 +172,7 @@ class Slicing:
                 if value.id in ids(arg) and call.site >= 0:
                     if call.op.startswith("aten.lift_fresh"):  # a literal: `torch.tensor(…)` is called what it is bound to
                         return sites[call.site].name
-                    words = sites[call.site].args
+                    words = moved_words(call.name, sites[call.site])
                     if position < len(words):
                         # `0.01 * x` arrives as (x, 0.01): the word at the tensor's place is the number
                         other = len(words) == 2 and _NUMBER.fullmatch(words[position])

@@ -128,7 +128,7 @@ class Call:
 
 
 _TURNED = {"rsub": "rsub(", "reciprocal": "reciprocal("}  # what torch makes of `number - x` and `number / x`, and how else it is asked for
-_LITERAL = re.compile(r"[-+(]*[\d.][\w.+)-]*")
+_LITERAL = re.compile(r"""[-+(]*[\d.][\w.+)-]*|["'].*|None|True|False""")
 
 
 def words_of(call: Call, site: Site) -> tuple[str, ...]:
@@ -157,10 +157,15 @@ _ALIKE = {
 }
 
 
+def moved_words(name: str, site: Site) -> tuple[str, ...]:
+    """Return what the code calls the arguments there, nothing where a call only moves what one of several became on its way."""
+    return () if carries(name) and is_within(site, name) else site.args
+
+
 def is_within(site: Site, name: str) -> bool:
-    """Is a call that computes made by what the code calls there, a function of torch's that is another one, or a module? name: of the
-    call's operator."""
-    return not carries(name) and _is_within(site.expression, name)
+    """Is a call made by what the code calls there, a function of torch's that is another one, or a module? One that computes nothing has
+    its argument from there all the same, where there is one. name: of the call's operator."""
+    return _is_within(site.expression, name) and not (carries(name) and sum(not _LITERAL.fullmatch(word) for word in site.args) < 2)
 
 
 @lru_cache(maxsize=4096)
