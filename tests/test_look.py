@@ -366,7 +366,11 @@ def filled(x: Tensor) -> Tensor:
     return x.masked_fill(x <= 0, math.nan)
 
 
-PUT = {put_where: ("index_put", "a number"), put_at: ("scatter", "a number"), filled: ("masked_fill", "math.nan")}
+PUT = {  # by which calls: torch 2.15 fills
+    put_where: ({"index_put", "masked_fill"}, "a number"),
+    put_at: ({"scatter", "fill"}, "a number"),
+    filled: ({"masked_fill"}, "math.nan"),
+}
 
 
 @pytest.mark.parametrize("put", PUT, ids=lambda put: put.__name__)
@@ -375,7 +379,7 @@ def test_a_nan_that_the_code_puts_into_what_it_computed_came_with_no_batch(tmp_p
     with nanscope.watch(out=tmp_path) as scope:
         put(torch.arange(3.0).requires_grad_()).sum().backward()
     (incident,) = scope.verdict.incidents
-    assert (incident.phase, incident.cause, incident.origin.op, incident.origin.index) == ("input", "bad_input", PUT[put][0], (0,))
+    assert (incident.phase, incident.cause, incident.origin.index) == ("input", "bad_input", (0,)) and incident.origin.op in PUT[put][0]
     assert [name for name, _ in incident.origin.operands] == [PUT[put][1]]
     assert "number that the code gave" in incident.sentence and "batch" not in incident.sentence
 

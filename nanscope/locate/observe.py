@@ -176,8 +176,9 @@ _NAN = re.compile(r"-?float\(.*\)")  # and what is a number all the same
 def _number_word(origin: Element, words: tuple[str, ...], position: int) -> str:
     """What the code calls a number that it gives: it may stand first there and last in the call, or behind a keyword."""
     places: tuple[int, ...] = (position, 1 - position) if origin.op in COMMUTATIVE else (position,)
+    assigned = origin.site is not None and origin.site.expression.endswith("]")  # to a part, which torch 2.15 fills
     if origin.op in SETS:
-        places = (len(words) - 1,) if origin.op in FILLS else ()  # what is assigned to a part is no argument
+        places = (len(words) - 1,) if origin.op in FILLS and not assigned else ()  # what is assigned is no argument
     given = [words[place] for place in places if 0 <= place < len(words)]
     tensors = {operand.name for operand in origin.operands if operand.name}
     apart = [word for word in given if _PLAIN.fullmatch(word) and word not in tensors]
