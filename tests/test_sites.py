@@ -193,11 +193,17 @@ def test_a_copy_of_a_loss_of_a_framework_is_not_the_frameworks(tmp_path: Path) -
         ("F.cross_entropy(x, y)", "_log_softmax", False),
         ("a * b", "mul", False),
         ("x.float()", "_to_copy", False),
+        ("self.lstm(x, h)", "select", True),
     ],
 )
 def test_arguments_of_a_function_are_not_those_of_what_it_is_made_of(expression: str, op: str, within: bool) -> None:
     """The product in a divergence is of neither of the two; what a function of the trainer's does has lines of its own."""
     assert is_within(Site("loss.py", 1, "loss", expression=expression, args=("a", "b")), op) is within
+
+
+def test_what_only_moves_elements_has_the_one_argument_there_is() -> None:
+    for args, within in {("x",): False, ("x", "-1"): False, ("x", "'b t -> t b'"): False, ("x", "h"): True}.items():
+        assert is_within(Site("loss.py", 1, "loss", expression=f"f({', '.join(args)})", args=args), "permute") is within
 
 
 def test_a_fix_within_a_function_names_no_argument_of_it(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, Union
 import torch
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name, carries
+from nanscope.program.ops import COPIES, DATA_FACTORIES, FLOW, NOT_AGAIN, SILENT, UNDECLARED_WRITES, base_name, carries
 from nanscope.torch_inside import has_kernel, schema_of
 
 
@@ -163,9 +163,13 @@ def moved_words(name: str, site: Site) -> tuple[str, ...]:
 
 
 def is_within(site: Site, name: str) -> bool:
-    """Is a call made by what the code calls there, a function of torch's that is another one, or a module? One that computes nothing has
-    its argument from there all the same, where there is one. name: of the call's operator."""
-    return _is_within(site.expression, name) and not (carries(name) and sum(not _LITERAL.fullmatch(word) for word in site.args) < 2)
+    """Is a call made by what the code calls there, a function of torch's that is another one, or a module? name: of the call's operator.
+
+    A copy has its argument from there all the same, and so has what only moves elements, where there is one.
+    """
+    if name in COPIES or not _is_within(site.expression, name):
+        return False
+    return not carries(name) or sum(not _LITERAL.fullmatch(word) for word in site.args) > 1
 
 
 @lru_cache(maxsize=4096)
