@@ -105,3 +105,36 @@ def test_of_many_such_steps_nobody_looks_at_the_last_and_that_is_said(tmp_path: 
     scope = encode(tmp_path, False, True, bad=(1, 2))
     assert [note.slug for note in scope.notes] == ["overflow_skipped"] and not scope.snapshots
     assert [gap.slug for gap in scope.verdict.gaps] == ["skipped-by-scaler"] and scope.verdict.status == "partly watched"
+
+
+@pytest.mark.usefixtures("looked_at")
+def test_an_overflow_in_step_after_step_is_an_incident(tmp_path: Path) -> None:
+    """No scale is too high for the forward pass: the third in a row is none of what a scaler is for."""
+    torch.manual_seed(0)
+    model = Encoder(False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                logits = model(torch.rand(4, 1, 12) * (2.0**15 if step != 3 else 1.0))
+            scaler.scale(logits.float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (incident,) = scope.verdict.incidents
+    assert (incident.step, incident.cause, incident.origin.op) == (6, "fp16_overflow", "convolution")
+    assert [note.step for note in scope.notes] == [1, 2, 4, 5]
+
+
+def test_a_run_of_which_a_scaler_has_skipped_every_step_says_so(tmp_path: Path) -> None:
+    """Its scale is too large for so few steps; nothing is bad, and nothing was trained."""
+    model = nn.Linear(4, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((3, 4), 1e9)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [note.slug for note in scope.verdict.notes] == ["nothing_trained"] and scope.verdict.healthy
+    assert scope.verdict.sentence.endswith("the loss scaler skipped all 3 steps: nothing was trained")

@@ -36,6 +36,9 @@ class NonFiniteError(Deliberate):
         self.snapshot = snapshot
 
 
+TOLD = ("nothing_trained", "infinite_weight", "infinite_state", "overflow_skipped", "nonfinite_absorbed")  # notes of a run without incident
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something worth a word that is no incident. slug: its kind."""
@@ -212,11 +215,10 @@ class Verdict(Shown):
         looked += f" of {self.processes} processes" if self.processes > 1 else ""
         if self.bad_steps:  # the disk was full, or somebody took the files away
             return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
-        absorbed = [note.text for note in self.notes if note.slug == "nonfinite_absorbed"][:1]
-        infinite = [note.text for note in self.notes if note.slug == "infinite_weight"][:1]
-        state = [note.text for note in self.notes if note.slug == "infinite_state"][:1]
-        fine = "no non-finite loss or gradient" if infinite else "no non-finite loss, gradient or weight"
-        return "; ".join(filter(None, [f"{looked} watched, {fine}", unseen, *infinite, *state, *absorbed]))
+        told = {slug: [note.text for note in self.notes if note.slug == slug][:1] for slug in TOLD}
+        fine = "no non-finite loss or gradient" if told["infinite_weight"] else "no non-finite loss, gradient or weight"
+        fine = "no non-finite weight" if told["overflow_skipped"] else fine
+        return "; ".join(filter(None, [f"{looked} watched, {fine}", unseen, *(text for slug in TOLD for text in told[slug])]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON data; non-finite numbers are text."""

@@ -32,7 +32,7 @@ from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import DROPPED, Aftermath, Remark, RunRecord, now
 from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
-from nanscope.snapshot.step import Reached, Snapshot
+from nanscope.snapshot.step import Reached, Snapshot, Stepped
 from nanscope.text import is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.forecast import Forecast
@@ -51,6 +51,7 @@ from nanscope.watching.surroundings import environment
 from nanscope.watching.telling import Teller
 from nanscope.watching.turns import Turns, in_turn
 
+UNTRAINED = 3  # steps of a run that a scaler has skipped all, after which that is worth a word
 NOTES = 32  # notes kept per run
 WORDED = 3  # bad steps that are not on disk of which it is said what was found
 UNLIKE = "replicas differ from here on, and of weights that are sharded only a part was updated"
@@ -104,6 +105,7 @@ class Logbook:
         self.notes: list[Note] = []
         self.gaps: list[Gap] = []
         self.steps = self.skipped = self.bad_steps = self.backwards = self.repaired = 0
+        self._by_scaler = 0  # steps that a loss scaler has skipped
         self._held_peak: int | None = None
         self._skips: list[int] = []
         self._dropped: list[int] = []
@@ -208,6 +210,7 @@ class Logbook:
         """Write the line of a step. poisoning: of the weights that it belongs to."""
         self._in_this_process()
         self.steps += 1
+        self._by_scaler += entry.stepped == Stepped.BY_SCALER
         if not entry.bad:
             (poisoning or self._poisoning).fine()
         if self.worker or entry.rank != self.rank:  # of a process that has only now got its place
@@ -430,7 +433,12 @@ class Logbook:
                 [*self.snapshots, *others.values()],
                 [*(self.shown(path) if path else None for path in self.paths), *(self.shown(Path(path)) for path in others)],
                 files=[*self.paths, *map(Path, others)],
-                notes=[*self.notes, *self._not_on_disk(), *([Note("not_heard_of", self._unheard)] if self._unheard else [])],
+                notes=[
+                    *self.notes,
+                    *self._untrained(),
+                    *self._not_on_disk(),
+                    *([Note("not_heard_of", self._unheard)] if self._unheard else []),
+                ],
                 steps=self.steps,
                 skipped=self.skipped,
                 repaired=self.repaired,
@@ -442,6 +450,14 @@ class Logbook:
             )
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
+
+    def _of_the_unheard(self) -> list[Note]:
+        return [Note("not_heard_of", self._unheard)] if self._unheard else []
+
+    def _untrained(self) -> list[Note]:
+        if self.steps < UNTRAINED or self._by_scaler < self.steps:
+            return []
+        return [Note("nothing_trained", f"the loss scaler skipped all {self.steps} steps: nothing was trained")]
 
     @in_turn
     def skip(self, step: int) -> None:

@@ -3,7 +3,8 @@
 overflow_skipped: step 1: self.conv(x) overflowed to +inf …; the scaler skipped the step, and all weights and buffers are finite
 
 Who scales a loss expects half precision to overflow now and then, and such a step to be skipped. Whether that was all is known when the
-step is over: statistics of a norm may have kept what the weights were spared. A loss that is bad in any other way is an incident at once.
+step is over: statistics of a norm may have kept what the weights were spared. A loss that is bad in any other way is an incident at once,
+and so is one that leaves half precision in step after step: no scale is too high for that, and nothing is trained any more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.keeping import Keeper
 from nanscope.watching.logbook import Logbook
 
+IN_A_ROW = 3  # steps, of which the last is an incident
 LOOKED_AT = 8  # skipped steps of a run of which it is found out what overflowed
 
 
@@ -30,6 +32,7 @@ class Spared:
     def __init__(self, keeper: Keeper, examiner: Examiner, logbook: Logbook, is_bad: Callable[[], bool], acts: bool) -> None:
         self._keeper, self._examiner, self._logbook, self._is_bad, self._acts = keeper, examiner, logbook, is_bad, acts
         self._found = 0
+        self._in_a_row = 0
 
     def takes(self, hit: Hit) -> bool:
         """Is it known what to do about a loss? If it has left half precision, nothing until the step is over; else it is kept."""
@@ -52,8 +55,11 @@ class Spared:
         course = self._keeper.course
         held, course.held = course.held, []
         if not held:
+            self._in_a_row *= stepped is Stepped.BY_SCALER
             return
-        number, fine = course.counts.number, stepped is Stepped.BY_SCALER and not course.bad and not self._is_bad()
+        self._in_a_row += 1
+        once = stepped is Stepped.BY_SCALER and self._in_a_row < IN_A_ROW
+        number, fine = course.counts.number, once and not course.bad and not self._is_bad()
         for one in held:
             if not fine:
                 self._keep(one)
