@@ -51,7 +51,7 @@ class Observer(Protocol):
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None: ...
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def passed_over(self) -> None: ...
-    def finish(self, raised: str = "", thread: bool = False) -> None: ...
+    def finish(self, raised: str = "", thread: bool = False, error: BaseException | None = None) -> None: ...
     def forget(self) -> None: ...
     def let_go(self) -> None: ...
 
@@ -242,11 +242,11 @@ class Threads:
             if eyes is not None and fresh:
                 self._failsafe("resume", eyes.mode.wake, "aside")
 
-    def finish(self, raised: str = "") -> None:
-        """The block was left: whoever is between two steps is asked what he has seen last. raised: class of what ended it."""
+    def finish(self, raised: str = "", error: BaseException | None = None) -> None:
+        """The block was left: whoever is between two steps is asked what he has seen last. raised: class of what ended it. error: that."""
         for strand in self._watched:
             if strand.eyes is not None and self._is_idle(strand):
-                self._failsafe("finish", strand.eyes.observer.finish, raised)
+                self._failsafe("finish", strand.eyes.observer.finish, raised, False, error if strand.is_mine else None)
             else:
                 self.missed("other-thread", f"the end of the step that thread {strand.thread.name} was in when the block was left")
 

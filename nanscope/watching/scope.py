@@ -158,13 +158,13 @@ class Scope(Shown):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._failsafe("leave", self._undo.close)  # before all else: whatever of ours fails then, nothing stays installed
         try:
-            self._failsafe("leave", self.leave, "" if kind is None else kind.__name__)
+            self._failsafe("leave", self.leave, "" if kind is None else kind.__name__, error)
         finally:
             if self._took_over:
                 self._failsafe("leave", AMBIENCE.resume)
 
-    def leave(self, raised: str = "") -> None:
-        """Take everything down and close the book. raised: class of what ended the block, or the signal that is about to."""
+    def leave(self, raised: str = "", error: BaseException | None = None) -> None:
+        """Take everything down and close the book. raised: class of what ended the block, or the signal that is about to. error: that."""
         if self not in _OPEN:
             return
         _OPEN.discard(self)
@@ -174,7 +174,9 @@ class Scope(Shown):
             rest.callback(lambda: self._failsafe("forget", self._unseen, self._threads.forget))
             rest.callback(lambda: self._failsafe("close-run", self._unseen, partial(self._close, raised)))
             self._failsafe("leave", self._undo.close)
-            self._failsafe("finish", self._unseen, partial(self._threads.finish, raised))
+            last = getattr(sys, "last_value", None)  # what has ended a script, or the interpreter
+            error = last if error is None and raised == type(last).__name__ else error
+            self._failsafe("finish", self._unseen, partial(self._threads.finish, raised, error))
 
     def _take_over(self) -> None:
         self._took_over = AMBIENCE.rest()

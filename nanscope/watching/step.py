@@ -44,6 +44,7 @@ from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording, Unwritten
 from nanscope.watching.recordings import Recordings
+from nanscope.watching.refusal import refused
 from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.repair import Repair
@@ -426,14 +427,18 @@ class Step(Relay):
         if self._course.closed and not other._course.closed:
             self._open(other.counts)
 
-    def finish(self, raised: str = "", thread: bool = False) -> None:
-        """The block is left: look at what no optimizer looked at. raised: class of what ended it. thread: only the thread has ended."""
+    def finish(self, raised: str = "", thread: bool = False, error: BaseException | None = None) -> None:
+        """The block is left: look at what no optimizer looked at. raised: class of what ended it. thread: only the thread has ended. error:
+        that, where it came through this thread."""
         if not raised:
             self._go_on()
         self._course.raised = False
         self._look_whether_it_was_dropped(last=True, raised=bool(raised))
         self._failsafe("spared", self._spared.settle, None)
+        bad = self._logbook.bad_steps
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
+        if error is not None and not self._course.bad and bad == self._logbook.bad_steps:
+            self._failsafe("passed-over", self._keep_refused, error)
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
             for recording in self._waiting():
@@ -544,19 +549,28 @@ class Step(Relay):
         refused: an exception ends the block. last: it ends.
         """
         for recording, joins in self._passed.losses(programs, self.number, self._cruise.references, refused, last):
-            alone = self._course.closed and not joins
-            if self._course.closed:
-                self._open()
-            self.counts.begin()
-            recording.micro_batch = self.counts.micro_batch
-            if recording.value is not None:
-                self._course.line.add_loss(recording.value)
-            self._keeper.keep(Hit(recording, Reached(recording.value), loss_bad=True))
-            if alone:
-                stepped = Stepped.NONE if refused else Stepped.BY_TRAINER  # which did not come to it
-                self._keeper.mark(stepped=stepped)
-                self._close(stepped)
-            self._keeper.stop_if_asked()
+            self._keep_undifferentiated(Hit(recording, Reached(recording.value), loss_bad=True), joins, refused)
+
+    def _keep_refused(self, error: BaseException) -> None:
+        """An exception ends the block: what it refused, if that was NaN."""
+        hit = refused(self._examiner, error)
+        if hit is not None:
+            self._keep_undifferentiated(hit, False, True)
+
+    def _keep_undifferentiated(self, hit: Hit, joins: bool, refused: bool) -> None:
+        alone, recording = self._course.closed and not joins, hit.recording
+        if self._course.closed:
+            self._open()
+        self.counts.begin()
+        recording.micro_batch = self.counts.micro_batch
+        if hit.reached.loss is not None:
+            self._course.line.add_loss(hit.reached.loss)
+        self._keeper.keep(hit)
+        if alone:
+            stepped = Stepped.NONE if refused else Stepped.BY_TRAINER  # which did not come to it
+            self._keeper.mark(stepped=stepped)
+            self._close(stepped)
+        self._keeper.stop_if_asked()
 
     def _sliced(self, root: Tensor) -> tuple[Program | None, dict[int, Tensor]]:
         try:
