@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import torch
 from recorded import record
 from test_locate import CASES
 
+import nanscope
 from nanscope.report.clean import clean
 from nanscope.report.console import WIDTH, plain
 from nanscope.report.terminal import incident_shown, render_text
@@ -113,3 +116,16 @@ def test_what_is_proposed_next_is_not_what_was_done() -> None:
     found = incident()
     assert "  next  nanscope replay " in plain(incident_shown(found)) and "  next  nanscope repro " in plain(incident_shown(found, "repro"))
     assert "  next  " not in plain(incident_shown(found, "")) and "  why   nanscope explain " in plain(incident_shown(found, ""))
+
+
+def test_a_fix_that_heals_is_written_out_where_nothing_is_left_to_measure_it_by(tmp_path: Path) -> None:
+    """A mask that selects nothing leaves no healthy token: the line is there all the same, and says so; in every form of the report."""
+    losses, mask = torch.ones(2, 3, requires_grad=True), torch.zeros(2, 3)
+    with nanscope.watch(out=tmp_path / "runs") as scope:
+        ((losses * mask).sum() / mask.sum()).backward()
+    line = "((losses * mask).sum() / mask.sum().clamp(min=1.0)).backward()"
+    for form in ("txt", "md", "html"):
+        scope.report(tmp_path / f"report.{form}")
+        text = (tmp_path / f"report.{form}").read_text()
+        assert line in text and "which heals; healthy tokens not measured" in text
+    assert not any(fix.proven for fix in scope.verdict.incidents[0].fixes if fix.executed)

@@ -51,6 +51,15 @@ def written_fix(incident: Incident) -> Fix | None:
     return min(known, key=lambda fix: bool(fix.rest), default=None)
 
 
+def unmeasured_fix(incident: Incident) -> Fix | None:
+    """Return, where no fix is proven, the first that heals at no known cost and whose change of the source is known: nothing healthy was
+    left to measure it by. None if there is none."""
+    if best_of(incident) is not None:
+        return None
+    healing = (fix for fix in incident.fixes if fix.executed and fix.works and fix.distortion is None and not fix.cost)
+    return next((fix for fix in healing if fix.diffs and not fix.rest), None)
+
+
 def rest_of(fix: Fix | None, limit: int = WHOLE.text) -> tuple[str, ...]:
     """Return in words what a fix does at places of which no change of the source is known, beside those of which it is."""
     return () if fix is None else tuple(clean(words, limit) for words in fix.rest)

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator
 from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import LIMITS, clean, numeral
-from nanscope.report.diff import NO_DIFF, rest_of, unified, written_fix
+from nanscope.report.diff import NO_DIFF, rest_of, unified, unmeasured_fix, written_fix
 from nanscope.report.headline import RANK_HEADS, calm, consequences_of, facts_of, is_of_a_run, lead_and_rest, rank_rows, resume
 from nanscope.report.origin import calculation, element, mask_words, source_of, token_words, where_in
 from nanscope.report.segments import segments
-from nanscope.report.tried import Tried, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of
+from nanscope.report.tried import Tried, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of, unmeasured
 from nanscope.snapshot.coverage import gap_words
 from nanscope.verdict.incident import Incident, Verdict
 from nanscope.verdict.sentence import blamed
@@ -93,6 +93,12 @@ def _incident(incident: Incident) -> Iterator[str]:
     elif (best := best_of(incident)) is not None:
         label, result = escaped(clean(best.label, LIMIT.text)), escaped(fix_words(best, unit_of(incident)))
         yield from (f"**Fix** {code(clean(best.id, 60))}: {label}. {result}.", "")
+    elif (fix := unmeasured_fix(incident)) is not None:
+        yield from (
+            f"**Fix** {code(clean(fix.id, 60))}, {escaped(unmeasured(incident))}: {escaped(fix_words(fix, unit_of(incident)))}.",
+            "",
+        )
+        yield from block(unified(fix).splitlines(), "diff")
     yield from _source(incident)
     yield from _table(("", ""), [[escaped(name), escaped(words)] for name, words in _facts(incident)])
     chain = [

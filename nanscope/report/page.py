@@ -11,7 +11,7 @@ from typing import Any
 
 from nanscope.causes import Cause
 from nanscope.report.clean import LIMITS, Limits, clean, numeral, real
-from nanscope.report.diff import DiffLine, hunks_of, patch_of, rest_of, written_fix
+from nanscope.report.diff import DiffLine, hunks_of, patch_of, rest_of, unmeasured_fix, written_fix
 from nanscope.report.draw import Chart, Map, chart_of, map_of
 from nanscope.report.headline import (
     RANK_HEADS,
@@ -30,7 +30,7 @@ from nanscope.report.history import panels_of, panels_of_run
 from nanscope.report.lookout import Lookout, chart_data, lookout_of, map_data
 from nanscope.report.origin import calculation, element, mask_words, subject, token_words, where_in
 from nanscope.report.segments import Segment, segments
-from nanscope.report.tried import Group, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of
+from nanscope.report.tried import Group, best_of, fix_words, groups_of, heads_of, reproduction, tested, unit_of, unmeasured
 from nanscope.report.way import Way, way_of
 from nanscope.roles import role_words
 from nanscope.snapshot.coverage import gap_words
@@ -60,6 +60,7 @@ class Section:
     lead: tuple[Segment, ...]
     rest: tuple[Segment, ...]
     fix: str
+    fix_proof: str
     fix_where: str
     fix_result: str
     code: str
@@ -157,15 +158,17 @@ def _name(incident: Incident) -> str:
 def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[int]) -> Section:
     place = incident.origin
     lead, rest = lead_and_rest(incident, limits)
-    best, written = best_of(incident), written_fix(incident)
+    best, unproven = best_of(incident), unmeasured_fix(incident)
+    heals, written = best or unproven, written_fix(incident) or unproven
     return Section(
         anchor=f"incident-{index}",
         facts=facts_of(incident),
         lead=segments(lead, place, limits),
         rest=segments(rest, place, limits),
-        fix=clean(best.label, limits.text) if best else "",
-        fix_where=clean(PurePath(best.where).name, limits.text) if best and best.where else "",
-        fix_result=fix_words(best, unit_of(incident)) if best else "",
+        fix=clean(heals.label, limits.text) if heals else "",
+        fix_proof="Proven fix" if best else f"Fix, {unmeasured(incident)}" if heals else "",
+        fix_where=clean(PurePath(heals.where).name, limits.text) if heals and heals.where else "",
+        fix_result=fix_words(heals, unit_of(incident)) if heals else "",
         code=subject(place, limits.text),
         calculation=calculation(place, limits.text),
         details=_details(incident, limits),
@@ -177,7 +180,7 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
         patch=tuple(patch_of(written)),
         patch_file=", ".join(hunk.where for hunk in hunks_of(written, limits.text)),
         patch_rest=rest_of(written, limits.text),
-        patch_id=clean(written.id, 60) if written is not None and written is not best else "",
+        patch_id=clean(written.id, 60) if written is not None and written is not heals else "",
         why=_why(incident.cause),
         charts=tuple(chart_of(panel, next(charts)) for panel in panels_of(incident, limits.points)),
         groups=groups_of(incident, limits),
@@ -200,7 +203,7 @@ def _section(incident: Incident, index: int, limits: Limits, charts: Iterator[in
 
 def _ahead(incident: Incident, limits: Limits) -> Iterator[tuple[str, str]]:
     """What there is to do, in words and as a command."""
-    if (written := written_fix(incident)) is not None:
+    if (written := written_fix(incident) or unmeasured_fix(incident)) is not None:
         whose = "" if incident.remedies else "; no option of a trainer that nanscope knows does the same"
         yield f"{_change(written)}{whose}", ""
     if words := resume(incident):

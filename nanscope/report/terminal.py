@@ -18,10 +18,10 @@ from nanscope.causes import Cause
 from nanscope.report.chain import chain_of
 from nanscope.report.clean import WHOLE, clean, numeral
 from nanscope.report.console import DOUBT, HARM, PROVEN, QUIET, STRONG, Command, pairs, plain, show, table
-from nanscope.report.diff import NO_DIFF, changed, hunks_of, rest_of, written_fix
+from nanscope.report.diff import NO_DIFF, changed, hunks_of, rest_of, unmeasured_fix, written_fix
 from nanscope.report.headline import RANK_HEADS, consequences_of, rank_rows
 from nanscope.report.origin import element, mask_words, token_words, where_in
-from nanscope.report.tried import INPUT_GRADIENTS, best_of, groups_of, heads_of, tested
+from nanscope.report.tried import INPUT_GRADIENTS, best_of, groups_of, heads_of, tested, unmeasured
 from nanscope.snapshot.coverage import gap_words
 from nanscope.text import count
 from nanscope.verdict.arithmetic import SHOWN
@@ -103,6 +103,8 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
         if (best := best_of(incident)) is not None and best is not fix:
             parts += [Text(""), Text.assemble(("  best    ", QUIET), clean(best.label), (f"   {clean(best.id)}, {NO_DIFF}", QUIET))]
         parts += [Text(""), *_diff(fix)]
+    elif (fix := unmeasured_fix(incident)) is not None:
+        parts += [Text(""), *_diff(fix, f", {unmeasured(incident)}")]
     if incident.rows:
         parts += [Text(""), tried_shown(incident)]
     parts += [Text(f"  advice (not run): {fix.id}: {clean(fix.label)}") for fix in incident.fixes if not fix.executed]
@@ -116,10 +118,10 @@ def incident_shown(incident: Incident, next_verb: str = "replay") -> RenderableT
     return Group(*parts)
 
 
-def _diff(fix: Fix) -> Iterator[RenderableType]:
-    """The fix as it is in the source."""
+def _diff(fix: Fix, proof: str = "") -> Iterator[RenderableType]:
+    """The fix as it is in the source. proof: what is known of it, if it is not proven."""
     for hunk in hunks_of(fix):
-        yield Text.assemble(("  fix     ", QUIET), (hunk.where, ""), (f"   {clean(fix.id)}", QUIET))
+        yield Text.assemble(("  fix     ", QUIET), (hunk.where, ""), (f"   {clean(fix.id)}{proof}", QUIET))
         for line in changed(hunk):
             yield Padding(Text(f"{line.sign} {line.text}", HARM if line.sign == "-" else PROVEN), (0, 2, 0, 10))
     for words in rest_of(fix):

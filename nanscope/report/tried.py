@@ -29,6 +29,11 @@ def unit_of(incident: Incident) -> str:
     return "tokens" if incident.tokens is None or incident.tokens.layout in (Layout.TOKENS, Layout.ROWS) else "elements"
 
 
+def unmeasured(incident: Incident) -> str:
+    """Return what is said of a fix that heals, where no number is left that it might have changed."""
+    return f"which heals; healthy {unit_of(incident)} not measured"
+
+
 def heads_of(incident: Incident) -> tuple[str, ...]:
     """Return the heads of the table of what was tried."""
     return tuple(head.format(unit=unit_of(incident)) for head in HEADS)
