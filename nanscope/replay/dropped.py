@@ -16,6 +16,8 @@ from nanscope.program.ops import ADDITIONS
 from nanscope.replay.patch import Insert, Patch, Variant, after, before
 from nanscope.text import ravel
 
+FEW = 8  # lines, the last ones, at which it is tried
+
 
 def drop_invalid_sample(patch: Patch) -> Variant | None:
     """Take the bad element out before the op."""
@@ -52,12 +54,13 @@ def neutralised(patch: Patch, name: str, label: str) -> Variant | None:
 
 
 def further_on(patch: Patch, location: Location) -> Iterator[tuple[Patch, Variant]]:
-    """Yield, for what came in bad, the drop of what was made of it, each time later: of a group whose statistics it has spoilt."""
+    """Yield, for what came in bad, the drop of what was made of it, each time later: of a group whose statistics it has spoilt. A loop
+    comes by the same line many times, and the last is what is made of it."""
     still = set(patch.program.without_gradient()) - {patch.origin.value_id}
-    for crossed in location.chain if patch.origin.call is None else ():
+    forth = [crossed for crossed in location.chain if crossed.value_id in still and not crossed.backward]
+    lines = {(crossed.file, crossed.line): crossed for crossed in (forth if patch.origin.call is None else ())}
+    for crossed in sorted(lines.values(), key=forth.index)[-FEW:]:
         value = crossed.value_id
-        if value not in still or crossed.backward:
-            continue
         there = Patch(patch.trace, element_at(patch.trace, value, ravel(crossed.index, patch.values[value].shape)))
         variant = neutralised(there, "drop_invalid_sample", "leave out what the bad entries have spoilt")
         if variant is not None:

@@ -215,6 +215,8 @@ def _with(arg: Arg, value: int, last: int) -> Arg:
 
 def reading(call: Call, value: int, last: int) -> Call:
     """Return a call that reads another value in the place of one."""
+    if value not in call.inputs():
+        return call
     return replace(
         call,
         args=tuple(_with(arg, value, last) for arg in call.args),
