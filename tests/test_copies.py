@@ -209,3 +209,46 @@ def test_copying_leaves_pickle_as_it_is() -> None:
     with contextlib.suppress(NotIsolated):
         copied(Tangled())
     assert copyreg.dispatch_table == before and module_under_test.Copies is Copies
+
+
+class Loop:
+    """A trainer in the midst of its epoch: it holds the model, and the batches that are to come."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.batches, self.logged = model, (torch.ones(2) for _ in range(3)), [0]
+
+
+class Held(nn.Module):
+    """A model that knows who trains it. needs: it cannot do without."""
+
+    def __init__(self, needs: bool) -> None:
+        super().__init__()
+        self.inner, self.scale, self.needs = nn.Linear(2, 2), {"of": 2.0}, needs
+        self.loop = Loop(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.needs:
+            self.loop.logged[0] += 1
+        made: Tensor = torch.exp(self.inner(x) * 1e4) * self.scale["of"]
+        return made
+
+
+def test_what_a_module_holds_of_its_trainer_stays_behind() -> None:
+    """It cannot be copied, and the forward does without; all else is there."""
+    model = Held(False)
+    copy = copied(model)
+    assert not hasattr(copy, "loop") and copy.scale == {"of": 2.0} and copy.scale is not model.scale
+    assert torch.equal(copy(torch.zeros(2)), model(torch.zeros(2)))
+    assert next(model.loop.batches).sum() == 2
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_model_that_holds_its_trainer_is_looked_into(tmp_path: Path, needs: bool) -> None:
+    """Unless its forward asks the trainer, which nobody may do a second time."""
+    torch.manual_seed(0)
+    model = Held(needs)
+    with nanscope.watch(model, out=tmp_path) as scope:
+        model(torch.ones(3, 2)).mean().backward()
+    (incident,) = scope.verdict.incidents
+    assert (incident.origin.op == "exp") is not needs, incident.sentence
+    assert model.loop.logged == [int(needs)]

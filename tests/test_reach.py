@@ -299,3 +299,23 @@ def test_a_container_is_looked_into_without_its_own_code() -> None:
     OrderedDict.__setitem__(LAZY, "third", 3)
     reach.put_back()
     assert list(OrderedDict.items(LAZY)) == [("second", 2), ("first", 1)]
+
+
+class _Raises(type):
+    """As a library puts in the place of a class whose requirements are not installed."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise ImportError("not installed")
+
+
+class Absent(metaclass=_Raises):
+    pass
+
+
+def test_a_class_that_is_not_installed_is_not_asked() -> None:
+    def code() -> type:
+        return Absent
+
+    assert Reach([code])

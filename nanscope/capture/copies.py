@@ -89,6 +89,7 @@ class Copies:
         self.names = names
         self.dropped: list[str] = []
         self.bare = False  # parameters are copied without their attributes
+        self.lean = False  # and modules without those which cannot be copied
         self.code: list[Any] = []
         self._budget, self._left = budget, budget
         self._parameter, self._tensor = parameter, tensor
@@ -99,20 +100,37 @@ class Copies:
     def of(self, thing: Copied) -> Copied:
         """Return a copy. Raises NotIsolated if there is none.
 
-        What an engine has hung on the weights, as what it gathers them by, stays behind where it cannot be copied.
+        What an engine has hung on the weights, as what it gathers them by, stays behind where it cannot be copied. So does what a module
+        holds of whoever trains it, a trainer with its iterators or a tokenizer; a forward that needs it will find that it is not there.
         """
-        for self.bare in (False, True):
-            file = _Bounded()
-            pickler = _Pickler(self, file)
+        for self.bare, self.lean in ((False, False), (True, False), (True, True)):
             try:
-                pickler.dump(thing)
-                result: Copied = _Unpickler(pickler.shared, file).load()
-                return result
+                return self._made(thing)
             except NotIsolated:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the objects of others do when they are copied
                 why = error
         raise NotIsolated(f"it holds what cannot be copied ({words_of(why)})") from why
+
+    def _made(self, thing: Copied) -> Copied:
+        file = _Bounded()
+        pickler = _Pickler(self, file)
+        pickler.dump(thing)
+        result: Copied = _Unpickler(pickler.shared, file).load()
+        return result
+
+    def takes(self, thing: object) -> bool:
+        """Can it be copied by itself?"""
+        self.lean = False
+        try:
+            self._made(thing)
+        except NotIsolated:
+            raise
+        except Exception:  # noqa: BLE001 - as above
+            return False
+        finally:
+            self.lean = True
+        return True
 
     def stand_in(self, original: object, copy: object) -> None:
         """Take this for the copy of something."""
@@ -168,6 +186,7 @@ class _Shared:
         self.thing = thing
 
 
+_OF_MODULES = frozenset((*vars(nn.Module()), *RUN_HOOKS, *OTHER_HOOKS))  # attributes that each of them has
 _CODE = (type, types.FunctionType, types.CodeType, functools._lru_cache_wrapper)
 _ATOMS = (
     *_CODE, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Stream, torch.Event,
@@ -231,6 +250,8 @@ class _Pickler(pickle.Pickler):
         for name in OTHER_HOOKS:
             if name in state:
                 state[name] = OrderedDict()
+        if self._copies.lean:
+            state = {name: value for name, value in state.items() if name in _OF_MODULES or self._copies.takes(value)}
         return state
 
 

@@ -129,7 +129,7 @@ class Reach:
         if self._twins.needed(value):
             self._lend.append(functools.partial(place, self._twins.of(value)))
         else:
-            self._visit(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, 1)  # of a static method, a property
+            self._visit(_function_of(value), 1)
 
     def _generator(self, thing: Any) -> bool:
         for kind, read, write in _generators():
@@ -150,6 +150,13 @@ class Reach:
                 return
         for item in before:
             self._visit(item[1] if pairs else item, depth + 1)
+
+
+def _function_of(value: Any) -> Any:
+    """Of a static method or a property, the function. Nothing else is asked: a class that stands for one which is not installed raises."""
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def vars_of(space: Any) -> Any:
