@@ -85,8 +85,8 @@ class Tape:
     budget: bytes of tensors that may be held by reference, or the account of who else holds some. `held` says how many are. A single one
     may take an eighth of it; a larger one cuts the program. wide: bytes of a single one of three dimensions and more, by default the same.
     patience: values that are numbered, at least, before it looks for what nobody can ask for any more.
-    broken: why nothing is recorded any more, "" while all is well. clipping, questions, replacing: what was measured of gradients,
-    asked, and asked of each element.
+    broken: why nothing is recorded any more, "" while all is well. gave_gradients: some were taken by `torch.autograd.grad`.
+    clipping, questions, replacing: what was measured of gradients, asked, and asked of each element.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
     passes, and whoever writes to memory that others know, has them understood first.
@@ -100,6 +100,7 @@ class Tape:
         self.notes = Notes(self.callers, self.account.budget)
         self.operators: dict[int, Operator] = {}  # by the identity of an overload, which an operator holds
         self.broken = ""
+        self.gave_gradients = False
         self._lock = threading.RLock()  # a backward pass in another thread asks, too
         self._understands = False  # what waited has been taken, and is not all written down
         self.tags: dict[str, int] = {}
@@ -240,6 +241,7 @@ class Tape:
 
     def inside(self, task: int, result: Any) -> None:
         """A call was made in a backward pass that the trainer's code makes itself. task: its number."""
+        self.gave_gradients = True
         self.differentiated.inside(task, result)
 
     def before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Noting | None:

@@ -441,7 +441,8 @@ class Examiner:
         parameter = next(weight for weight in updated_by(optimizer) if not bool(is_finite(weight)))
         name = name_of(parameter, named)
         recorded = written_look(self.tape, parameter, Computes.UPDATE) if self.tape.storages.was_written(parameter, calls) else None
-        look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, was_fine(parameter), self.tape)
+        fine = was_fine(parameter) or _took_part(parameter)
+        look = recorded or update_look(optimizer, parameter, name or "weight", self.tape.budget, first, fine, self.tape)
         blank, unfit = replace(blank, notes=(*blank.notes, *look.notes)), unusable(optimizer)
         infinite = settings_in_words(unfit)
         look = self._setting_look(unfit) or look
@@ -559,6 +560,15 @@ class Examiner:
         grads = look.trace.run.grads
         raw = [grads[leaf.id] for leaf in look.program.leaves if leaf.origin == "parameter" and leaf.id in grads]
         return bool(raw) and not any(bool(torch.isnan(grad).any()) for grad in raw)  # a program that ends at the model cannot tell
+
+
+def _took_part(weight: Tensor) -> bool:
+    """Had a weight a gradient, of a loss that is finite, where it is bad by now? Then it was not when the loss was computed."""
+    part, gradient = local(weight), None if weight.grad is None else local(weight.grad)
+    if part is None or gradient is None or gradient.shape != part.shape or gradient.layout is not torch.strided:
+        return False
+    bad = gradient.detach()[~torch.isfinite(part.detach())]
+    return bad.numel() > 0 and bool((torch.isfinite(bad) & (bad != 0)).all())
 
 
 def _found(look: Look, seen: Observation) -> Observation:

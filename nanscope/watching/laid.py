@@ -21,7 +21,8 @@ def name_of(tensor: Tensor, named: Named) -> str | None:
     if id(tensor) in named:
         return named[id(tensor)][0]
     piece = _piece(tensor, first_nonfinite(tensor) or 0, named)
-    return piece.name if piece is not None else FLAT if tensor.ndim == 1 and len(named) > 1 else None
+    flat = tensor.ndim == 1 and len(named) > 1 and tensor.numel() >= max(weight.numel() for _, weight in named.values())
+    return piece.name if piece is not None else FLAT if flat else None
 
 
 def in_its_weight(seen: Observation, tensor: Tensor, named: Named) -> Observation:

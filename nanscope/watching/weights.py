@@ -93,8 +93,9 @@ class Weights:
 
     def _noted(self, snapshot: Snapshot) -> Snapshot:
         """With a word of where it does not come from, where that is all that is known."""
-        fine = "" if self._logbook.bad_steps > 1 else "every step was fine, and "
-        note = ("left_behind", f"{fine}no update that was seen wrote it")
+        fine = "" if self._logbook.bad_steps > 1 else "every step that was seen was fine, and "
+        own = "; what is done with gradients of torch.autograd.grad is no step" if self._examiner.tape.gave_gradients else ""
+        note = ("left_behind", f"{fine}no update that was seen wrote it{own}")
         return replace(snapshot, notes=(*snapshot.notes, note)) if snapshot.found.phase is Phase.WEIGHTS else snapshot
 
     def _keep_buffer(self) -> None:
