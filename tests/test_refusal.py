@@ -84,6 +84,19 @@ def test_weights_that_are_bad_when_a_model_refuses_are_told(tmp_path: Path) -> N
     assert (incident.phase, incident.origin.variable, incident.origin.index) == ("weights", "mean.weight", (1, 2))
 
 
+def test_a_weight_of_a_model_that_is_called_for_the_first_time_has_its_name(tmp_path: Path) -> None:
+    """Written to before anybody met the model, and no target was given."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    scope = nanscope.watch(out=tmp_path)
+    with pytest.raises(ValueError, match="Expected parameter"), scope:
+        with torch.no_grad():
+            model[0].weight[1, 2] = math.nan
+        seen = torch.randn(5, 4)
+        Normal(model(seen), torch.ones(2))
+    incident, *_ = scope.verdict.incidents
+    assert (incident.phase, incident.origin.variable, incident.origin.index) == ("weights", "0.weight", (1, 2)), incident.sentence
+
+
 def drawn(model: nn.Module, seen: Tensor) -> Tensor:
     return torch.multinomial(torch.softmax(model(seen) / torch.tensor(0.0), -1), 1).float().mean()
 

@@ -429,8 +429,8 @@ class ModuleWatch:
         """Return the name of a parameter of the modules seen, None if the tensor is not one."""
         if not isinstance(tensor, nn.Parameter):
             return None
-        if not self._names:
-            self._names = {key: name for key, (name, _) in self.parameters().items()}
+        if not self._names or self._names.get(id(tensor)) == NAMELESS:  # its model may have been called since
+            self._names = {**self._names, **{key: name for key, (name, _) in self.parameters().items()}}
         if id(tensor) not in self._names:
             self._names = {key: name for key, (name, _) in self._parameters_of(self._without).items()} | self._names
         return self._names.setdefault(id(tensor), NAMELESS)

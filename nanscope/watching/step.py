@@ -686,7 +686,8 @@ class Step(Relay):
         self._logbook.begin_step()
 
     def _meet_models(self) -> None:
-        for text in self._remains.begin(self.counts.number):
+        found = self._remains.begin(self.counts.number)
+        for text in found if not self._logbook.bad_steps else ():  # a bad step may have made them so before anybody met them
             self._logbook.note("infinite_weight", text, self.counts.number)
 
     def _close(self, stepped: Stepped) -> None:
