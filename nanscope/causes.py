@@ -99,7 +99,7 @@ CAUSES: dict[Cause, CauseInfo] = {
         ),
     ),
     Cause.ZERO_DENOMINATOR: CauseInfo(
-        "a division by a setting or a scale that is 0",
+        "a division by a setting, a scale or a norm that is 0",
         ("validate_config", "clamp_denominator"),
         ("a matrix that is singular, and is divided by",),
     ),

@@ -78,7 +78,7 @@ def _of_the_cause(origin: Origin, phase: str, cause: Cause, said: str) -> Iterat
         "the logarithm of a negative number": taken < (-1 if origin.op == "log1p" else 0),
         "the product p · log p": origin.op in LOGARITHMS or (0 in (first, second) and -math.inf in (first, second)),
         "0 divided by 0": origin.op in QUOTIENTS and divisor == 0 and origin.number(DIVISIONS[origin.op] - 1) == 0,
-        "a division by a setting or a scale that is 0": 0 in (origin.divided, divisor),
+        "a division by a setting, a scale or a norm that is 0": 0 in (origin.divided, divisor),
         "two infinities are subtracted": origin.op == "logsumexp" or origin.is_pole or (math.isinf(first) and math.isinf(second)),
         "the standard deviation of a single element": origin.op in SPREADS and math.isnan(origin.value),
         "the gradient of a square root at 0": origin.op in ROOTS and not abs(origin.value) > 1e-3,

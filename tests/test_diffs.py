@@ -304,6 +304,35 @@ def test_a_denominator_keeps_its_sign(shift: float, tmp_path: Path) -> None:
     assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
 
 
+SHARP = """import torch
+
+
+def target(counts, temperature):
+    powered = counts ** (1.0 / temperature)
+    return powered / powered.sum(-1, keepdim=True)
+
+
+def run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 5)
+    for temperature in (1.0, 0.5, 0.01):
+        counts = torch.arange(1.0, 16.0).view(3, 5)
+        loss = -(target(counts, temperature) * model(torch.randn(3, 4)).log_softmax(-1)).sum(-1).mean()
+        loss.backward()
+"""
+
+
+def test_a_number_that_the_source_computes_stays_computed(tmp_path: Path) -> None:
+    """It is another one in another step, and what was healthy before the change is so after it, to the same number."""
+    script = tmp_path / "script.py"
+    script.write_text(SHARP)
+    (incident,) = new.watched(new.load(script), tmp_path / "runs").incidents
+    fix = next(fix for fix in incident.fixes if fix.id == "stable_function")
+    assert fix.proven and "* (1.0 / temperature)" in str(fix.diffs) and "100.0" not in str(fix.diffs)
+    copy = patched(script, fix, tmp_path / fix.id)
+    assert not new.watched(new.load(copy), tmp_path / fix.id / "runs").incidents, copy.read_text()
+
+
 def test_a_change_within_what_is_changed_is_in_it(tmp_path: Path) -> None:
     """Two edits of one line, one of an operand of the other's: each stands where it was run."""
     line, wanted = (

@@ -150,6 +150,16 @@ def test_p_in_p_log_p_is_no_mask() -> None:
     assert masked is False and not drops
 
 
+@pytest.mark.parametrize("number", [-INF, torch.tensor(-INF)])
+def test_a_bias_that_is_made_of_a_mask_takes_nothing_out(number: float | Tensor) -> None:
+    """(1 − mask) · −inf is to be added: where its factor is 0 the element counts."""
+    attended = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    recorded = record(lambda x, mask: (x + (1.0 - mask) * number).softmax(-1).square().sum(), spike().requires_grad_(), attended)
+    value = made_by(recorded, "mul")
+    assert recorded.trace.drops.own_mask(recorded.program.producers[value], value, 0) is None
+    assert recorded.location is not None and not recorded.location.origin.masked
+
+
 @pytest.mark.parametrize(("mask", "found"), [(hole(), True), (torch.full((2, 3), 0.5), False)], ids=["a mask", "no zeros"])
 def test_the_product_that_is_the_origin_names_its_mask(mask: Tensor, found: bool) -> None:
     """0 · inf is made by the product itself: the drop is at that call."""

@@ -309,6 +309,24 @@ def test_a_square_that_is_too_large_is_bounded_on_both_sides() -> None:
     assert row.works and "to ±6" in row.label
 
 
+def test_a_square_that_overflows_is_bounded_by_what_is_squared_beside_it() -> None:
+    """The fourth root of the largest number is none: its square would be all of the loss."""
+    x = torch.tensor([0.5, -0.7, -3e19, 0.3], requires_grad=True)
+    row = {row.id: row for row in record(lambda x: (x**2).mean(), x).replay().rows}["clamp_input"]
+    assert row.works and row.proven and "to ±6" in row.label
+
+
+def test_a_number_that_is_most_of_the_loss_is_no_proven_fix() -> None:
+    """−inf in the place of an entry whose logarithm the loss reads: the largest number instead is read as well."""
+    hidden = torch.tensor([[False, False, True], [False, False, False]])
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return -x.masked_fill(hidden, -torch.inf).log_softmax(-1).mean()
+
+    row = {row.id: row for row in record(loss, leaf(2, 3)).replay().rows}["finite_mask_fill"]
+    assert row.works and not row.proven and row.cost.startswith("leaves a loss"), row
+
+
 @pytest.mark.parametrize("numbers", [False, True])
 def test_what_is_put_into_masked_elements_is_masked_behind_that(tmp_path: Path, numbers: bool) -> None:
     """Not the tensor that it is put into, of which these elements are overwritten."""

@@ -30,6 +30,8 @@ def element_at(trace: Trace, value: int, flat: int, *, fed: bool = False, via: i
     mask = mask or trace.drops.own_padding(index, value, flat)
     if mask is not None:
         masked, drops = True, (mask, *drops)
+    elif masked is False and trace.drops.is_bias(index, value, flat):
+        masked = None
     leaf = program.leaf(value)
     if leaf is not None and leaf.is_of_model:
         masked = None  # the loss counts tokens, and a weight is none

@@ -138,6 +138,9 @@ def _is_shown(text: str) -> bool:
     return len(text) <= LONGEST and all(visible(part) == part for part in text.split("\t"))
 
 
+_VARIES = re.compile(r"(?<![\w.])(?!(?:math|torch|np|float|inf|nan|e)\b)[A-Za-z_]\w*")  # a name in it, and no constant of a library
+
+
 @dataclass
 class _Comparison:
     """Two programs, the second one an edit of the first."""
@@ -314,7 +317,25 @@ class _Comparison:
         text = literal(arg)
         if text is None:
             raise _Unwritable
-        return text
+        return text if type(arg) is not float or arg not in self._computed else self._as_computed(arg, site)
+
+    @cached_property
+    def _computed(self) -> dict[float, tuple[Site, str]]:
+        """Numbers of calls that the source does not write out: `1.0 / temperature` is another one in another step."""
+        found: dict[float, tuple[Site, str]] = {}
+        for call in self.before.calls:
+            site = self.before.site_of(call)
+            for number, word in zip(call.args, () if site is None else words_of(call, site), strict=False):
+                if type(number) is float and abs(number) not in (0.0, 1.0) and site is not None and _VARIES.search(word):
+                    found[number] = site, word
+        return found
+
+    def _as_computed(self, number: float, site: Site) -> Phrase:
+        """Such a number in the words of the source, where the function is the one that knows them."""
+        there, word = self._computed[number]
+        if (there.file, there.function) != (site.file, site.function):
+            raise _Unwritable
+        return Phrase(word if _NAME.fullmatch(word) else f"({word})")
 
     def _call(self, call: Call, site: Site, given: dict[int, Phrase]) -> Phrase:
         args = [None if arg is None else self._text(arg, site, given) for arg in call.args]

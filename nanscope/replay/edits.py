@@ -54,7 +54,7 @@ from nanscope.replay.patch import Insert, Patch, Variant, after, before, in_orde
 from nanscope.replay.rebind import bound_anew, wherever_written
 from nanscope.replay.stable import stable
 from nanscope.replay.upcast import upcast_fp32
-from nanscope.replay.usual import ROOM, floor_of, shortest_within, usual
+from nanscope.replay.usual import ROOM, elsewhere, floor_of, shortest_within, usual
 
 SPIKE_FLOOR = 1e-4  # what frameworks add to a standard deviation
 
@@ -263,7 +263,7 @@ def clamp_input(patch: Patch) -> Variant | None:
     if patch.op in BOUNDS:
         return _inside(patch, position, value, dtype)
     if patch.op in SQUARES and _is_too_large(patch.origin.value, patch.origin.operands[0].value):
-        rest = usual(patch, position)
+        rest = elsewhere(patch, position)  # a square that overflows is no bound for what is squared
         largest = float(rest.abs().max()) if rest is not None else 0.0
         high = shortest_within(largest, ROOM * largest) if largest else float(f"{torch.finfo(dtype).max ** 0.25:.1g}")
         inserts: list[Insert] = [("aten.clamp.default", (Ref(-1), -high, high))]

@@ -359,7 +359,19 @@ class Bench:
             return HANDED
         bounded = row.id in BOUNDING and not self.snapshot.observation.suspect
         beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
-        return f"leaves a gradient {beyond:.2g} times the usual" if beyond > STEEP else ""
+        if beyond > STEEP:
+            return f"leaves a gradient {beyond:.2g} times the usual"
+        ours = bounded or row.id == "finite_mask_fill"
+        larger = self._larger(row, healthy) if ours else 0.0
+        return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
+
+    def _larger(self, row: Row, healthy: Healthy | None) -> float:
+        """How many times larger than usual a loss is: in the steps before, or of the healthy elements alone; 0 where neither is known."""
+        if row.loss is None or self.trace.program.computes is not Computes.LOSS:
+            return 0.0
+        used = None if self.snapshot.reached.scaled else usual_loss(self.snapshot.history)
+        known = [abs(size) for size in (used, healthy.loss if healthy is not None else None) if size is not None and math.isfinite(size)]
+        return abs(row.loss) / max(1.0, *known) if known else 0.0
 
     def _judged(self, row: Row, grads: Mapping[int, Tensor]) -> Row:
         """A fix of a spike has to make the step calm; and what ends in no loss has none to tell."""
@@ -375,11 +387,10 @@ class Bench:
         """What is merely less harsh than the spike was is one still: what is left has to be among what the rest of the batch has."""
         if row.loss is None or self.location is None or self.trace.program.computes is not Computes.LOSS:
             return row
-        used, origin = None if self.snapshot.reached.scaled else usual_loss(self.snapshot.history), self.patch.origin
+        origin = self.patch.origin
         alone = self.location.phase is Phase.BACKWARD or stands_out(self.patch.values[origin.value_id], origin.value)
         there = self.healthy if alone else None  # a step of which everything is a spike is nothing to compare with
-        known = [abs(size) for size in (used, there.loss if there is not None else None) if size is not None]
-        larger = abs(row.loss) / max(1.0, *known) if known else 0.0
+        larger = self._larger(row, there)
         steeper = there.steeper(grads) if there is not None else 0.0
         if larger <= ROOM and steeper <= JUMP:
             return row
@@ -420,6 +431,7 @@ def _failed(variant: Variant, kind: str, why: str) -> Row:
 
 
 STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, however finite it is
+HUGE = 1e4  # times the usual loss: what was filled in, or bounded, is most of it
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was

@@ -29,6 +29,12 @@ def usual(patch: Patch, position: int) -> Tensor | None:
     result = patch.origin.value_id
     if not math.isfinite(patch.origin.value) or not stands_out(patch.values[result], patch.origin.value):
         return None
+    return elsewhere(patch, position)
+
+
+def elsewhere(patch: Patch, position: int) -> Tensor | None:
+    """Return what an operand is where it did no harm, in float64; None if it is nowhere else, or is of another shape."""
+    result = patch.origin.value_id
     bad, content = offending(patch, result), patch.values[result]
     where: Tensor | None = bad
     if patch.origin.call is not None:

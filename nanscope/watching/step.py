@@ -446,7 +446,7 @@ class Step(Relay):
                     self._examine(recording)
             if not self._course.bad and not any(recording.scaled for recording in self._recordings):
                 self._look_at_gradients()
-        if self._tape.gave_gradients and not self._logbook.backwards:
+        if self._tape.gave_gradients and not (self._logbook.backwards or self._logbook.steps):
             self._logbook.gap("own-gradients", "what was done with the gradients that torch.autograd.grad gave", self.number)
         if not thread:
             self._failsafe("remains", self._look_at_what_is_left)
