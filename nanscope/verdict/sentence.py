@@ -222,13 +222,18 @@ def _weight(seen: Observation) -> str:
     return f"{name} {is_bad}{before}" + (f": {since}, and what wrote it since was not seen" if since else "")
 
 
+AVERAGES = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "momentum_buffer", "sum"))
+
+
 def _update(seen: Observation) -> str:
     p = seen.origin
     settings = f" ({seen.settings})" if seen.settings else ""
     if seen.suspect:
         return f"the update of {seen.optimizer} moved {p.variable or 'a weight'} by {number(p.value)}{_at(p)}"
     if p.op in ("empty", "state") and seen.optimizer:
-        since = "memory that nobody had written to" if p.op == "empty" else "it was so before the update"
+        kept = p.variable in AVERAGES  # of gradients: from a finite one no update makes such a state
+        since = "it was not finite before the update" if kept else "it was so before the update, or that made it so"
+        since = "memory that nobody had written to" if p.op == "empty" else since
         whose = f"of which {seen.optimizer} makes the update of {seen.weight or 'a weight'}"
         return f"{p.variable}, {whose}, is {number(p.value)}{_at(p)}: {since}"
     if p.operands and p.op != "unknown" and seen.weight:
