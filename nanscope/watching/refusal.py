@@ -42,7 +42,7 @@ SAID = 160  # characters of an exception that are quoted
 
 
 @dataclass(frozen=True, slots=True)
-class Offending:
+class Refusal:
     """A tensor with NaN that a frame holds: under which name, "" for none, and where the frame is. inside: a part of a model is called
     further out."""
 
@@ -64,7 +64,7 @@ def refused(examiner: Examiner, error: BaseException) -> Hit | None:
     return _recorded(examiner, met, notes) or _seen(examiner, met[-1], notes)
 
 
-def _met(trace: TracebackType | None) -> Iterator[Offending]:
+def _met(trace: TracebackType | None) -> Iterator[Refusal]:
     """Yield the tensors with NaN in the frames of a traceback, the innermost frame first."""
     frames: list[tuple[Any, int]] = []
     while trace is not None:
@@ -77,7 +77,7 @@ def _met(trace: TracebackType | None) -> Iterator[Offending]:
             several = type(found) in (tuple, list) and len(found) <= FEW  # what a call was given that has no name
             for one in found if several else (found,):
                 if isinstance(one, Tensor) and _holds_nan(one):
-                    yield Offending("" if several else name, one, frame.f_code, lasti, any(models[:at]))
+                    yield Refusal("" if several else name, one, frame.f_code, lasti, any(models[:at]))
 
 
 def _holds_nan(tensor: Tensor) -> bool:
@@ -85,7 +85,7 @@ def _holds_nan(tensor: Tensor) -> bool:
     return readable and bool(torch.isnan(tensor.detach()).any())
 
 
-def _recorded(examiner: Examiner, met: list[Offending], notes: tuple[tuple[str, str], ...]) -> Hit | None:
+def _recorded(examiner: Examiner, met: list[Refusal], notes: tuple[tuple[str, str], ...]) -> Hit | None:
     """The last of them that was computed where the tape listens, and what it was made of."""
     tape: Tape = examiner.tape
     known = [(value, one.tensor) for one in met if (value := tape.find(one.tensor)) is not None]
@@ -105,7 +105,7 @@ def _recorded(examiner: Examiner, met: list[Offending], notes: tuple[tuple[str, 
     return None
 
 
-def _placed(look: Look, met: list[Offending], tensor: Tensor) -> Look:
+def _placed(look: Look, met: list[Refusal], tensor: Tensor) -> Look:
     """Of what came in, and nobody has read before, tell what it is called where it was handed on, and the line."""
     seen, alike = look.seen, [one for one in met if one.tensor.is_set_to(tensor)]
     outermost = next((one for one in reversed(alike) if one.name), alike[-1])
@@ -118,7 +118,7 @@ def _placed(look: Look, met: list[Offending], tensor: Tensor) -> Look:
     return replace(look, seen=replace(seen, origin=origin))
 
 
-def _seen(examiner: Examiner, met: Offending, notes: tuple[tuple[str, str], ...]) -> Hit:
+def _seen(examiner: Examiner, met: Refusal, notes: tuple[tuple[str, str], ...]) -> Hit:
     """The first of them, as it stands in the outermost frame: it came in, or a model made it."""
     calls, frozen = examiner.modules.so_far()
     recording = Recording(None, {}, met.tensor, calls, None, frozen=frozen)
