@@ -433,12 +433,7 @@ class Logbook:
                 [*self.snapshots, *others.values()],
                 [*(self.shown(path) if path else None for path in self.paths), *(self.shown(Path(path)) for path in others)],
                 files=[*self.paths, *map(Path, others)],
-                notes=[
-                    *self.notes,
-                    *self._untrained(),
-                    *self._not_on_disk(),
-                    *([Note("not_heard_of", self._unheard)] if self._unheard else []),
-                ],
+                notes=[*self.notes, *self._untrained(), *self._not_on_disk(), *self._of_the_unheard()],
                 steps=self.steps,
                 skipped=self.skipped,
                 repaired=self.repaired,
