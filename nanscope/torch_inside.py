@@ -297,6 +297,7 @@ forward_hooks_always_called: Register = needed("torch.nn.modules.module._global_
 backward_pre_hooks: Register = needed("torch.nn.modules.module._global_backward_pre_hooks")
 backward_hooks: Register = needed("torch.nn.modules.module._global_backward_hooks")
 
+MODULE_CALLED: CodeType = needed("torch.nn.Module._call_impl").__code__  # of the frame in which a module runs
 RUN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
 OTHER_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 COMPILED_CALL = "_compiled_call_impl"  # what `module.compile()` leaves on a module

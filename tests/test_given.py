@@ -18,7 +18,7 @@ from nanscope import LossInputs, LossSettings, given
 from nanscope.atlas import atlas
 from nanscope.audit import audit, audit_snapshots
 from nanscope.errors import NanscopeError
-from nanscope.integrations import WandB
+from nanscope.integrations import Live
 from nanscope.objective import advantages
 from nanscope.objective.settings import Level, Ratio
 from nanscope.program.glance import show
@@ -86,7 +86,7 @@ CASES: tuple[tuple[Callable[[World], Any], str], ...] = (
     (lambda w: watch(save_steps=[1, 2.5]), "save_steps takes numbers of steps, not 2.5"),  # type: ignore[list-item]
     (lambda w: watch(trackers=3), "trackers takes trackers, each with the methods log, alert and artifact, not 3"),  # type: ignore[arg-type]
     (lambda w: watch(trackers="mlflow"), "trackers takes trackers, each with the methods log, alert and artifact, not 'mlflow'"),  # type: ignore[arg-type]
-    (lambda w: watch(trackers=[WandB]), "trackers takes trackers, each with the methods log, alert and artifact, not the class WandB"),  # type: ignore[list-item]
+    (lambda w: watch(trackers=[Live]), "trackers takes trackers, each with the methods log, alert and artifact, not the class Live"),  # type: ignore[list-item]
     (lambda w: watch(save_steps=None), "save_steps takes numbers of steps, not None"),  # type: ignore[arg-type]
     (lambda w: watch(name=3), "name takes text, not 3"),  # type: ignore[arg-type]
     (lambda w: watch(on_incident="print"), "on_incident takes a function of an Incident, or None, not 'print'"),  # type: ignore[arg-type]

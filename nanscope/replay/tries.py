@@ -361,8 +361,7 @@ class Bench:
         beyond = healthy.beyond(row.largest) if bounded and healthy is not None else 0.0
         if beyond > STEEP:
             return f"leaves a gradient {beyond:.2g} times the usual"
-        ours = bounded or row.id == "finite_mask_fill"
-        larger = self._larger(row, healthy) if ours else 0.0
+        larger = self._larger(row, healthy) if row.id == "finite_mask_fill" else 0.0
         return f"leaves a loss {larger:.2g} times the usual" if larger > HUGE else ""
 
     def _larger(self, row: Row, healthy: Healthy | None) -> float:
@@ -431,7 +430,7 @@ def _failed(variant: Variant, kind: str, why: str) -> Row:
 
 
 STEEP = 100.0  # times what is usual: with a larger gradient a step does harm, however finite it is
-HUGE = 1e4  # times the usual loss: what was filled in, or bounded, is most of it
+HUGE = 1e4  # times the usual loss: what was filled in is most of it
 HANDED = "what made it is as bad as before, and its backward may multiply that by 0: mend it there"
 EXACT = 0.1  # a fix of an overflow that was absorbed leaves this part of how far the loss was off
 CALM = 0.01  # with what a cause says to be different, the largest gradient of a spike is at most this part of what it was

@@ -220,7 +220,7 @@ class Examiner:
         if changed is not None and not self._as_it_came(changed, spoilt):
             seen = written(name, spoilt, changed, WRITTEN_LATE if has_peers() else WRITTEN, parameter)
         elif has_peers():
-            seen = arrived(name, shown, REDUCED if known else SPREAD, parameter)
+            seen = arrived(name, spoilt, REDUCED if known else SPREAD, parameter)
         elif all(recording.program is not None for recording in candidates):
             seen = hooked(name, shown, last, hooks_on(parameter)) if known else late(name, shown, UNTRACED)
         else:

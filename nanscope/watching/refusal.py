@@ -17,7 +17,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanscope.capture.source import site_of, variables
 from nanscope.capture.tape import Tape
@@ -28,6 +28,7 @@ from nanscope.program.local import is_plain
 from nanscope.program.numbers import first_nonfinite
 from nanscope.snapshot.observation import Phase
 from nanscope.snapshot.step import Reached
+from nanscope.torch_inside import MODULE_CALLED
 from nanscope.watching.examine import Examiner, Hit
 from nanscope.watching.look import Look, deeper_look, look_closely, only_seen, told, weight_look
 from nanscope.watching.recording import Recording
@@ -70,7 +71,7 @@ def _met(trace: TracebackType | None) -> Iterator[Refusal]:
     while trace is not None:
         frames.append((trace.tb_frame, trace.tb_lasti))
         trace = trace.tb_next
-    models = [frame.f_code is nn.Module._call_impl.__code__ for frame, _ in frames]
+    models = [frame.f_code is MODULE_CALLED for frame, _ in frames]
     for at in range(len(frames) - 1, max(len(frames) - 1 - FRAMES, -1), -1):
         frame, lasti = frames[at]
         for name, found in variables(frame).items():
