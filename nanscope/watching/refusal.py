@@ -34,7 +34,9 @@ from nanscope.watching.look import Look, deeper_look, look_closely, only_seen, t
 from nanscope.watching.recording import Recording
 
 _OF_NUMBERS = re.compile(
-    r"\b(nans?|infs?|infinite|infinity|(non-?)?finite|invalid values?|between 0 and 1|converged?|singular|positive[- ]definite)\b", re.I
+    r"\b(nans?|infs?|infinite|infinity|(non-?)?finite|invalid values?|between 0 and 1|converged?|singular|positive[- ]definite)\b"
+    r"|index -92233720368547\d+",  # what NaN becomes as a whole number, or a little more
+    re.I,
 )
 FRAMES = 64  # that are looked at, the innermost
 FEW = 16  # arguments of a call
