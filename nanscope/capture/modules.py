@@ -295,7 +295,7 @@ class ModuleWatch:
             self._holds[module] = generators.paths_in(module) if weighted else ()
         if weighted and transform() is not None:  # it cannot be run again outside of that: what it computes is recorded as a loss is
             (self._with if torch.is_grad_enabled() else self._without).add(module)
-            self.seen.add(module)
+            self._meet(module)
         elif weighted:
             self._suspend(module)  # before our own calls, which nobody else may be there to see
             self._open, self._depth = module, 1
@@ -357,12 +357,18 @@ class ModuleWatch:
         call.roots = frozenset(place for place, tensor in zip(places, outputs, strict=True) if tensor.requires_grad)
         return call
 
+    def _meet(self, module: nn.Module) -> None:
+        """A module is called for the first time: what had no name before may be one of its weights."""
+        self.seen.add(module)
+        self._names = {}
+
     def _remember(self, call: ModuleCall) -> None:
         if not call.grad:
             self._remember_frozen(call, call.name)
             return
         for model in call.models:
-            self.seen.add(model)
+            if model not in self.seen:
+                self._meet(model)
             self._with.add(model)
         self._hold(call, self.calls, KEPT_BYTES)
         self.calls.append(call)
@@ -429,8 +435,8 @@ class ModuleWatch:
         """Return the name of a parameter of the modules seen, None if the tensor is not one."""
         if not isinstance(tensor, nn.Parameter):
             return None
-        if not self._names or self._names.get(id(tensor)) == NAMELESS:  # its model may have been called since
-            self._names = {**self._names, **{key: name for key, (name, _) in self.parameters().items()}}
+        if not self._names:
+            self._names = {key: name for key, (name, _) in self.parameters().items()}
         if id(tensor) not in self._names:
             self._names = {key: name for key, (name, _) in self._parameters_of(self._without).items()} | self._names
         return self._names.setdefault(id(tensor), NAMELESS)

@@ -82,23 +82,21 @@ class Drops:
         return self._known[value, flat]
 
     def own_mask(self, index: int | None, value: int, flat: int) -> Drop | None:
-        """The product that is the origin multiplies an infinity by a mask."""
-        if index is None or self.program.calls[index].name != "mul" or not math.isnan(at(self.run.values[value], flat)):
-            return None
+        """The product that is the origin multiplies an infinity by a mask, each element its own."""
         return None if self._is_of_one_number(index) else self.mask_factor(index, value, flat)
 
     def is_bias(self, index: int | None, value: int, flat: int) -> bool:
         """Is it a mask times one number for all, which is to be added where that is 1? Where it is 0 nothing is meant to be left out."""
-        if index is None or self.program.calls[index].name != "mul" or not math.isnan(at(self.run.values[value], flat)):
-            return False
         return self._is_of_one_number(index) and self.mask_factor(index, value, flat) is not None
 
-    def _is_of_one_number(self, index: int) -> bool:
-        factors = list(self.program.calls[index].inputs())
+    def _is_of_one_number(self, index: int | None) -> bool:
+        factors = [] if index is None else list(self.program.calls[index].inputs())
         return len(factors) < 2 or any(self.run.values[factor].numel() == 1 for factor in factors)
 
-    def mask_factor(self, index: int, value: int, flat: int) -> Drop | None:
-        """The mask that an element of a product is multiplied by, where it is 0."""
+    def mask_factor(self, index: int | None, value: int, flat: int) -> Drop | None:
+        """The mask that is 0 where the product that is the origin multiplies an infinity by it."""
+        if index is None or self.program.calls[index].name != "mul" or not math.isnan(at(self.run.values[value], flat)):
+            return None
         here = one_of(self.run.values[value], flat)
         for factor in self.program.calls[index].inputs():
             zeros = here & (self.run.values[factor] == 0).expand(here.shape)

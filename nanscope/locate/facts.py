@@ -68,7 +68,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         literal_denominator=literal,
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[int(origin.op != "pow")].id)),
         dropped=_is_dropped(origin, filled),
-        zero_is_mask=origin.op == "mul" and _is_times_mask(origin, trace),
+        zero_is_mask=program.computes is Computes.LOSS and trace.drops.mask_factor(origin.call, origin.value_id, origin.flat) is not None,
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",
         whole=not bool(torch.isfinite(trace.values[origin.value_id]).any()),
         multiplied=any(drop.how == "mask" for drop in origin.drops) and _meets_zero(location, program),
@@ -193,13 +193,6 @@ def _is_given_infinity(call: Call | None, location: Location, program: Program) 
     given = () if call is None or program.computes is not Computes.LOSS else call.args
     nan = any(math.isnan(crossed.value) and not crossed.backward for crossed in location.chain)
     return nan and any(isinstance(arg, float) and math.isinf(arg) for arg in given) and _meets_zero(location, program)
-
-
-def _is_times_mask(origin: Element, trace: Trace) -> bool:
-    if any(drop.call == origin.call for drop in origin.drops):
-        return True
-    computes = origin.call is not None and trace.program.computes is Computes.LOSS and math.isnan(origin.value)
-    return computes and trace.drops.mask_factor(origin.call or 0, origin.value_id, origin.flat) is not None
 
 
 def _meets_zero(location: Location, program: Program) -> bool:

@@ -72,7 +72,6 @@ def written(name: str, gradient: Tensor, look: Look, by: str, weight: Tensor | N
     maker = None if look.location is None else look.program.maker(look.location.origin.value_id)
     calls = [*([] if maker is None else [maker]), *reversed(look.program.calls)]
     site = next((site for call in calls if (site := look.program.site_of(call)) is not None), None)
-    origin = None if look.location is None else look.location.origin
-    alike = origin is not None and origin.shape == tuple(gradient.shape)
-    flat = origin.flat if origin is not None and alike else first_nonfinite(gradient) or 0
+    alike = look.location is not None and look.location.origin.shape == tuple(gradient.shape)
+    flat = look.location.origin.flat if look.location is not None and alike else first_nonfinite(gradient) or 0
     return observe_gradient(by, name, gradient, flat, site, weight)

@@ -421,13 +421,18 @@ def _called_so(reruns: Reruns, tensor: Tensor, look: Look) -> Look:
         if site is None or (position is None and name is None):
             continue
         words = site.args[position] if position is not None and position < len(site.args) else name
-        where = (
-            seen.origin
-            if seen.origin.file
-            else replace(seen.origin, file=site.file, line=site.line, function=site.function, source=site.source)
-        )
-        return replace(look, seen=replace(seen, origin=replace(where, variable=seen.origin.variable or words)))
+        return named_there(look, words, site)
     return look
+
+
+def named_there(look: Look, name: str | None, site: Site | None) -> Look:
+    """Give what came in the name and the line that it has where it was handed on, as far as it has none."""
+    if look.seen is None:
+        return look
+    origin = replace(look.seen.origin, variable=look.seen.origin.variable or name)
+    if site is not None and not origin.file:
+        origin = replace(origin, file=site.file, line=site.line, function=site.function, source=site.source)
+    return replace(look, seen=replace(look.seen, origin=origin))
 
 
 def made_look(made: Made) -> Look:

@@ -30,7 +30,7 @@ from nanscope.snapshot.observation import Phase
 from nanscope.snapshot.step import Reached
 from nanscope.torch_inside import MODULE_CALLED
 from nanscope.watching.examine import Examiner, Hit
-from nanscope.watching.look import Look, deeper_look, look_closely, only_seen, told, weight_look
+from nanscope.watching.look import Look, deeper_look, look_closely, named_there, only_seen, told, weight_look
 from nanscope.watching.recording import Recording
 
 _OF_NUMBERS = re.compile(
@@ -56,7 +56,7 @@ class Refusal:
     inside: bool
 
 
-def refused(examiner: Examiner, error: BaseException) -> Hit | None:
+def refused_by(examiner: Examiner, error: BaseException) -> Hit | None:
     """Return what an exception refused that ends the block, None if it says nothing of numbers, or no frame of it holds NaN."""
     if isinstance(error, (Deliberate, torch.OutOfMemoryError)) or not isinstance(error, Exception) or not _OF_NUMBERS.search(str(error)):
         return None
@@ -114,11 +114,7 @@ def _placed(look: Look, met: list[Refusal], tensor: Tensor) -> Look:
     outermost = next((one for one in reversed(alike) if one.name), alike[-1])
     if seen is None or seen.phase is not Phase.INPUT or (seen.origin.variable and seen.origin.file):
         return look
-    site = None if seen.origin.file else site_of(outermost.code, outermost.lasti)
-    origin = replace(seen.origin, variable=seen.origin.variable or outermost.name or None)
-    if site is not None:
-        origin = replace(origin, file=site.file, line=site.line, function=site.function, source=site.source)
-    return replace(look, seen=replace(seen, origin=origin))
+    return named_there(look, outermost.name or None, site_of(outermost.code, outermost.lasti))
 
 
 def _seen(examiner: Examiner, met: Refusal, notes: tuple[tuple[str, str], ...]) -> Hit:

@@ -55,7 +55,7 @@ class Spared:
         course = self._keeper.course
         held, course.held = course.held, []
         if not held:
-            self._in_a_row *= stepped is Stepped.BY_SCALER
+            self._in_a_row = self._in_a_row if stepped is Stepped.BY_SCALER else 0
             return
         self._in_a_row += 1
         once = stepped is Stepped.BY_SCALER and self._in_a_row < IN_A_ROW

@@ -44,7 +44,7 @@ from nanscope.watching.passed import PassedOver
 from nanscope.watching.readable import readable
 from nanscope.watching.recording import Recording, Unwritten
 from nanscope.watching.recordings import Recordings
-from nanscope.watching.refusal import refused
+from nanscope.watching.refusal import refused_by
 from nanscope.watching.relay import Relay
 from nanscope.watching.remains import Remains
 from nanscope.watching.repair import Repair
@@ -435,9 +435,8 @@ class Step(Relay):
         self._course.raised = False
         self._look_whether_it_was_dropped(last=True, raised=bool(raised))
         self._failsafe("spared", self._spared.settle, None)
-        bad = self._logbook.bad_steps
         self._failsafe("passed-over", self._keep_passed_over, [], bool(raised), True)
-        if error is not None and not self._course.bad and bad == self._logbook.bad_steps:
+        if error is not None and not self._course.bad:
             self._failsafe("passed-over", self._keep_refused, error)
         self._logbook.held(self._tape.account.peak)
         if not self._course.closed and self._recordings.made:
@@ -555,7 +554,7 @@ class Step(Relay):
 
     def _keep_refused(self, error: BaseException) -> None:
         """An exception ends the block: what it refused, if that was NaN."""
-        hit = refused(self._examiner, error)
+        hit = refused_by(self._examiner, error)
         if hit is not None:
             self._keep_undifferentiated(hit, False, True)
 
