@@ -306,6 +306,9 @@ def ids(arg: Arg) -> Iterator[int]:
             yield from ids(item)
 
 
+NUMBERS = frozenset({int, float, bool, type(None)})  # what else most arguments are
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in an argument, or in all of them, in order."""
     if isinstance(tree, Tensor):
@@ -313,8 +316,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     if isinstance(tree, (list, tuple)):
         for item in tree:
-            if isinstance(item, Tensor):
+            kind = type(item)
+            if kind is Tensor or (kind not in NUMBERS and isinstance(item, Tensor)):
                 found.append(item)
-            elif isinstance(item, (list, tuple)):
+            elif kind is tuple or kind is list or isinstance(item, (list, tuple)):
                 found += tensors_of(item)
     return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nanscope.capture.before import Before
 from nanscope.capture.differentiated import Differentiated
 from nanscope.capture.entries import PLAIN, Opaque, Value, node_of
 from nanscope.capture.opaques import Opaques
@@ -17,13 +18,14 @@ from nanscope.torch_inside import base_of
 
 class Leaves:
     """Numbers them. module_outputs: names the module that has made a tensor. is_parameter: names a weight. opaque: of leaves that came out
-    of calls which cannot be made again, what is known of these."""
+    of calls which cannot be made again, what is known of these. before: what memory held before writes that are still to be understood."""
 
     def __init__(self, known: Values, opaques: Opaques, differentiated: Differentiated) -> None:
         self._known, self._opaques, self._differentiated = known, opaques, differentiated
         self.module_outputs: Callable[[Tensor], str | None] = lambda tensor: None
         self.is_parameter: Callable[[Tensor], str | None] = lambda tensor: None
         self.opaque: dict[int, Opaque] = {}
+        self.before = Before()
 
     def number(self, tensor: Tensor, was: tuple[int, int] | None = None) -> Value:
         """Number a tensor that comes from outside. was: see `Values.leaf`."""
@@ -54,6 +56,11 @@ class Leaves:
             kind, made_by = "data", ""
         value = self._known.leaf(tensor, was)
         value.leaf = Leaf(value.id, parameter or None, kind, diff, made_by)
+        if self.before.writes_to(tensor):
+            self._known.release(value, guarded=True)
+            content = self.before.content(tensor, value.version)
+            if content is not None:
+                self._known.keep_copy(value, lambda: content)
         if made_by == "empty" and call is not None:
             value.place = call.place
         if derived is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -14,17 +13,17 @@ from nanscope.capture import raw
 from nanscope.capture.entries import Noted, Record, Value, ids, next_version
 from nanscope.capture.modules import version_of
 from nanscope.capture.raw import RawCall
-from nanscope.capture.sites import Callers
+from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.values import Fleeting, Values
+from nanscope.program.ops import base_name
 
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
 CROWDS = 256  # calls that may go for one result
 LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
-Made = tuple[str, CodeType | None, int]  # a call that has made something: operator, function and instruction
-Chain = tuple[Made, ...]
-BEFORE: Made = ("", None, -1)  # stands in a chain for the calls of an earlier one
+Chain = frozenset[Place]  # where the calls were made that something came of
+BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
 
 
 class Log:
@@ -183,13 +182,13 @@ class Log:
                     stack.append(read)
         return True
 
-    def chain(self, value: Value, seen: set[int], since: int) -> Chain | None:
-        """Return the calls that a value came of, nothing if it is a leaf; None where something of it is not there any more. seen: values
+    def chain(self, value: Value, seen: set[int], since: int, last: Callable[[int], Place | None]) -> Chain | None:
+        """Return the calls that a value came of, none if it is a leaf; None where something of it is not there any more. seen: values
         that were gone through before, whose calls are left out. since: so are calls that have made a value with that number, or a higher
-        one."""
+        one. last: what stands for all that was written to a buffer, by where that begins."""
         if value.leaf is None and value.id in seen:
-            return (BEFORE,)
-        found: list[Made] = []
+            return BEFORE
+        found = set[Place]()
         way = [value.id]
         while way:
             one = way.pop()
@@ -197,13 +196,19 @@ class Log:
                 continue
             seen.add(one)
             known = self._values.by_id.get(one)
+            written = None if known is None else last(known.storage)
+            if written is not None:
+                found.add(written)
+                continue
             entry = self.entries.get(self._values.made_by.get(one, -1))
+            if entry is not None and base_name(entry.op) == "lift_fresh":
+                continue  # a literal, or numpy's memory, which the loop may have made a tensor before
             if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
                 return None
             if entry is not None:
-                found += [(entry.op, entry.code, entry.lasti)] if one < since else ()
+                found |= {(entry.code, entry.lasti)} if one < since else set()
                 way += entry.reads()
-        return tuple(found)
+        return frozenset(found)
 
     def _brought(self, index: int, values: Collection[int]) -> bool:
         """Did a call make or introduce one of these values?"""

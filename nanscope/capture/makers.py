@@ -31,7 +31,7 @@ class Makers:
         for tensor in tensors_of(args):
             if id(tensor) not in self.light:
                 self.light[id(tensor)] = NOBODY
-                held += max(held_for(tensor, operator.lasting), 0)
+                held += max(held_for(tensor, operator.lasting, self.light), 0)
         if not seen:
             self.fleeting.update({item.identity: number for item in results})
             return held

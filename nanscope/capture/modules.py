@@ -482,6 +482,11 @@ class ModuleWatch:
         found = ([p.grad for _, p in self._parameters_of(modules).values() if p.grad is not None] for modules in (self.seen, self._without))
         return next(filter(None, found), [])
 
+    def memory(self) -> Iterator[Tensor]:
+        """Yield the weights, buffers and gradients of all models that were called."""
+        for module in self.outermost():
+            yield from (*module.parameters(), *module.buffers(), *(one.grad for one in module.parameters() if one.grad is not None))
+
     def untrained(self) -> Iterator[Tensor]:
         """Yield the weights and buffers of the models that were called without gradient alone."""
         trained = {id(one) for module in list(self._with) for one in (*module.parameters(), *module.buffers())} if self._without else set()

@@ -13,7 +13,7 @@ only waiting calls have made and know waits as well, and so does one to a list o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanscope.capture import raw
-from nanscope.capture.entries import Operator
+from nanscope.capture.entries import Operator, tensors_of
+from nanscope.capture.log import BEFORE, Chain
 from nanscope.capture.makers import NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import EACH, Later, Raw, RawCall
-from nanscope.capture.sieve import ALIASED, sifted
-from nanscope.capture.sites import Callers
+from nanscope.capture.sieve import ALIASED, is_row, sifted
+from nanscope.capture.sites import Callers, Place
 from nanscope.capture.spans import Spans
 from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
@@ -40,6 +41,8 @@ FRAMES = 3  # of ours between a call and its noting
 IDLE = 96  # calls of a rollout, say: most are metrics, or come to a number that is drawn. Six objects each: 700 call Python's collector
 ELSEWHERE = -1  # where nobody lies
 SHAPES = 4096  # that are remembered
+CHAIN = 64  # calls, one of the other, that are gone back over
+LEFT = 4  # of so many calls one is left where rows are let go of
 AGED = 3  # steps that a call has outlasted, after which it waits apart
 
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout})
@@ -99,7 +102,7 @@ class Notes:
                 return False
             for item in results:
                 size = size_of(item) if type(item) is Tensor or destroyed is not None else -1
-                if size < 0 or (operator.counts and item.is_floating_point()):
+                if size < 0 or (operator.counts and item.is_floating_point() and not (operator.draws and _has_no_gradient(seen))):
                     return False
                 weight += 0 if operator.view else size  # what it is a part of has been weighed
                 writes = writes_counted(item) + operator.mutable  # a write is counted when it is over
@@ -120,7 +123,7 @@ class Notes:
         self.pending.append((operator, args, kwargs, results, seen, made, code, lasti, grad, self.module, destroyed))
         if destroyed is not None:
             self.begin_stretch()
-        elif not grad:
+        if not grad:
             self.idle += 1
         if DETACH_IS_SEEN_TWICE and operator.name == "detach":
             self.shown = id(result)
@@ -154,7 +157,7 @@ class Notes:
             if kind is Tensor or kind is Parameter:
                 wanted = arg.requires_grad
                 if id(arg) not in light:
-                    held = held_for(arg, lasting)
+                    held = held_for(arg, lasting, light)
                     if held < 0:
                         return -1
                     weight += held
@@ -215,6 +218,25 @@ class Notes:
         """Return the calls of the running stretch. whole: and what is left of the step before, if it belongs to it."""
         return [one for one in self.pending[self._whole if whole else self._start :] if type(one) is tuple]
 
+    def chain(self, tensor: Tensor, ends: Callable[[Tensor], bool], seen: set[int]) -> tuple[Chain, list[Tensor]] | None:
+        """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
+        told, or it has a gradient. ends: is asked of tensors that are not to be gone behind. seen: calls that were gone through before."""
+        found, outer, way = set[Place](), list[Tensor](), [tensor]
+        while way:
+            one = way.pop()
+            made = None if ends(one) else self.maker(one)
+            if made is None:
+                outer.append(one)
+            elif one.requires_grad or len(found) > CHAIN:
+                return None
+            elif id(made.seen) not in seen:
+                seen.add(id(made.seen))
+                found.add(made.place)
+                way += tensors_of(made.args)
+            elif one is tensor:
+                return BEFORE, []
+        return frozenset(found), outer
+
     def goes_back(self, tensors: Iterable[Tensor]) -> bool:
         """Was one of some tensors made by a call that waits, and is not in the running stretch?"""
         return any(NOBODY < self._makers.number_of(tensor, self.pending) < self._start for tensor in tensors) if self._start else False
@@ -226,15 +248,36 @@ class Notes:
 
     def sift(self) -> None:
         """Let go of what has come to nothing."""
+        heavy = self.weight > self.most
+        if heavy:
+            self._grow_young()
         first = self._old.calls
         pending, ends = self._taken_from(first), self._ends
-        found, numbers = sifted(pending, self._may_be_a_loss)
+        found, numbers = sifted(pending, self._may_be_a_loss, buffers=heavy)
         self._ends = ends  # those that wait on are asked about again
         numbers.reverse()
         self._ages = [self._ages[number] for number in numbers[: bisect_left(numbers, len(self._ages))]]
         self._start, self._whole = [first + bisect_left(numbers, begin - first) for begin in (self._start, self._whole)]
         self._go_on_with(found[::-1], first)
         self.due = max(IDLE, 2 * len(found))
+
+    def let_go(self) -> list[Raw] | None:
+        """Let go of most of what waits, the older part, where that was gathered in rows, and return it; None where nothing was."""
+        self._grow_young()
+        rows = [number for number, one in enumerate(self.pending) if is_row(one)]
+        if not rows:
+            return None
+        cut = next((number for number in rows if number >= len(self.pending) - len(self.pending) // LEFT), rows[-1]) + 1
+        gone, left = list[Raw](), list[Raw | Later]()
+        for one in self._taken_from(0, cut):
+            if isinstance(one, Later) or not may_outlast(one):
+                left.append(one)
+            else:
+                gone.append(one)
+        self._ages.clear()
+        self._start, self._whole = max(self._start - len(gone), 0), max(self._whole - len(gone), 0)
+        self._go_on_with(left, 0)
+        return gone
 
     def close(self, done: Set[int]) -> Closed:
         """A step is over in which nothing was wrong: of the calls before the running stretch, keep those that somebody may come back for.
@@ -254,7 +297,7 @@ class Notes:
                 closed.later.append(one)
             elif not one[raw.RESULTS]:
                 closed.written += one[raw.ARGS][0]
-            elif one[raw.DESTROYED] is not None:
+            elif one[raw.DESTROYED] is not None and not is_row(one):
                 closed.trailed.add(one[raw.MADE][raw.ADDRESS])
             elif id(one) not in done:
                 kept.append(one)
@@ -268,7 +311,8 @@ class Notes:
         found, numbers = sifted(kept)
         left = [_without_what_is_over(call, over) for call in reversed(found) if not isinstance(call, Later)]
         ages = [ages[number] for number in reversed(numbers)]
-        aged = _how_many_may_outlast(left, [AGED + 1] * len(left) if closed.trailed else ages)
+        gathered = len(left) if closed.trailed else next((n for n in range(len(left), 0, -1) if is_row(left[n - 1])), 0)
+        aged = _how_many_may_outlast(left, [AGED + 1] * gathered + ages[gathered:])
         if closed.trailed and aged < len(left):  # nothing waits that was called before them
             self._grow_young()
             closed.before = _readable([*reversed(left), *sifted(self.pending)[0]])
@@ -344,18 +388,26 @@ class Notes:
             if isinstance(one, Later):
                 one.void()
 
-    def take(self, ends: bool = False) -> list[RawCall | Later]:
+    def take(self, ends: bool = False, begins: Sequence[Later] = ()) -> list[RawCall | Later]:
         """Return what waits, the last first, but for what has come to nothing: nobody holds what it has made, nor what was made of that.
 
         ends: of numbers with a gradient that are not finite, and of which none was made, a few are returned all the same: one may be a loss
-        that was thrown away.
+        that was thrown away. begins: what is to be done where the running stretch begins, and where it does with what is left of the
+        step before.
         """
         pending = self._taken_from(0)
+        for at, begin in zip((self._start, self._whole), begins, strict=False):
+            pending.insert(at, begin)
         self._start = self._whole = 0
         self._old.clear()
         self._ages.clear()
         self._go_on_with([], 0)
-        return _readable(sifted(pending, self._may_be_a_loss if ends else None)[0])
+        return _readable(sifted(pending, self._may_be_a_loss if ends else None, buffers=True)[0])
+
+
+def _has_no_gradient(seen: Sequence[Any]) -> bool:
+    """Did nothing of what a call has read want one?"""
+    return not (torch.is_grad_enabled() and any(seen[raw.WANTED :: EACH]))
 
 
 def _readable(calls: Sequence[Raw | Later]) -> list[RawCall | Later]:

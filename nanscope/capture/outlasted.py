@@ -42,4 +42,5 @@ class Outlasted:
 
 def may_outlast(call: Raw) -> bool:
     """May a call wait for as long as somebody holds what it has made? Not if that, or what it has read, keeps a graph."""
-    return all(node_of(tensor) is None for tensor in tensors_of((call[raw.ARGS], call[raw.RESULTS])))
+    graph = any(call[raw.SEEN][raw.WANTED :: raw.EACH]) or not call[raw.SEEN]
+    return not graph or all(node_of(tensor) is None for tensor in tensors_of((call[raw.ARGS], call[raw.RESULTS])))

@@ -22,6 +22,8 @@ from nanscope.torch_inside import writes_counted
 STRIDE = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments; its length follows
 
+LITERAL = "lift_fresh"  # hands on, as what it has made, a tensor that was made of numbers or of numpy's memory
+
 Code = int  # of a tensor in a stretch: call × STRIDE + result; from −1 down, those that come from outside, in order
 
 
@@ -30,14 +32,15 @@ class Unlike(Exception):
 
 
 class Passage:
-    """One of them. key: equal for two that hang together alike. outer: tensors from outside."""
+    """One of them. whole: with what is left of the step before. key: equal for two that are alike. outer: tensors from outside."""
 
-    def __init__(self, calls: Sequence[Raw]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Sequence[Raw], whole: bool = False) -> None:
+        self.calls, self.whole = calls, whole
         self.outer: list[Tensor] = []
         self._versions: list[int] = []  # how often these had been written to when they were first read
         self._of_nothing: dict[Code, Tensor | None] = {}  # what calls have made that have read no tensor, where it is read
         self._codes: dict[int, tuple[Code, int]] = {}  # tensor by identity → code, and how often it had been written to
+        self._places: dict[tuple[Any, ...], Code] = {}  # where those from outside lie that have no gradient
         self._read: list[list[int]] = []  # of each call what it was given: code × 2, + 1 if it wanted a gradient
         self.key = tuple([self._told(number, call) for number, call in enumerate(calls)])
 
@@ -54,6 +57,8 @@ class Passage:
             shared = operator.view and not operator.mutable  # a view counts with its base, when its call is over
             for at, item in enumerate(results):
                 codes[id(item)] = first + at, seen[raw.WRITES] if shared else made[at * EACH + raw.WRITES]
+            if operator.name == LITERAL and _lies(args[0]) in self._places:
+                self._places[_lies(args[0])] = first
         else:
             for item, writes in zip(results, made[::EACH], strict=True):
                 self._of_nothing[first] = None
@@ -73,9 +78,7 @@ class Passage:
                 version, wanted = seen[at + raw.WRITES], seen[at + raw.WANTED]
                 known = codes.get(id(arg))
                 if known is None:
-                    self.outer.append(arg)
-                    self._versions.append(version)
-                    known = codes[id(arg)] = -len(self.outer), version
+                    known = codes[id(arg)] = self._from_outside(arg, version, wanted), version
                 elif known[1] != version:
                     raise Unlike
                 elif of_nothing and known[0] in of_nothing:
@@ -86,6 +89,18 @@ class Passage:
                 self._tell(arg, seen, read, others)
             else:
                 others.append(float if kind is float else arg)
+
+    def _from_outside(self, tensor: Tensor, version: int, wanted: bool) -> Code:
+        """Return where a tensor stands that no call here has made: it may be another name of one that does."""
+        lies = None if wanted else _lies(tensor)
+        known = self._places.get(lies) if lies is not None else None
+        if known is not None and version == (self._versions[-1 - known] if known < 0 else self._codes[id(self.tensor(known))][1]):
+            return known
+        self.outer.append(tensor)
+        self._versions.append(version)
+        if lies is not None:
+            self._places[lies] = -len(self.outer)
+        return -len(self.outer)
 
     def code(self, tensor: Tensor) -> Code | None:
         """Return where a tensor stands, None if it does not."""
@@ -145,3 +160,8 @@ class Passage:
     def times_read(self) -> Counter[Code]:
         """Return how often each tensor is among arguments."""
         return Counter(code for number in range(len(self.calls)) for code in self.read(number))
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """Where it does, and how: numpy's memory is made a tensor anew each time that it is an index."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -55,7 +55,7 @@ class Scribe:
 
     def write(self, note: RawCall) -> None:
         """Write down a call that has waited."""
-        if note.operator.draws:
+        if note.operator.draws and not note.args:
             self._forget_results(note.results, note.operator.name)
             return
         seen = each(note.seen)
@@ -67,12 +67,9 @@ class Scribe:
         if note.operator.mutable and not note.results:
             self._after_write(note.operator, noted, None, note.args, None)
             return
-        if note.destroyed is not None:
-            address = note.made[raw.ADDRESS]
-            self._writes.had(address, note.destroyed)
-            if note.results[0].data_ptr() != address:  # it lies somewhere else by now, and nobody has what was made
-                self._known.supersede(address)
-                return
+        if note.destroyed is not None and note.results[0].data_ptr() != note.made[raw.ADDRESS]:
+            self._known.supersede(note.made[raw.ADDRESS])  # it lies somewhere else by now, and nobody has what was made
+            return
         if note.operator.gives:
             self._known.unfind(tensors_of((note.args, note.results)))
             self._forget_results(note.results, note.operator.name)

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 from torch import Tensor
 
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
-from nanscope.capture.raw import Later, Raw
-from nanscope.torch_inside import storage_uses, uses
+from nanscope.capture.raw import EACH, Later, Raw
+from nanscope.capture.spans import Spans
+from nanscope.program.local import memory_of
+from nanscope.torch_inside import base_of, references, storage_uses, uses
 
 OURS = 3  # references to a result that nobody else holds: its note's, and two while they are counted
 ALIASED = 2  # holders of a piece of memory: a tensor, and who counts them
 
 
-def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = None) -> tuple[list[Raw | Later], list[int]]:
+def sifted(
+    pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = None, buffers: bool = False
+) -> tuple[list[Raw | Later], list[int]]:
     """Empty a list of calls. Returns what is left of it, the last first, and how many stood before each.
 
-    ends: is asked of a number that has a gradient, and of which none was made, whether it stays all the same.
+    ends: is asked of a number that has a gradient, and of which none was made, whether it stays all the same. buffers: look for those, too,
+    that are gone.
     """
     left: list[Raw | Later] = []
     numbers: list[int] = []
     read: set[int] = set()  # tensors that what is left reads
     went_on: set[int] = set()  # those of which something was made that has a gradient
     references: dict[int, int] = {}  # to tensors that were written to, by what is still to be gone through
+    let_go = _let_go_of(pending) if buffers else {}
     while pending:
         noted = pending.pop()  # with which go its references to its arguments, unless it is left
         if isinstance(noted, Later):
@@ -38,7 +45,10 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
             references[id(results[0])] = _times_among(noted, id(results[0])) + _references(id(results[0]), pending)
         for item in results:
             if destroyed is not None:
-                break  # the model holds that memory
+                lies = let_go.get(item.untyped_storage().data_ptr()) if let_go else None
+                if lies is None or not lies.isdisjoint(read):
+                    break  # a model holds that memory, or the trainer's code
+                continue
             if not seen:
                 if not item.handle.expired() or (item.identity in read and not item.handle.gone()):
                     break
@@ -61,13 +71,63 @@ def sifted(pending: list[Raw | Later], ends: Callable[[Tensor], bool] | None = N
                 continue
         if references:
             _let_go(noted, references)
-        if operator.draws:  # what it was drawn from need not be made again for it
+        if operator.draws and not results[0].is_floating_point():  # what a choice was drawn from need not be made again for it
             args = ()
             noted = (operator, args, *noted[2:])
         left.append(noted)
         numbers.append(len(pending))
         read.update(map(id, tensors_of(args)))
     return left, numbers
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Is there more in its memory than a tensor?"""
+    return tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+def is_row(call: Raw | Later) -> bool:
+    """Has a call written to a row of a buffer, see `Rows`?"""
+    return not isinstance(call, Later) and call[raw.DESTROYED] is not None and is_part(call[raw.RESULTS][0])
+
+
+def _let_go_of(pending: Sequence[Raw | Later]) -> dict[int, Set[int]]:
+    """Return the buffers that were written to in rows and that nobody but these calls holds: where each begins, and the tensors in it."""
+    written = (call[raw.RESULTS][0] for call in pending if not isinstance(call, Later) and is_row(call))
+    buffers = {one.untyped_storage().data_ptr(): one for one in written}
+    if not buffers:
+        return {}
+    inside = Spans({start: start + one.untyped_storage().nbytes() for start, one in buffers.items()})
+    found: dict[int, dict[int, list[Any]]] = {start: {} for start in buffers}  # of each tensor: it, and how often calls refer to it
+    for call in pending:
+        if isinstance(call, Later):
+            continue
+        places = (*call[raw.SEEN][raw.ADDRESS :: EACH], *call[raw.MADE][raw.ADDRESS :: EACH])
+        if call[raw.DESTROYED] is not None or any(inside.low <= place < inside.high and inside.start_of(place) for place in places):
+            _refer(call, found)
+    outside = {start: storage_uses(one) - 1 - len(found[start]) for start, one in buffers.items()}
+    buffers.clear()
+    return {
+        start: frozenset(tensors)
+        for start, tensors in found.items()
+        if outside[start] <= 0 and not any(_is_held(known[0], known[1] + OURS - 1) for known in tensors.values())
+    }
+
+
+def _refer(call: Raw, found: dict[int, dict[int, list[Any]]]) -> None:
+    """Note which of the tensors in buffers a call refers to, and what these are views of."""
+    for item in tensors_of((call[raw.ARGS], call[raw.RESULTS])):
+        base = base_of(item)
+        start = memory_of(item if base is None else base)  # what is of no element lies nowhere
+        if start in found:
+            for one in (item, base):
+                if one is not None:
+                    found[start].setdefault(id(one), [one, 0])
+            found[start][id(item)][1] += 1
+
+
+def _is_held(tensor: Tensor, ours: int) -> bool:
+    """Does anybody hold a tensor but so many of us, and what torch has made of it?"""
+    return references(tensor) - (uses(tensor) > 1) > ours + 1
 
 
 def _times_in(args: Sequence[object], item: object) -> int:

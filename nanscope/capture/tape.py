@@ -12,6 +12,7 @@ has no faithful one, and a write that the tape did not see, which the tensor's v
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed
+from nanscope.capture.before import Before
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
@@ -47,7 +49,9 @@ from nanscope.capture.opaques import Opaques
 from nanscope.capture.questions import Questions
 from nanscope.capture.raw import Later, Raw, RawCall, SoFar
 from nanscope.capture.replacing import Replacing
+from nanscope.capture.rows import Rows
 from nanscope.capture.scribe import Scribe
+from nanscope.capture.sieve import OURS
 from nanscope.capture.sites import Callers
 from nanscope.capture.slicing import Slicing
 from nanscope.capture.spans import Spans
@@ -66,6 +70,7 @@ from nanscope.torch_inside import (
     DETACH_IS_SEEN_TWICE,
     has_schema,
     sequence_number,
+    uses,
 )
 
 Answer = TypeVar("Answer")
@@ -109,11 +114,13 @@ class Tape:
         self.numbers: deque[Sliced] = deque(maxlen=NUMBERS)
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
+        self.rows = Rows(self.notes, self._known, self._writes)
         self._slicing = Slicing(self._log, self._known)
         self.questions = Questions(self._known, self._log, self.notes.maker)
         self.replacing = Replacing(lambda: self._known.gradients())
         self._doubts = Doubts(self._known, self._log, self.account, self.program)
         self._differentiated = Differentiated(self.find)
+        self.begun = {False: 0, True: 0}
         self._opaques = Opaques(PATIENCE)
         self._log.lost = self._opaques.lose
         self.leaves = Leaves(self._known, self._opaques, self._differentiated)
@@ -145,6 +152,8 @@ class Tape:
             if not operator.gives and self.notes.own(args[0]):
                 return () if self.notes.can_wait(args, kwargs, operator.lasting) else None
             content = self.trailing.destroyed(operator, args, kwargs)
+            if content is None:
+                content = self.rows.destroyed(operator, args, kwargs)
             return None if content is None else (content,)
 
     def note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, destroyed: Tensor | None = None) -> None:
@@ -157,6 +166,8 @@ class Tape:
                 if noting is not None:
                     self.after(noting, args, result)
                 return
+            if destroyed is not None:
+                self.rows.wrote(self.notes.pending[-1])
             if operator.mutable or (operator.norm and not torch.is_grad_enabled()):
                 self.clipping.noted(self.notes.last())
             elif operator.asks:
@@ -173,8 +184,20 @@ class Tape:
         """Let go of calls that have come to nothing, and understand the others if they still weigh much."""
         if not self._understands:
             self.notes.sift()
-            if self.notes.weight > self.notes.most // 2:
+            if self.notes.weight > self.notes.most // 2 and not self._let_go():
                 self._understand()
+
+    def _let_go(self) -> bool:
+        """Let go of the older rows of what is gathered, and of what they were made of; what somebody holds of it is known to be lost."""
+        gone = self.notes.let_go()
+        found = gone is not None
+        while gone:
+            operator, _, _, results, seen, *_ = gone.pop()  # and no other call of these refers to its results
+            if seen and not (operator.view or operator.mutable):
+                for item in results:
+                    if sys.getrefcount(item) > OURS or uses(item) > 1:
+                        self._opaques.lose(item, operator.overload)
+        return found
 
     def _understand(self, notes: Sequence[RawCall | Later] | None = None) -> None:
         """Write down what waits, or some calls that have waited, the last first. Of what another thread is writing down just now, its end
@@ -185,7 +208,8 @@ class Tape:
                 return  # this thread asks in the midst of it
             self._understands, read = True, log.read[:]
             try:
-                notes = list(self.notes.take(ends=True) if notes is None else notes)
+                notes = list(self.notes.take(ends=True, begins=self._begins()) if notes is None else notes)
+                self.leaves.before = Before(notes, self._known.limits[0])
                 while notes:
                     note = notes.pop()
                     log.read.clear()
@@ -195,6 +219,8 @@ class Tape:
                         continue
                     log.noted = note
                     self._scribe.write(note)
+                    if note.destroyed is not None:
+                        self.leaves.before.understood(note)
                     if self._known.length > self._due:
                         self.collect()
             except Exception as error:
@@ -202,6 +228,7 @@ class Tape:
                 raise
             finally:
                 self._understands, log.noted, log.read[:] = False, None, read
+                self.leaves.before = Before()
                 self._known.just_made.clear()
 
     @property
@@ -553,20 +580,40 @@ class Tape:
         """How many values were numbered, calls that wait left out."""
         return self._known.length
 
+    def _begins(self) -> Sequence[Later]:
+        """Note how many are when the calls of the running stretch are written down, without and with those of the step before."""
+
+        def begin(whole: bool) -> None:
+            self.begun[whole] = self._known.length
+
+        return [Later(partial(begin, whole), lambda: None) for whole in (False, True)]
+
     def chains(self, tensors: Iterable[Tensor], since: int) -> tuple[Chain, ...] | None:
         """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
         None where that cannot be told, or where some of them are not written down. Understands nothing. since: see `Log.chain`."""
         found: list[Chain] = []
-        seen: set[int] = set()
+        seen, waiting = set[int](), set[int]()
         for tensor in tensors:
-            if not is_plain(tensor) or self.notes.maker(tensor) is not None:
+            behind = self.notes.chain(tensor, lambda one: not is_plain(one) or self.rows.last(memory_of(one)) is not None, waiting)
+            if behind is None:
                 return None
-            known = self._known.find(tensor)
-            chain = () if known is None else self._log.chain(known, seen, since)
-            if chain is None:
-                return None
+            chain, outer = behind
+            for one in outer:
+                before = self._chain(one, seen, since)
+                if before is None:
+                    return None
+                chain |= before
             found.append(chain)
         return tuple(found)
+
+    def _chain(self, tensor: Tensor, seen: set[int], since: int) -> Chain | None:
+        if not is_plain(tensor):
+            return None
+        written = self.rows.last(memory_of(tensor))
+        if written is not None:
+            return frozenset([written])
+        known = self._known.find(tensor)
+        return frozenset() if known is None else self._log.chain(known, seen, since, self.rows.last)
 
     @contextlib.contextmanager
     def as_read(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -9,23 +11,25 @@ from torch.nn import Parameter
 from nanscope.torch_inside import base_of
 
 WEIGHT = 1 << 24  # bytes of all that waits, read or made, and at most a sixteenth of what may be held
-CALL = WEIGHT >> 10  # and what a call weighs by itself
+CALL = WEIGHT >> 12  # and what a call weighs by itself
 LIGHT = 1 << 21  # bytes of a tensor that waits; a larger one is held for no longer than it takes to understand the call
 WHOLE = 1 << 22  # and of the memory that a view which waits is a part of
 ANYWAY = 8  # times as much may wait of what lasts for a step anyway
 GRAPH = 1 << 20  # bytes that stand for the graph of an argument that no waiting call has made: it may keep the activations of a model
 
 
-def held_for(tensor: Tensor, lasting: bool) -> int:
-    """Return the bytes that are held for an argument which no other waiting call holds, −1 if it cannot wait. lasting: see `Operator`."""
+def held_for(tensor: Tensor, lasting: bool, others: Container[int]) -> int:
+    """Return the bytes that are held for an argument which no other waiting call holds, −1 if it cannot wait. lasting: see `Operator`.
+    others: tensors that other calls hold, by identity."""
     wanted = tensor.requires_grad
     if type(tensor) is Parameter or (lasting and not wanted):  # which the model holds, too; but not for ever, where no step comes
         if tensor.layout is not torch.strided or tensor.is_nested:
             return -1
         return 0 if type(tensor) is Parameter else tensor.nbytes // ANYWAY
     size = size_of(tensor)
-    if size >= 0 and base_of(tensor) is not None:
-        whole = tensor.untyped_storage().nbytes()
+    base = base_of(tensor) if size >= 0 else None
+    if base is not None:
+        whole = 0 if id(base) in others else tensor.untyped_storage().nbytes()
         size = whole if whole <= WHOLE else -1
     return size + GRAPH if size >= 0 and wanted and not tensor.is_leaf else size
 

@@ -17,7 +17,7 @@ from nanscope.capture.entries import PLAIN, Noted, Operator, Value, ids, is_inta
 from nanscope.capture.layout import copy_of, covers, is_dense, is_turned, lie_apart, meet, memory_order, overlaps
 from nanscope.capture.log import REMEMBERED, Log
 from nanscope.capture.modules import version_of
-from nanscope.capture.values import Values, key_of
+from nanscope.capture.values import Values
 from nanscope.program.calls import Arg, Ref
 from nanscope.program.ops import FLOW, Flow
 from nanscope.torch_inside import base_of
@@ -56,16 +56,6 @@ class Writes:
                 self._values.release(value, guarded=True)
                 if intact:
                     self._values.keep_copy(value, functools.partial(copy_of, value, content))
-
-    def had(self, address: int, content: Tensor) -> None:
-        """A call has written to the whole of a piece of memory and waited: by now something else is there. content: a copy of what it
-        destroyed."""
-        place = (address, *key_of(content, PLAIN)[1:4])
-        for value in self._values.relatives(address):
-            if value.tensor is not None and not value.copied:
-                self._values.release(value, guarded=True)
-                if value.leaf is not None and value.key[:4] == place:
-                    self._values.keep_copy(value, lambda: content)
 
     def after(self, known: Operator, noted: Noted, target: Value, tensor: Tensor) -> bool:
         """Note a write; False if it has no faithful functional form.

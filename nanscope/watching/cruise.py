@@ -149,7 +149,7 @@ class Cruise:
         try:
             found = Passage(calls)
             goes_back = self._tape.notes.goes_back(found.outer)
-            return Passage(self._tape.stretch(whole=True) or calls) if goes_back else found
+            return Passage(self._tape.stretch(whole=True) or calls, whole=True) if goes_back else found
         except Unlike:
             return None
 
@@ -182,10 +182,12 @@ class Cruise:
             return None  # by what may become a scale against underflow
         codes = {leaf.id: stretch.first(recording.tensors[leaf.id]) for leaf in program.leaves}
         ends = {code for code in codes.values() if code is not None}
+        if any(codes.get(leaf) is not None for leaf in recording.opaque):
+            return None
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
         made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
-        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._numbered)
+        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole])
         own = list(zip(program.calls[-len(made) :], made, strict=False))
         if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
             return None

@@ -38,7 +38,9 @@ class Dialled:
         held = {value: tensor for value in dials.wanted(compares) if (tensor := tape.tensor(value)) is not None}
         where = {value: found + ABOVE for value, tensor in held.items() if (found := stretch.code(tensor)) is not None}
         shapes = {held[value].shape for value in where}
-        if any(value not in dials.masks or held[value].shape in shapes for value in held.keys() - where.keys()):
+        spots = {spot for value, spot in dials.exponents if value in where}
+        again = {value for value, spot in dials.exponents if spot in spots}  # of the rollout, by a line that the loss has come by as well
+        if any(value not in dials.masks or held[value].shape in shapes for value in held.keys() - where.keys() - again):
             return None  # what it reads stands before, and is not a mask of something else
         clipped = {value for value, _, _ in dials.clips}
         bounded = [(tape.tensor(value), number) for call, number in own if (value := clamped(call)) in clipped and value is not None]

@@ -186,8 +186,8 @@ class Recording:
         self.others, self.glue, self.behind, self.made_within, self.numbers, self.opaque = {}, (), {}, {}, (), {}
 
     def is_plain(self) -> bool:
-        """Is there nothing about it but a loss, its program, and the models that it comes from?"""
-        more = (self.behind, self.made_within, self.numbers, self.opaque, self.taken, self.given, self.seeds)
+        """Is there nothing about it but a loss, its program, the models that it comes from, and calls that cannot be made again?"""
+        more = (self.behind, self.made_within, self.numbers, self.taken, self.given, self.seeds)
         return not any(more) and self.aside[0] is None and self.within is None and self.scale is None and self.loss.numel() == 1
 
     @property

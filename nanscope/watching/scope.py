@@ -201,6 +201,7 @@ class Scope(Shown):
         watch = ModuleWatch(awake.begin, awake.end, self._failsafe)
         tape.leaves.module_outputs, tape.leaves.is_parameter = watch.output_of, watch.parameter_name
         tape.known.gradients, tape.trailing.weights = watch.gradients, watch.untrained
+        tape.rows.of_models = watch.memory
         watch.caller, watch.account, watch.still_read, watch.came_out = tape.callers.place, tape.account, tape.still_read, tape.came_out
         examiner = Examiner(tape, watch, self._targets, self._save_tokens, self._optimizers)
         shared = self._logbook, self.on_nonfinite, self._max_repairs, self._asked, self._tally, self._optimizers
