@@ -328,6 +328,8 @@ def emptied(trace: Trace, mask_BT: Tensor) -> Emptied:
     cut = _cut(trace.program, masks[0])
     shape, dtype = trace.values[masks[0]].shape, trace.values[masks[0]].dtype
     leaves = {value: _harmless(tensor, mask_BT.numel()) for value, tensor in trace.tensors.items()}
+    for value in _made_beforehand(cut, trace, masks[0], mask_BT.numel()):
+        cut, leaves[value] = _cut(cut, value), torch.zeros_like(trace.values[value])
 
     def survives(valid_BT: Tensor) -> bool:
         again = cut.execute({**leaves, masks[0]: valid_BT.reshape(shape).to(dtype)})
@@ -357,12 +359,28 @@ def _mask_values(trace: Trace, mask_BT: Tensor) -> list[int]:
     return [value for value in order if is_it(value)]
 
 
+def _made_beforehand(program: Program, trace: Trace, mask: int, elements: int) -> list[int]:
+    """Return what has one number per token, was computed without a gradient and not of the mask, and is read where there is a gradient:
+    log-probs of the sampler in which a token was replaced, say."""
+    flows, masked = {leaf.id for leaf in program.leaves if leaf.diff}, {mask}
+    found: dict[int, None] = {}
+    for call in program.calls:
+        read, outs = set(call.inputs()), {out for out in call.outs if out is not None}
+        masked |= outs if read & masked else set()
+        if call.grad and read & flows:
+            flows |= outs
+            given = (value for value in read - flows - masked if program.maker(value) is not None)
+            tensors = {value: trace.values[value] for value in given if value in trace.values}
+            found |= dict.fromkeys(value for value, one in tensors.items() if one.is_floating_point() and one.numel() == elements)
+    return list(found)
+
+
 def _cut(program: Program, value: int) -> Program:
     """Return the program with a value as a leaf instead of a result."""
     if program.leaf(value) is not None:
         return program
     calls = tuple(call for call in program.calls if value not in call.outs)
-    return replace(program, leaves=(*program.leaves, Leaf(value, "mask", "data", diff=False)), calls=calls).slice()
+    return replace(program, leaves=(*program.leaves, Leaf(value, None, "data", diff=False)), calls=calls).slice()
 
 
 def _harmless(tensor: Tensor, elements: int) -> Tensor:

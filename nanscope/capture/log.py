@@ -24,6 +24,7 @@ REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, 
 
 Chain = frozenset[Place]  # where the calls were made that something came of
 BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
+BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
 
 
 class Log:
@@ -198,7 +199,7 @@ class Log:
             known = self._values.by_id.get(one)
             written = None if known is None else last(known.storage)
             if written is not None:
-                found.add(written)
+                found |= {BUFFER, written}
                 continue
             entry = self.entries.get(self._values.made_by.get(one, -1))
             if entry is not None and base_name(entry.op) == "lift_fresh":

@@ -42,7 +42,7 @@ from nanscope.capture.entries import (
 )
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.leaves import Leaves
-from nanscope.capture.log import REMEMBERED, RING, Chain, Log
+from nanscope.capture.log import BUFFER, REMEMBERED, RING, Chain, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
@@ -611,7 +611,7 @@ class Tape:
             return None
         written = self.rows.last(memory_of(tensor))
         if written is not None:
-            return frozenset([written])
+            return frozenset([BUFFER, written])
         known = self._known.find(tensor)
         return frozenset() if known is None else self._log.chain(known, seen, since, self.rows.last)
 

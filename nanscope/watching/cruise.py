@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanscope.capture import raw
 from nanscope.capture.gauge import Dials
-from nanscope.capture.log import Chain
+from nanscope.capture.log import BUFFER, Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.pattern import STRIDE, Code, Passage, Unlike
 from nanscope.capture.sieve import OURS
@@ -193,6 +193,8 @@ class Cruise:
             return None
         before = len(program.calls) > len(made)  # it reads what was computed before: that has no gradient
         for code, origin in zip(leaves, origins, strict=False):  # those from outside are the first
+            if BUFFER in origin and code in ends:
+                continue  # its program begins with what the buffer holds
             if (origin and (not before or stretch.tensor(code).requires_grad)) or not (origin or code in ends):
                 return None
         diff = [leaf.id for leaf in program.leaves if leaf.diff and recording.tensors[leaf.id].requires_grad]
