@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import nanscope.program.ops as ops
+from nanscope.errors import ProgramError
 from nanscope.program.calls import Call, Ref, overload
-from nanscope.program.ops import DIVISIONS, FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.program.ops import ATTENTIONS, DIVISIONS, FLOW, PAYLOAD, SELECTORS, Flow, base_name, flow_of
+from nanscope.program.safety import permitted
 
 ROOT = Path(ops.__file__).parents[1]
 
@@ -19,7 +21,6 @@ RANDOM = (
     "bernoulli", "rand", "normal", "multinomial", "dropout", "poisson", "binomial", "uniform", "exponential", "geometric", "cauchy", "gumbel",
     "rrelu", "shuffle", "random", "sample", "empty", "log_normal", "gamma", "dirichlet",
 )  # fmt: skip
-NO_DROPOUT = frozenset(("_scaled_dot_product_flash_attention_for_cpu",))  # takes a probability, but only 0
 NOT_RANDOM = frozenset(("digamma", "lgamma", "mvlgamma", "polygamma"))
 
 
@@ -38,8 +39,6 @@ def test_an_operator_of_the_table_exists(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FLOW))
 def test_only_functional_overloads_can_be_reached(name: str) -> None:
     """A name from a file reaches an overload only if its schema writes to no argument."""
-    from nanscope.errors import ProgramError
-
     for found in overloads(name):
         op = f"aten.{name}.{found._overloadname}"
         writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in found._schema.arguments)
@@ -55,21 +54,18 @@ def test_no_operator_draws_random_numbers_or_leaves_memory_unwritten() -> None:
     """Replaying must give the same bits: no generator, no uninitialised memory."""
     suspicious = [name for name in FLOW if any(word in name for word in RANDOM) and name not in NOT_RANDOM]
     assert suspicious == []
-    for name in set(FLOW) - NO_DROPOUT:
+    for name in set(FLOW) - ATTENTIONS:
         for found in overloads(name):
             assert torch.Tag.nondeterministic_seeded not in found.tags, f"{found} draws random numbers"
             if not found._schema.is_mutable:
                 assert not any("Generator" in str(argument.type) for argument in found._schema.arguments), f"{found} takes a generator"
 
 
-@pytest.mark.parametrize("name", sorted(NO_DROPOUT))
-def test_attention_without_dropout_draws_nothing(name: str) -> None:
-    """The one operator of the table that could drop something refuses to."""
-    x = torch.ones(1, 1, 2, 4)
-    attention = getattr(torch.ops.aten, name)
-    assert torch.equal(attention(x, x, x)[0], attention(x, x, x)[0])
-    with pytest.raises(RuntimeError, match="dropout"):
-        attention(x, x, x, 0.5)
+@pytest.mark.parametrize("name", sorted(ATTENTIONS))
+def test_attention_draws_nothing(name: str) -> None:
+    """The only operators of the table that could drop something out are refused where they would."""
+    with pytest.raises(ProgramError, match="drops out"):
+        permitted(f"aten.{name}.default", [torch.ones(1, 1, 2, 4)] * 3, {"dropout_p": 0.5})
 
 
 def test_no_operator_is_in_place_by_name() -> None:

@@ -15,7 +15,18 @@ from torch.autograd.function import BackwardCFunction
 from nanscope.capture.counting import casts_inside, left_inside
 from nanscope.capture.modules import Address, version_of
 from nanscope.program.calls import Arg, Leaf, Ref, runs_again
-from nanscope.program.ops import ASKS_BY_ITSELF, ASKS_EACH, DATA_FACTORIES, FLOW, GRADIENT_NORMS, HISTORY_ENDS, OVERWRITES, SHARED, SILENT
+from nanscope.program.ops import (
+    ASKS_BY_ITSELF,
+    ASKS_EACH,
+    ATTENTIONS,
+    DATA_FACTORIES,
+    FLOW,
+    GRADIENT_NORMS,
+    HISTORY_ENDS,
+    OVERWRITES,
+    SHARED,
+    SILENT,
+)
 from nanscope.torch_inside import (
     base_of,
     drop_storage_handle,
@@ -129,7 +140,8 @@ class Operator:
         name = schema.name.removeprefix("aten::")
         pure, inside, casts = _functional(func, name), left_inside(func), casts_inside(func)
         lists = name.startswith("_foreach_")
-        draws = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags and name not in DATA_FACTORIES
+        seeded = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags
+        draws = seeded and name not in DATA_FACTORIES | ATTENTIONS  # attention draws where it drops some out, see `drops_out`
         counts = name not in FLOW and not schema.is_mutable and (draws or runs_again(func))
         waits = not schema.is_mutable if name in FLOW else counts or (lists and (_writes_to_lists(schema) or not schema.is_mutable))
         gives = _gives(schema) and name in FLOW and not (inside or casts)

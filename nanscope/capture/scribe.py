@@ -24,11 +24,13 @@ from nanscope.capture.raw import EACH, RawCall, Seen, each
 from nanscope.capture.sites import NOWHERE, Callers, Place
 from nanscope.capture.values import Fleeting, Values, key_of
 from nanscope.capture.writes import Writes
+from nanscope.program.attention import drops_out
 from nanscope.program.calls import Arg, Call, Ref
 from nanscope.program.local import is_plain, local, memory_of, refuses
 from nanscope.program.numbers import same_bits
-from nanscope.program.ops import DATA_FACTORIES, UNWRITTEN_FACTORIES, flow_of
+from nanscope.program.ops import ATTENTIONS, DATA_FACTORIES, UNWRITTEN_FACTORIES, flow_of
 from nanscope.program.perform import perform
+from nanscope.program.safety import bound
 
 LOOKS = 8  # at memory, one through the other, that are gone back over
 FILLED = 1 << 24  # bytes of a buffer that is compared with what made it
@@ -201,7 +203,8 @@ class Scribe:
         if not (isinstance(result, Tensor) or any(isinstance(item, (Tensor, Fleeting)) for item in results)):
             return
         odd = not operator.listed and not all(is_plain(item) for item in results if isinstance(item, Tensor))
-        if not operator.replayable or odd or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
+        drawn = operator.name in ATTENTIONS and drops_out(operator.name, bound(operator.function, list(noted[0]), dict(noted[1])))
+        if not operator.replayable or odd or drawn or (operator.name == "as_strided" and not self._lies_as_numbered(noted)):
             self._forget_results(result, operator.name)  # a leaf when it is read: only then is known whether a gradient flows through
         else:
             self._log.append(operator.overload, noted, results, not operator.ends and self._log.flows(self._log.read), operator.view)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
-from nanscope.program.ops import CHOICES, FACTORISED, RANGES, SPREADS, Flow, base_name, flow_of
+from nanscope.program.ops import ATTENTIONS, CHOICES, FACTORISED, RANGES, SPREADS, Flow, base_name, flow_of
 from nanscope.program.safety import bound
 from nanscope.program.shapes import shapes_of
 from nanscope.program.summary import broadcasts
@@ -375,6 +375,13 @@ def _decomposed(given: _Given, result: Any) -> int:
     return _elements(matrix) * max(matrix.shape[-2:], default=1) // 8
 
 
+def _attended(given: _Given, result: Any) -> int:
+    """The scores, and the two products, as the formula makes them."""
+    query, key = given["query"], given["key"]
+    scores: int = _elements(query) // max(1, query.shape[-1]) * int(key.shape[-2])
+    return scores * 4 + scores * int(query.shape[-1]) * 2 // FAST
+
+
 def _placed(given: _Given, result: Any) -> int:
     """As many elements as the indices name, each perhaps many times."""
     return _elements(torch.ops.aten.index.Tensor(given["self"], given["indices"]))
@@ -389,6 +396,7 @@ _INSIDE: dict[str, Callable[[_Given, Any], int]] = {
     "avg_pool2d": _pooled,
     "_cdist_forward": lambda given, result: _elements(result) * int(given["x1"].shape[-1]),
     **dict.fromkeys(FACTORISED, _decomposed),
+    **dict.fromkeys(ATTENTIONS, _attended),
     "index_put": _placed,
     "_unsafe_index_put": _placed,
 }

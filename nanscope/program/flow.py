@@ -15,6 +15,7 @@ from torch import Tensor
 from nanscope.program.calls import Arg, Call, Ref, overload, refs
 from nanscope.program.ops import (
     ACCUMULATING,
+    ATTENTIONS,
     BATCHED_MATMULS,
     CONSTANT_PAYLOADS,
     CUMULATIVE,
@@ -81,6 +82,8 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
             elif name in ROW_NORMS:
                 row = _row_of(index, tensor, len(call.args[1])) if position == 0 else _broadcast_from(index, tensor)  # type: ignore[arg-type]
                 found.append(Source(value, row, position))
+            elif name in ATTENTIONS:
+                found.append(Source(value, _attended_from(position, tensor, index), position))
             elif name in NLL_LOSSES:
                 if position == 0:
                     found.append(Source(value, _targets(call, values, tensor, index), position))
@@ -90,6 +93,8 @@ def sources(call: Call, values: Mapping[int, Tensor], out: int, flat: int) -> li
         for value in refs(arg):
             if flow is Flow.POINTWISE:
                 found.append(Source(value, _broadcast_from(index, values[value]), -1))
+            elif name in ATTENTIONS:  # of the mask, as of the query, the row
+                found.append(Source(value, _attended_from(0, values[value], index), -1))
     return found
 
 
@@ -145,6 +150,18 @@ def _row_of(index: tuple[int, ...], tensor: Tensor, trailing: int) -> Tensor:
     """The elements that share all but the trailing dimensions of an index."""
     every = torch.arange(tensor.numel()).reshape(tensor.shape)
     return every[index[: tensor.dim() - trailing]].flatten()
+
+
+def _attended_from(position: int, tensor: Tensor, index: tuple[int, ...]) -> Tensor:
+    """What attention reads for one element: the row of the query, or of the mask, and all keys and values of the head. index: of the
+    result; several heads of it may share one."""
+    every = torch.arange(tensor.numel()).reshape(tensor.shape)
+    if tensor.dim() < 4 or len(index) < 3:
+        return every.flatten()
+    head = index[1] * tensor.shape[1] // max(tensor.shape[1], index[1] + 1) if tensor.shape[1] > 1 else 0
+    row, head = min(index[0], tensor.shape[0] - 1), min(index[1], head, tensor.shape[1] - 1)
+    own = every[row, head]
+    return own[min(index[2], tensor.shape[2] - 1)].flatten() if position not in (1, 2) else own.flatten()
 
 
 def spread(call: Call, values: Mapping[int, Tensor], marked: Mapping[int, Tensor]) -> dict[int, Tensor]:

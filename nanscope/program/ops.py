@@ -63,7 +63,8 @@ _TABLE: dict[Flow, str] = {
         cross_entropy_loss cumulative_trapezoid histc index_add index_reduce kl_div layer_norm native_group_norm
         native_layer_norm nll_loss nll_loss_forward nll_loss2d_forward nonzero one_hot scatter_add scatter_reduce
         searchsorted trapezoid unique_dim _unique2 equal rms_norm _fused_rms_norm linalg_norm trace
-        convolution avg_pool2d""",
+        convolution avg_pool2d _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu""",
 }
 
 
@@ -193,6 +194,10 @@ SPOILT_BY_INFINITY = (
 SPOILT_BY_EITHER = SPOILT_BY_INFINITY & _family("logaddexp logaddexp2 mul sub")  # of its two operands
 ROW_NORMS = _family("_fused_rms_norm layer_norm native_layer_norm rms_norm")  # input, normalized_shape, weight, bias
 WEIGHT_NORMS = _family("_weight_norm_interface")
+# Query, key, value: softmax(q · kᵀ + mask) · v in one kernel, which has another name on another device.
+ATTENTIONS = _family("""
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu""")
 NORMALISATIONS = ROW_NORMS | WEIGHT_NORMS | _family("native_group_norm")  # divide by a spread, or a size, of what they are given
 MEAN_LOSSES = _family("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss")  # pointwise, and then put together
 REGRESSIONS = MEAN_LOSSES - _family("binary_cross_entropy_with_logits")

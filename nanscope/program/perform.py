@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
+from nanscope.program.attention import HERE, attended
 from nanscope.program.calls import Arg, Call, Ref, recorded
 from nanscope.program.cost import Allowance, cost, without_content
-from nanscope.program.ops import FLOAT_FACTORIES, flow_of
-from nanscope.program.safety import permitted
+from nanscope.program.ops import ATTENTIONS, FLOAT_FACTORIES, flow_of
+from nanscope.program.safety import bound, permitted
 
 # Call, what it reads, dtype, device, with gradients, allowance, its place in the program → its results.
 Performer: TypeAlias = Callable[[Call, Mapping[int, Tensor], torch.dtype | None, torch.device, bool, Allowance | None, int], list[Any]]
@@ -59,7 +60,12 @@ def perform(
         if allowance is not None:
             allowance.charge(index, call.op, cost(function, args, kwargs, allowance.most))
         with torch.set_grad_enabled(grad):
-            result = function(*args, **kwargs) if device.type != "meta" else without_content(function, args, kwargs)
+            if call.name in ATTENTIONS and device.type == "cpu" and call.name != HERE:
+                result: Any = attended(bound(function, args, kwargs), len(call.outs))
+            elif device.type == "meta":
+                result = without_content(function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
     except FAILURES as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ProgramError(f"call {index} ({call.op}) failed: {first}", slug="program-call-failed") from error

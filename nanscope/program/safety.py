@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from nanscope.errors import ProgramError
+from nanscope.program.attention import unfit
 from nanscope.program.calls import overload
-from nanscope.program.ops import ROUNDED_DIVISIONS
+from nanscope.program.ops import ATTENTIONS, ROUNDED_DIVISIONS
 from nanscope.torch_inside import EVERY_DIVISION_STOPS, schema_of
 
 # What a loss computes in and a file may hold. Quantised, packed and raw dtypes have no kernels for most of what a program does.
@@ -119,4 +120,5 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "div": _least_by_minus_one,
     **dict.fromkeys(ROUNDED_DIVISIONS, lambda given: _least_by_minus_one({**given, "rounding_mode": "floor"})),
     "polygamma": _endless,
+    **dict.fromkeys(ATTENTIONS, unfit),
 }

@@ -20,7 +20,7 @@ EXPECTED = Expected(
     masked=None,
     role=("hidden",),
     fix=("drop_invalid_sample", "reject_input", "mask_before_op", "fix_upstream", "skip_bad_step"),
-    variable=("xb", "x"),
+    variable=("x", "xb"),
     line=("u = self.W_P(x.transpose(2, 1))", 'pred = s.model(s.batch["xb"])', 'xb[2, 1, 5] = float("nan")'),
 )
 
