@@ -101,7 +101,7 @@ CAUSES: dict[Cause, CauseInfo] = {
     Cause.ZERO_DENOMINATOR: CauseInfo(
         "a division by a setting, a scale or a norm that is 0",
         ("validate_config", "clamp_denominator"),
-        ("a matrix that is singular, and is divided by",),
+        ("a matrix that is singular, and is divided by", "a division by a number that was computed, and is 0"),
     ),
     Cause.EMPTY_MASK_MEAN: CauseInfo("a mean over a mask that selects nothing", ("clamp_denominator", "guard_empty")),
     Cause.STD_SINGLE: CauseInfo("the standard deviation of a single element", ("guard_small_group",)),
@@ -176,4 +176,9 @@ ADVICE: dict[str, str] = {
 # Where the same class of fix is another thing to do.
 ADVICE_AGAINST: dict[tuple[Cause, str], str] = {
     (Cause.ALLREDUCE_NAN, "fix_upstream"): "mend the rank whose own loss or gradient is not finite; on this one nothing went wrong",
+}
+
+# And where what is divided by is no setting.
+ADVICE_OF_COMPUTED: dict[tuple[Cause, str], str] = {
+    (Cause.ZERO_DENOMINATOR, "validate_config"): "it was computed, and may be 0: look at what it is made of before it divides",
 }

@@ -47,8 +47,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "eps_underflow_optimizer_with_closure": "line",
     # the norm that a clip overflowed is told by the name of the first gradient that it ruined
     "feral_16_infinite_norm_logging_clip": "variable",
-    # what an update has overwritten is lost, and 0 stands for it: here for the norm that was divided by 0
-    "pytorch_lars_layer_without_gradient": "cause",
     # of a row of attention that a kernel's backward divides it is not asked whether its key counts
     "lucidrains_flash_attention_backward_row_sum": "masked",
     # a weight of a model that is not trained, or of none, is called by what is known of its owner
@@ -91,8 +89,6 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
     "pytorch_optimizer_522_adasmooth_zero_init_bias": "cause",
     # of two that overflow at one token the one is told that backward comes to first
     "pqm_exp_of_padded_step_in_half": "line",
-    # a bound of the denominator heals, and leaves a prompt without a say
-    "gepo_group_expectation_of_underflowed_probs": "fix",
     # float32 heals, and the loss is large in it
     "torchrl_1694_still_pixel_in_half_observations": "fix",
     # the cast is told that made what was stored, and an infinity at a token outside the loss is followed to that
@@ -119,7 +115,7 @@ KNOWN = {  # what is not yet answered rightly: script -> fields. What answers it
 ROUNDED = {"yolo_ciou_of_cells_without_object"}  # the gradient of a convolution comes out again but for rounding, and that is said
 
 BEST = {  # on how many of the scripts the answer is the best one, not only one that is accepted
-    "phase": 678, "cause": 624, "op": 663, "index": 691, "masked": 689, "role": 594, "fix": 480, "variable": 650, "line": 662,
+    "phase": 678, "cause": 626, "op": 663, "index": 691, "masked": 689, "role": 594, "fix": 483, "variable": 650, "line": 663,
 }  # fmt: skip
 
 

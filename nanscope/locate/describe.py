@@ -118,7 +118,7 @@ def _unmasked(trace: Trace, value: int, via: int | None) -> Role | None:
 
 def _operands(trace: Trace, call: Call, value: int, flat: int) -> tuple[Operand, ...]:
     """What an element was computed from, in order of the arguments."""
-    found = sources(call, trace.values, value, flat)
+    found = [source for source in sources(call, trace.values, value, flat) if trace.values[source.value].numel()]
     named = [
         Operand(NUMBER, key, None, (), float(arg))
         for key, arg in call.kwargs
@@ -150,7 +150,7 @@ def _operand(trace: Trace, source: Source) -> Operand:
         flat = int(source.flat[int(torch.nan_to_num(part.float(), nan=math.inf).abs().argmax())])
     else:
         flat = int(source.flat[0])
-    number = at(tensor, flat) if tensor.numel() else math.nan
+    number = at(tensor, flat)
     maker = trace.program.maker(source.value)
     site = None if maker is None else trace.program.site_of(maker)
     made = site.expression if site is not None else ""

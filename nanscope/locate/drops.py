@@ -7,8 +7,9 @@ masked.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,9 +22,11 @@ from nanscope.program.flow import behind, narrowed, spread
 from nanscope.program.numbers import at, is_binary
 from nanscope.program.ops import (
     ALL_SOFTMAXES,
+    CHOICES,
     CLAMPS,
     DIFFERENCES,
     EXTREMA,
+    NEGATIONS,
     NLL_LOSSES,
     PAYLOAD,
     PLAIN_MATMULS,
@@ -47,8 +50,8 @@ class Drop:
     """What takes an element out of the loss on its way there.
 
     how: "mask" (multiplied by 0), "select" (where, indexing, masked_fill), "clip" (min or max picked another value), "share" (−inf has no
-    part in a softmax), "padding" (of a token that attention hides from all), "clamp" (replaced by a bound) or "replace" (nan_to_num,
-    nansum). The last two put another number in the place of a token that the loss counts all the same.
+    part in a softmax), "padding" (of a token that attention hides from all), "other" (where took the other number), "clamp" (replaced by a
+    bound) or "replace" (nan_to_num, nansum). The last three put another number in the place of a token that the loss counts all the same.
     by: id of the mask, None where there is none. name: what it is called. before: it is what the element was made of that is taken out, all
     tokens of a row whose mean it is, and the loss counts the element.
     """
@@ -146,8 +149,9 @@ class Drops:
                 continue
             reached = spread(call, self.run.values, marked)
             if not reached and (flow_of(call.op) is Flow.MOVE or call.name in NLL_LOSSES):
-                drops.append(Drop(index, "select", self._selector(call), self._selector_name(call)))
-                cut += [(drops[-1], touched[0])] if drops[-1].by is None else []
+                stands = self._in_its_place(index, call, touched, marked)
+                drops += stands or [Drop(index, "select", self._selector(call), self._selector_name(call))]
+                cut += [(drops[-1], touched[0])] if drops[-1].by is None and not stands else []
                 continue
             carried.update(touched)
             for out, own in reached.items():
@@ -276,7 +280,34 @@ class Drops:
 
     def _selector_name(self, call: Call) -> str | None:
         value = self._selector(call)
-        return self.names.name(value) if value is not None else call.name
+        if value is None:
+            return call.name
+        for _ in range(12):
+            made = self.program.maker(value)
+            if self.names.name(value) is not None or made is None:
+                break
+            if not (carries(made.op) or made.name in NEGATIONS or any(map(self.names.says_mask, made.inputs()))):
+                break
+            value = next(made.inputs(), value)
+        return self.names.name(value) or ("a condition" if call.name in CHOICES else None)
+
+    def _in_its_place(self, index: int, call: Call, touched: Sequence[int], marked: Mapping[int, Tensor]) -> list[Drop]:
+        """What a choice between two numbers does with a marked element that it does not take: the loss counts the other number, unless
+        that is 0, or is left out itself."""
+        out = call.outs[0] if call.outs else None
+        if call.name not in CHOICES or out is None:
+            return []
+        result = self.run.values[out]
+        place = functools.reduce(torch.logical_or, [marked[value].expand(result.shape) for value in touched])
+        where = place & torch.isfinite(result) & (result != 0)
+        if not result.is_floating_point() or not bool(where.any()):
+            return []
+        masked, drops, _ = self.of(out, int(where.flatten().int().argmax()))
+        return (
+            list(drops)
+            if masked and any(drop.how in ("mask", "select") for drop in drops)
+            else [Drop(index, "other", self._selector(call), call.name)]
+        )
 
     def is_mask(self, value: int, zeros: Tensor | None, *, strict: bool = False) -> bool:
         """Does a value say which elements count (a mask), as opposed to how much (an advantage, a coefficient)?
@@ -312,6 +343,8 @@ class Drops:
         def masks(values: Iterable[int]) -> Iterable[bool]:
             return (self._is_mask(v, before.get(v), strict, depth + 1, known) for v in values)
 
+        if call.name in SHIFTS and any(self.run.values[v].dim() == 0 and self.program.maker(v) is not None for v in call.inputs()):
+            return False  # how far each is from what was computed of all of them
         if carries(call.op) or call.name == "neg" or call.name in SHIFTS:
             # of a sum, a where or a write it is one only if all that it is made of are masks
             carried = range(2) if call.name in SHIFTS else PAYLOAD.get(call.name, (0,))

@@ -26,6 +26,7 @@ from nanscope.program.ops import (
     COPIES,
     DIFFERENCES,
     DIVISIONS,
+    DIVISORS,
     LOG_SOFTMAXES,
     LOGARITHMS,
     NATURAL_EXPONENTIALS,
@@ -57,6 +58,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
     own = program.computes is not Computes.GRADIENT  # what comes into a backward is what forward saved, and no setting
     exponential = call is not None and _is_exponential(origin, call)
     filled = call is not None and _filled(trace, call)
+    divisor = DIVISORS.get(origin.op, 1)
     return Facts(
         coefficient=(origin.coefficient is not None and not math.isnan(origin.value))  # a NaN was one before it met that
         or _is_given_infinity(call, location, program)
@@ -67,6 +69,7 @@ def facts_of(location: Location, trace: Trace) -> Facts:
         mask_denominator=len(origin.operands) > 1 and _from_mask(trace, origin.operands[1].id),
         literal_denominator=literal,
         setting=literal or (own and len(origin.operands) > 1 and _came_in(program, origin.operands[int(origin.op != "pow")].id)),
+        computed=own and not literal and len(origin.operands) > divisor and not _came_in(program, origin.operands[divisor].id),
         dropped=_is_dropped(origin, filled),
         zero_is_mask=program.computes is Computes.LOSS and trace.drops.mask_factor(origin.call, origin.value_id, origin.flat) is not None,
         extent=extent_of(~torch.isfinite(trace.values[origin.value_id]), origin.index) if origin.call is None else "",

@@ -192,6 +192,7 @@ def _drop_words(drop: Drop) -> str:
         "select": f"not selected by {name or 'an index'}",
         "padding": "padding, which nothing attends to",
         "clip": f"{name} {CLIPPED}",
+        "other": f"{REPLACED}the other side of {name}",
         "clamp": f"{REPLACED}a bound of clamp",
         "replace": f"{REPLACED}{name}",
         "share": f"of no weight in {(name or 'a softmax').lstrip('_')}",

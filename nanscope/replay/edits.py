@@ -42,7 +42,9 @@ from nanscope.program.ops import (
     SQUARES,
     SUMS,
     TAKEN_OF,
+    Flow,
     carries,
+    flow_of,
 )
 from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
@@ -81,7 +83,7 @@ Putting = Callable[[Patch, int, Callable[[int], list[Insert]]], Program]
 
 def _masked(patch: Patch, put: Putting, where: str = "") -> Variant | None:
     """Put a mask on the operand of the origin. where: that is, in words, if it is not before the op alone."""
-    mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select") and drop.by is not None), None)
+    mask = next((drop for drop in patch.origin.drops if drop.how in ("mask", "select", "other") and drop.by is not None), None)
     position = _spoilt(patch)
     behind = patch.origin.call is None or patch.op in SETS  # what is put into a part of it stands there afterwards
     target = patch.origin.value_id if behind else patch.operand(position)
@@ -223,7 +225,28 @@ def _is_count(patch: Patch, value: int) -> bool:
     counted = patch.values.get(next(call.inputs(), -1))
     if call.name not in SUMS - MEANS or counted is None:
         return False
-    return not counted.is_floating_point() or bool(((counted == 0) | (counted == 1)).all())
+    if not counted.is_floating_point() or bool((counted == 1).any()):
+        return not counted.is_floating_point() or bool(((counted == 0) | (counted == 1)).all())
+    return bool((counted == 0).all()) and _says_which(patch, next(call.inputs()))
+
+
+def _says_which(patch: Patch, value: int) -> bool:
+    """Does a value that is 0 throughout say which elements count? A mask that selects nothing does, weights that underflowed do not."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        call, content = patch.program.maker(one), patch.values.get(one)
+        if one in seen or content is None or not content.is_floating_point():
+            continue
+        seen.add(one)
+        if call is None or flow_of(call.op) is Flow.CREATE:
+            if content.dim() and not bool(((content == 0) | (content == 1)).all()):
+                return False
+            continue
+        if not (carries(call.op) or call.name in ADDITIONS | CLAMPS | PRODUCTS):
+            return False
+        waiting += call.inputs()
+    return True
 
 
 def _spike_floor(denominators: Tensor) -> float:

@@ -18,14 +18,17 @@ from nanscope.replay.reference import Healthy
 INVENTED = "trains with a number that nobody gave: leave the sample out before anything is made of it"
 
 
-def invents(program: Program, value: int | None, grads: Mapping[int, Tensor], healthy: Healthy | None) -> bool:
-    """Is something trained with the 0 that takes the place of bad elements of a value? grads: with it.
+def invents(program: Program, value: int | None, grads: Mapping[int, Tensor], healthy: Healthy | None, counts: bool) -> bool:
+    """Is something trained with the 0 that takes the place of bad elements of a value? grads: with it. counts: the loss counts them.
 
-    Not where all elements that depend on them are left without a gradient, nor where a 0 takes out their part, and nothing else.
+    Not where all elements that depend on them are left without a gradient, nor where a 0 takes out their part, and nothing else. Of what
+    the loss counts a gradient of 0 is no sign: it may be that of a clip, which has another side.
     """
     masks = {} if healthy is None else healthy.masks
     left = (bool(((grad != 0) & ~masks[leaf] if leaf in masks else grad).any()) for leaf, grad in grads.items())
-    return any(left) and (value is None or not _is_a_factor(program, value))
+    if value is None:
+        return any(left)
+    return (counts or any(left)) and not _is_a_factor(program, value)
 
 
 def _is_a_factor(program: Program, value: int) -> bool:

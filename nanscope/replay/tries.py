@@ -265,7 +265,7 @@ class Bench:
     def _control(self, tried: _Tried, edit: Edit, places: Iterable[Sequence[EditedPlace]]) -> Row:
         row = tried.row
         for further in places:
-            again = None if row.works or tried.variant is None else also_at(tried.variant, edit, further)
+            again = None if row.works or tried.variant is None else also_at(tried.variant, edit, self.patch, further)
             row = row if again is None else self._try(again, "control", self.healthy)
         return row
 
@@ -352,7 +352,7 @@ class Bench:
     def _cost(self, row: Row, variant: Variant, grads: Mapping[int, Tensor], healthy: Healthy | None) -> str:
         """What is to be said against an edit that heals, whatever it does to healthy elements; "" if nothing is."""
         filled = row.id in FILL_IN or (row.id == "finite_mask_fill" and self.patch.op in ADDITIONS)
-        if filled and invents(self.trace.program, variant.fills, grads, healthy):
+        if filled and invents(self.trace.program, variant.fills, grads, healthy, self.patch.origin.masked is False):
             return INVENTED
         leaf = self.patch.origin.leaf
         if filled and leaf is not None and leaf.diff:

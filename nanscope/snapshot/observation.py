@@ -181,6 +181,7 @@ class Facts:
     mask_denominator: bool = False
     literal_denominator: bool = False
     setting: bool = False
+    computed: bool = False  # what divides came of a call, and did not come in as it is
     whole: bool = False
     eps_underflow: bool = False
     unwritten: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nanscope.causes import ADVICE, ADVICE_AGAINST, CAUSES, OF_A_BATCH, Cause
+from nanscope.causes import ADVICE, ADVICE_AGAINST, ADVICE_OF_COMPUTED, CAUSES, OF_A_BATCH, Cause
 from nanscope.program.ops import DIVISIONS, GATHERS, LITERALS, LOG_SOFTMAXES, SETS
 from nanscope.snapshot.observation import Observation, Phase, Row
 from nanscope.text import line_in
@@ -23,6 +23,8 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
         wanted = ("stable_function", *wanted)  # a logarithm takes it back: nothing has to be bounded
     natural = {name: position for position, name in enumerate(wanted)}
     exact = next((row.loss for row in rows if row.id == "float64" and row.works), None)
+    if any(fix.id == "stable_function" and fix.proven and fix.diffs and _agrees(fix.loss, exact) for fix in working):
+        natural.setdefault("stable_function", len(natural))  # it gives back what was lost, whatever is natural
     working.sort(
         key=lambda fix: (
             not fix.proven,
@@ -34,7 +36,8 @@ def fixes_of(seen: Observation, cause: Cause, rows: Sequence[Row]) -> tuple[tupl
     )
     untried = [name for name in wanted if name not in {fix.id for fix in tried}]
     names = [name for name in untried if name in _NO_EDIT] or ([] if working else untried)
-    advised = [Fix(name, ADVICE_AGAINST.get((cause, name), ADVICE[name]), where, False, None) for name in names]
+    against = ADVICE_OF_COMPUTED if seen.facts.computed else ADVICE_AGAINST
+    advised = [Fix(name, against.get((cause, name), ADVICE[name]), where, False, None) for name in names]
     # What cannot be tried on one step is the better answer, but who divides by a number of the batch has no setting to check.
     ordered = [*working, *advised] if cause is Cause.ZERO_DENOMINATOR and not seen.facts.setting else [*advised, *working]
     return tuple(ordered), tuple(fix for fix in tried if not _is_fix(fix))
