@@ -36,7 +36,8 @@ class NonFiniteError(Deliberate):
         self.snapshot = snapshot
 
 
-TOLD = ("nothing_trained", "infinite_weight", "infinite_state", "overflow_skipped", "nonfinite_absorbed")  # notes of a run without incident
+# notes of a run without incident
+TOLD = ("nothing_trained", "no_gradient", "scaler_skipped", "infinite_weight", "infinite_state", "overflow_skipped", "nonfinite_absorbed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ class Verdict(Shown):
             return "; ".join(filter(None, [f"{looked} watched, {self.bad_steps} bad, and nothing of that was kept", unseen]))
         told = {slug: [note.text for note in self.notes if note.slug == slug][:1] for slug in TOLD}
         fine = "no non-finite loss or gradient" if told["infinite_weight"] else "no non-finite loss, gradient or weight"
+        fine = "no non-finite loss or weight" if told["nothing_trained"] or told["scaler_skipped"] else fine
         fine = "no non-finite weight" if told["overflow_skipped"] else fine
         return "; ".join(filter(None, [f"{looked} watched, {fine}", unseen, *(text for slug in TOLD for text in told[slug])]))
 

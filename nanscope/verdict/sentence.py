@@ -99,7 +99,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
         lambda seen: seen.facts.degenerate,
     ),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
-    Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate,),
+    Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate, lambda seen: seen.facts.computed),
     Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
     Cause.SEQ_RATIO_OVERFLOW: (_is_spike,),
     Cause.SQRT_NEGATIVE: (lambda seen: seen.facts.cancelled,),
@@ -117,7 +117,7 @@ def what(seen: Observation) -> str:
     return tell(seen)
 
 
-_BY_ANOTHER_NUMBER = ("clamp", "clip", "replace")  # of an element that is dropped so, the token counts
+_BY_ANOTHER_NUMBER = ("clamp", "clip", "other", "replace")  # of an element that is dropped so, the token counts
 
 
 def absorbed(location: Location, step: int) -> str:
@@ -240,7 +240,7 @@ def _update(seen: Observation) -> str:
         return f"the update of {seen.optimizer}{settings} made {seen.weight} non-finite: {_made(p)}"
     name = seen.optimizer or "the optimizer"
     where = f", in a hook on its gradient, {_where(p.file, p.line)}" if p.op == "opaque" and p.file else ""
-    return f"the update of {name}{settings} made {p.variable or 'a weight'} {number(p.value)}{_at(p)}{where}"
+    return f"the update of {name}{settings} made {p.variable or seen.weight or 'a weight'} {number(p.value)}{_at(p)}{where}"
 
 
 def _made_here(seen: Observation) -> str:
@@ -341,6 +341,11 @@ def _inside(p: Origin) -> str:
 # How far it got.
 
 
+def _was_in_it(seen: Observation, r: Reached) -> bool:
+    """Is the one weight that is bad after the step the one that was bad before it?"""
+    return seen.phase is Phase.WEIGHTS and not seen.optimizer and r.bad_weights == 1
+
+
 def _reached(seen: Observation, r: Reached) -> str:
     parts = []
     if r.loss is not None:
@@ -351,7 +356,7 @@ def _reached(seen: Observation, r: Reached) -> str:
         parts.append("gradients stayed clean" if seen.phase is Phase.WEIGHTS else "weights and gradients stayed clean")
     if seen.weight and not seen.optimizer and seen.phase is not Phase.OPTIMIZER:
         parts.append(f"{seen.weight} keeps it")
-    if r.bad_weights:
+    if r.bad_weights and not _was_in_it(seen, r):
         parts.append(f"the update wrote it into {r.bad_weights} weight{'' if r.bad_weights == 1 else 's'}")
     if r.stepped == "skipped":
         parts.append("the optimizer step was skipped and the weights stayed clean")

@@ -70,6 +70,7 @@ from nanscope.watching.remains import AT_END
 from nanscope.watching.scale import unscaled
 from nanscope.watching.statistics import buffer_look
 from nanscope.watching.surroundings import environment, find_trainer, logged_loss, sampled, settings
+from nanscope.watching.updates import huge_weights
 from nanscope.watching.vocabulary import picked_ids, with_texts
 from nanscope.watching.written import update_look, written_look
 
@@ -515,6 +516,8 @@ class Examiner:
         notes = [*logged_loss(trainer, snapshot.reached.loss, loss_bad), *look.notes]
         if look.location is not None and look.location.phase is Phase.WEIGHTS and (tokens := sampled(framework)) is not None:
             notes += [("repeated_tokens", words) for words in [repeated_tokens(*tokens)] if words]
+        if look.location is not None and look.location.phase in (Phase.FORWARD, Phase.BACKWARD):
+            notes += [("huge_weights", words) for words in [huge_weights(self.modules.weights(), self.optimizers)] if words]
         was_cut = look.location is not None and look.location.origin.op == "cut"
         if was_cut or (not look.program.calls and self.tape.account.short):
             notes.append(("not_kept", self._too_large()))

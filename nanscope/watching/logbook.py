@@ -33,7 +33,7 @@ from nanscope.snapshot.record import DROPPED, Aftermath, Remark, RunRecord, now
 from nanscope.snapshot.remote import Remote
 from nanscope.snapshot.runs import MAX_BYTES, Folder, history_path
 from nanscope.snapshot.step import Reached, Snapshot, Stepped
-from nanscope.text import is_round, listed
+from nanscope.text import count, is_round, listed
 from nanscope.verdict.diagnose import verdict
 from nanscope.verdict.forecast import Forecast
 from nanscope.verdict.incident import Note, Verdict
@@ -52,6 +52,7 @@ from nanscope.watching.telling import Teller
 from nanscope.watching.turns import Turns, in_turn
 
 UNTRAINED = 3  # steps of a run that a scaler has skipped all, after which that is worth a word
+STILL = 3  # steps in a row whose gradients are all 0, after which that is worth a word
 NOTES = 32  # notes kept per run
 WORDED = 3  # bad steps that are not on disk of which it is said what was found
 UNLIKE = "replicas differ from here on, and of weights that are sharded only a part was updated"
@@ -91,6 +92,7 @@ class Logbook:
 
     def _begin(self) -> None:
         self.history, self._teller = History(), Teller()
+        self._still = 0  # the step since which all gradients are 0; 0 where they are not
         self._aftermath: list[Aftermath] = []
         for poisoning in self._poisonings:
             poisoning.forget(self._aftermath)
@@ -216,6 +218,7 @@ class Logbook:
         if self.worker or entry.rank != self.rank:  # of a process that has only now got its place
             entry = replace(entry, rank=self.rank, worker=self.worker or None)
         try:
+            self._still = (self._still or entry.step) if entry.grad_norm == 0.0 else 0
             self.history.append(entry)
         except OSError as error:
             self._disk.failed("the history could not be written", error)
@@ -433,7 +436,7 @@ class Logbook:
                 [*self.snapshots, *others.values()],
                 [*(self.shown(path) if path else None for path in self.paths), *(self.shown(Path(path)) for path in others)],
                 files=[*self.paths, *map(Path, others)],
-                notes=[*self.notes, *self._untrained(), *self._not_on_disk(), *self._of_the_unheard()],
+                notes=[*self.notes, *self._untrained(), *self._without_gradient(), *self._not_on_disk(), *self._of_the_unheard()],
                 steps=self.steps,
                 skipped=self.skipped,
                 repaired=self.repaired,
@@ -446,12 +449,21 @@ class Logbook:
             self._verdict = (len(self.snapshots), found)
         return self._verdict[1]
 
+    def _without_gradient(self) -> list[Note]:
+        last = self.history.entries[-1].step if self._still and self.history.entries else 0
+        if last - self._still + 1 < STILL:
+            return []
+        return [Note("no_gradient", f"every gradient has been exactly 0 since step {self._still}: nothing is trained", self._still)]
+
     def _of_the_unheard(self) -> list[Note]:
         return [Note("not_heard_of", self._unheard)] if self._unheard else []
 
     def _untrained(self) -> list[Note]:
-        if self.steps < UNTRAINED or self._by_scaler < self.steps:
+        if not self._by_scaler:
             return []
+        if self.steps < UNTRAINED or self._by_scaler < self.steps:
+            of = f"{self._by_scaler} of {count(self.steps, 'step')}"
+            return [Note("scaler_skipped", f"the loss scaler skipped {of}, whose gradients overflowed")]
         return [Note("nothing_trained", f"the loss scaler skipped all {self.steps} steps: nothing was trained")]
 
     @in_turn

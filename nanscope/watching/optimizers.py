@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,9 @@ class Optimizers:
         self._parts: WeakKeyDictionary[nn.Module, tuple[frozenset[int], bool]] = WeakKeyDictionary()
         self.spoilt: Set[int] = frozenset()  # replaced, never changed: other threads ask
         self._lock = threading.Lock()  # several threads may train
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(list(self._names))
 
     def add(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """One is about to step. modules: of which one may hold its parameters; looked at once an optimizer."""

@@ -12,15 +12,16 @@ its root is 0, and these elements train no more, while every loss, gradient and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from nanscope.locate.observe import observe_update
 from nanscope.program.local import local
-from nanscope.program.numbers import at, first_nonfinite, is_finite
+from nanscope.program.numbers import at, first_nonfinite, is_finite, largest_in
 from nanscope.snapshot.observation import Observation
 from nanscope.text import number, unravel
 from nanscope.watching.left import spread
@@ -29,6 +30,7 @@ FEW = 32  # weights of an optimizer that are looked at
 SAMPLE = 1 << 14  # elements of one
 TOO_LARGE = 10.0  # times what float64 makes of the state, and times the learning rate
 MEAN, SQUARES = "exp_avg", "exp_avg_sq"  # of the gradients
+HUGE = 1e4  # an element of a weight; those of language models are below 100
 KINDS = frozenset({"Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam"})  # classes of optimizers that update like Adam
 
 
@@ -113,6 +115,23 @@ def infinite_state(optimizer: torch.optim.Optimizer) -> tuple[Tensor, str, tuple
         if flat is not None and math.isinf(at(part, flat)):  # of a NaN its weight becomes one
             return weight, str(name), unravel(flat, part.shape)
     return None
+
+
+def huge_weights(weights: Iterable[tuple[str, nn.Parameter]], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Say that the weights themselves are so large that a loss overflows because of them, and how far an update moves them; "" if they are
+    not."""
+    largest = [(largest_in(part.detach()), name) for name, one in weights if one.requires_grad and _is_fine(part := local(one))]
+    most, name = max(largest, default=(0.0, ""))
+    if most < HUGE:
+        return ""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    known = [float(rate) for rate in rates if isinstance(rate, (float, int, Tensor))]
+    by = f"; the learning rate is {number(max(known))}" if known else ""
+    return f"the weights are huge themselves, up to {number(most)} in {name}: an update before has made them so{by}"
+
+
+def _is_fine(part: Tensor | None) -> TypeGuard[Tensor]:
+    return part is not None and part.is_floating_point() and part.dtype.itemsize > 1 and bool(part.numel()) and bool(is_finite(part))
 
 
 def _moved(sample: Sample, state: dict[str, Any]) -> Moved | None:

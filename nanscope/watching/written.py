@@ -13,9 +13,11 @@ from nanscope.capture.tape import Tape
 from nanscope.capture.update import update_again
 from nanscope.errors import ProgramError
 from nanscope.locate.observe import observe_made
+from nanscope.locate.origin import Element
 from nanscope.program.calls import Computes
 from nanscope.program.local import is_plain
 from nanscope.program.numbers import first_nonfinite
+from nanscope.program.program import Program
 from nanscope.snapshot.observation import Phase
 from nanscope.watching.look import NOTHING, Look, only_seen, run_again, walked
 from nanscope.watching.states import bad_state
@@ -42,6 +44,8 @@ def update_look(
         if made is None:
             return None
         look = walked(*made, first_in=parameter)
+        if look is not None and look.location is not None and _reads_the_weight(look.location.origin, made[0], name):
+            notes.append(("usual_weight", f"what {name} was before the update is not kept: a usual element of it stands for it"))
         if look is None and first_nonfinite(made[0].execute(made[1], ends=True).values[made[0].output]) is None:
             if fine:
                 state = bad_state(optimizer, parameter, tape)
@@ -52,6 +56,12 @@ def update_look(
 
     look = run_again(notes, again, f"the update of {type(optimizer).__name__}") or NOTHING
     return replace(look, notes=(*look.notes, *notes))
+
+
+def _reads_the_weight(origin: Element, program: Program, name: str) -> bool:
+    """Is the weight itself an operand of what went wrong?"""
+    own = {leaf.id for leaf in program.leaves if leaf.name == name}
+    return origin.born and any(operand.id in own for operand in origin.operands)
 
 
 def written_look(tape: Tape, tensor: Tensor, computes: Computes = Computes.GRADIENT) -> Look | None:

@@ -1,0 +1,196 @@
+"""What is told beside the origin: huge weights, weights that were not kept, steps that trained nothing; and tokens that count by another
+number than the one that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import nanscope
+from nanscope.verdict.incident import Incident, Verdict
+
+ROWS, TOKENS, BAD = 4, 6, 3
+
+
+def run(out: Path, loss_of: Callable[[Tensor, int], Tensor], optimizer: Any = None, steps: int = 4) -> Verdict:
+    """Watch a small loop. loss_of: makes a loss of log-probs, in a step."""
+    torch.manual_seed(0)
+    policy = nn.Linear(5, 1)
+    stepper = optimizer(policy) if optimizer is not None else torch.optim.SGD(policy.parameters(), lr=1e-2)
+    with nanscope.watch(policy, stepper, out=out) as scope:
+        for step in range(1, steps + 1):
+            log_probs = functional.logsigmoid(policy(torch.randn(ROWS, TOKENS, 5)).squeeze(-1))
+            loss = loss_of(log_probs, step)
+            stepper.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            stepper.step()
+    return scope.verdict
+
+
+def first(verdict: Verdict) -> Incident:
+    return verdict.incidents[0]
+
+
+def notes_of(verdict: Verdict) -> dict[str, str]:
+    return {note.slug: note.text for note in (*verdict.notes, *(note for found in verdict.incidents for note in found.notes))}
+
+
+def spoilt(old: Tensor, step: int) -> Tensor:
+    """Log-probs of the sampler, of which one is far off in the bad step."""
+    old = old.detach().clone()
+    old[3, 2] -= 120.0 if step == BAD else 0.0
+    return old
+
+
+def dual_clip(log_probs: Tensor, step: int) -> Tensor:
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(ROWS, TOKENS)
+    ratio = torch.exp(log_probs - spoilt(log_probs, step))
+    upper = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    lower = torch.min(-advantages * 3.0, upper)
+    return torch.where(advantages < 0, lower, upper).mean()
+
+
+def softplus(log_probs: Tensor, step: int) -> Tensor:
+    x = log_probs - spoilt(log_probs, step)
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x))).mean()
+
+
+def replaced(log_probs: Tensor, step: int) -> Tensor:
+    ratio = torch.exp(log_probs - spoilt(log_probs, step))
+    return torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio)).mean()
+
+
+@pytest.mark.parametrize("loss", [dual_clip, softplus, replaced], ids=lambda loss: loss.__name__)
+def test_a_token_for_which_another_number_stands_counts(loss: Callable[[Tensor, int], Tensor], tmp_path: Path) -> None:
+    incident = first(run(tmp_path, loss))
+    assert incident.origin.op == "exp" and incident.origin.index == (3, 2)
+    assert "does not count" not in incident.sentence and "that the loss counts with another number" in incident.sentence
+
+
+def test_a_token_that_a_mask_takes_out_by_where_is_masked_by_its_name(tmp_path: Path) -> None:
+    mask = torch.ones(ROWS, TOKENS)
+    mask[3, 2] = 0.0
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        ratio = torch.exp(log_probs - spoilt(log_probs, step))
+        return torch.where(mask.bool(), ratio, torch.zeros(())).mean()
+
+    incident = first(run(tmp_path, loss))
+    assert incident.origin.masked and "not selected by mask" in (incident.origin.masked_by or "")
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.0, 0.7])
+def test_what_differs_from_its_mean_is_no_mask(reward: float, tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        rewards = torch.full((ROWS,), reward) if step == BAD else torch.rand(ROWS)
+        advantages = (rewards - rewards.mean()) * torch.rsqrt(rewards.var(unbiased=False))
+        return -(advantages[:, None] * log_probs).mean()
+
+    incident = first(run(tmp_path, loss))
+    assert incident.origin.op == "rsqrt" and not incident.origin.masked
+    assert "a number that was computed" in incident.sentence
+
+
+def test_weights_that_have_underflowed_are_no_count(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        weights = torch.exp(torch.rand(ROWS) * 3 - (200.0 if step == BAD else 1.0))
+        weights = weights / weights.sum()
+        return -(weights[:, None] * log_probs).mean()
+
+    incident = first(run(tmp_path, loss))
+    bounds = [row.label for row in incident.rows if row.id == "clamp_denominator"]
+    assert bounds and not any("at least 1 " in label for label in bounds)
+
+
+def test_a_mask_that_selects_nothing_is_a_count(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        mask = torch.zeros(ROWS, TOKENS) if step == BAD else torch.ones(ROWS, TOKENS)
+        return -(log_probs * mask).sum() / mask.sum()
+
+    incident = first(run(tmp_path, loss))
+    assert any("at least 1 " in row.label for row in incident.rows if row.id == "clamp_denominator")
+
+
+@pytest.mark.parametrize("advantage", [0.7, -0.7])
+def test_a_number_in_the_place_of_a_log_prob_is_no_proof_on_either_side_of_a_clip(advantage: float, tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        old = log_probs.detach() - 3.0
+        old[3, 2] = float("nan") if step == BAD else old[3, 2]
+        ratio = torch.exp(log_probs - 3.0 - old)
+        return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+    incident = first(run(tmp_path, loss))
+    filled = [row for row in incident.rows if row.id in ("reject_input", "drop_invalid_sample") and row.works]
+    assert filled and not any(row.proven for row in filled)
+
+
+def test_weights_that_an_update_has_thrown_away_are_told(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        return torch.exp(-log_probs).mean()
+
+    verdict = run(tmp_path, loss, lambda policy: torch.optim.AdamW(policy.parameters(), lr=3e5))
+    assert "the learning rate is 3e+05" in notes_of(verdict)["huge_weights"]
+
+
+def test_of_an_update_that_loses_a_weight_the_operation_is_right(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        return -log_probs.mean()
+
+    verdict = run(tmp_path, loss, lambda policy: torch.optim.AdamW(policy.parameters(), lr=1.0, weight_decay=1e39), steps=1)
+    incident = first(verdict)
+    assert incident.origin.op == "mul" and abs(incident.origin.value) == float("inf")
+    assert incident.origin.number(0) != 0 and "usual_weight" in notes_of(verdict)
+
+
+def test_a_run_whose_gradients_are_all_0_says_so(tmp_path: Path) -> None:
+    verdict = run(tmp_path, lambda log_probs, step: (log_probs * (1.0 if step < 3 else 0.0)).mean(), steps=6)
+    assert not verdict.incidents and "since step 3: nothing is trained" in verdict.sentence
+    again = run(tmp_path / "again", lambda log_probs, step: (log_probs * (0.0 if 2 < step < 6 else 1.0)).mean(), steps=6)
+    assert "nothing is trained" not in again.sentence
+
+
+def test_of_steps_that_a_scaler_skipped_their_gradients_are_not_called_finite(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    with nanscope.watch(model, optimizer, out=tmp_path) as scope:
+        for _ in range(8):
+            loss = model(torch.randn(6, 4)).square().mean() * 30.0
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scope.verdict.healthy and "skipped" in scope.verdict.sentence and "gradient or weight" not in scope.verdict.sentence
+
+
+def test_an_empty_selection_has_no_operand(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        chosen = log_probs[log_probs > (1.0 if step == BAD else -100.0)]
+        return chosen.mean()
+
+    assert first(run(tmp_path, loss)).origin.operands == ()
+
+
+def test_a_further_edit_of_another_kind_is_called_what_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    policy = nn.Linear(8, 6)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    with nanscope.watch(policy, optimizer, out=tmp_path) as scope:
+        for step in range(1, 4):
+            logits, chosen = policy(torch.randn(5, 8)), torch.randint(1, 6, (5,))
+            if step == BAD:
+                logits = logits + torch.tensor([float("-inf"), 0, 0, 0, 0, 0])
+            p = torch.softmax(logits, -1)
+            entropy = -(p * p.log()).sum(-1).mean()
+            loss = functional.cross_entropy(logits, chosen) - 0.01 * entropy
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    labels = [row.label for row in first(scope.verdict).rows if row.id == "stable_function"]
+    assert any("before the product" in label and "; and at line" in label for label in labels), labels
