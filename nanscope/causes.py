@@ -67,7 +67,12 @@ CAUSES: dict[Cause, CauseInfo] = {
         ("exp of log-ratios that were summed over a sequence is far above the others",),
     ),
     Cause.INF_TIMES_ZERO_MASK: CauseInfo(
-        "a masked token overflows, and the mask multiplies inf by 0", ("mask_before_op", "clamp_exponent", "finite_mask_fill")
+        "a masked token overflows, and the mask multiplies inf by 0",
+        ("mask_before_op", "clamp_exponent", "finite_mask_fill"),
+        (
+            "a masked token came in infinite, and the mask multiplies inf by 0",
+            "a mask is multiplied by an infinity of the code, and where it is 0 that is NaN",
+        ),
     ),
     Cause.NAN_TIMES_ZERO_MASK: CauseInfo("a masked token is NaN, and the mask multiplies it by 0", ("mask_before_op",)),
     Cause.INF_TIMES_ZERO_COEF: CauseInfo(

@@ -194,3 +194,26 @@ def test_a_further_edit_of_another_kind_is_called_what_it_is(tmp_path: Path) -> 
             optimizer.step()
     labels = [row.label for row in first(scope.verdict).rows if row.id == "stable_function"]
     assert any("before the product" in label and "; and at line" in label for label in labels), labels
+
+
+def test_a_factor_of_0_that_meets_nothing_but_nan_is_no_coefficient(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        hidden = (log_probs * (1e30 if step == BAD else 1.0)) ** 2
+        hidden = hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True))
+        kept = torch.ones(ROWS, TOKENS)
+        kept[0, 0] = 0.0
+        return (hidden * (kept * 1.25)).mean()
+
+    incident = first(run(tmp_path, loss))
+    assert incident.cause == "magnitude_overflow" and "exactly 0" not in incident.sentence
+
+
+def test_an_infinity_of_the_code_is_not_said_to_have_overflowed(tmp_path: Path) -> None:
+    allowed = torch.ones(ROWS, TOKENS)
+    allowed[:, 2] = 0.0
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        bias = (1 - allowed) * (float("-inf") if step == BAD else -1e9)
+        return (log_probs + bias).softmax(-1)[:, 0].mean()
+
+    assert "multiplied by an infinity of the code" in first(run(tmp_path, loss)).sentence

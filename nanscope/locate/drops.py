@@ -232,7 +232,9 @@ class Drops:
             selects = self.run.values[other].dim() > 0  # one number selects nothing
             if selects and other not in own_operands and self.is_mask(other, zero):
                 return mark & ~zero, self._by_mask(index, other, zero), None
-            return mark, None, self.names.name(other) or "a coefficient"
+            own = [self.run.values[v].expand(mark.shape) for v in call.inputs() if v in marked]
+            if any(bool((zero & ~torch.isnan(one)).any()) for one in own):  # what is NaN already it makes nothing of
+                return mark, None, self.names.name(other) or "a coefficient"
         return mark, None, None
 
     def _not_attended(self, call: Call, mark: Tensor, marked: Mapping[int, Tensor]) -> tuple[Tensor, str | None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nanscope.causes import CAUSES, Cause
 from nanscope.locate.observe import CLIPPED, REPLACED, TOKENS
 from nanscope.locate.origin import Location
-from nanscope.program.ops import DIVISORS, GROWING, NORMALISATIONS, ROOTS, SETS, STEEP, UNWRITTEN_FACTORIES
+from nanscope.program.ops import DIVISORS, GROWING, NORMALISATIONS, PRODUCTS, ROOTS, SETS, STEEP, UNWRITTEN_FACTORIES
 from nanscope.roles import LOG_PROBS, OF_MODEL, Role, last_word, role_of
 from nanscope.snapshot.observation import (
     CHANGED,
@@ -98,6 +98,7 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
         lambda seen: not seen.facts.degenerate and logarithm_of(seen) > 0,
         lambda seen: seen.facts.degenerate,
     ),
+    Cause.INF_TIMES_ZERO_MASK: (lambda seen: seen.phase is Phase.INPUT, lambda seen: seen.facts.number and seen.origin.op in PRODUCTS),
     Cause.ZERO_DIV_ZERO: (lambda seen: seen.origin.op in NORMALISATIONS, lambda seen: seen.facts.degenerate),
     Cause.ZERO_DENOMINATOR: (lambda seen: seen.facts.degenerate, lambda seen: seen.facts.computed),
     Cause.EXP_OVERFLOW: (_is_spike, lambda seen: seen.origin.op == "pow", is_masked),
