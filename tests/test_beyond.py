@@ -217,3 +217,53 @@ def test_an_infinity_of_the_code_is_not_said_to_have_overflowed(tmp_path: Path) 
         return (log_probs + bias).softmax(-1)[:, 0].mean()
 
     assert "multiplied by an infinity of the code" in first(run(tmp_path, loss)).sentence
+
+
+def test_what_an_overflow_goes_back_to_has_the_name_that_it_is_read_by(tmp_path: Path) -> None:
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        picked = log_probs.detach().exp().unsqueeze(-1)
+        if step == BAD:
+            picked[3, 2] = 1.0
+        chosen = picked.gather(-1, torch.zeros(ROWS, TOKENS, 1, dtype=torch.int64))[..., 0]
+        odds = chosen / (1 - chosen)
+        return (odds * log_probs).mean()
+
+    blame = first(run(tmp_path, loss)).blame
+    assert blame is None or (blame.name != "loss" and blame.index != (3, 2, 0))
+
+
+def test_a_second_moment_below_0_was_so_before_the_update(tmp_path: Path) -> None:
+    policies: list[nn.Linear] = []
+
+    def adam(policy: nn.Linear) -> torch.optim.Optimizer:
+        policies.append(policy)
+        made.append(torch.optim.AdamW(policy.parameters(), lr=1e-3))
+        return made[0]
+
+    made: list[torch.optim.Optimizer] = []
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        if step == BAD:
+            made[0].state[policies[0].weight]["exp_avg_sq"][0, 3] = -1.0
+        return -log_probs.mean()
+
+    sentence = first(run(tmp_path, loss, adam)).sentence
+    assert "exp_avg_sq" in sentence and "below 0, so it was that before the update" in sentence
+
+
+def test_an_infinite_state_has_not_left_a_range(tmp_path: Path) -> None:
+    made: list[tuple[nn.Linear, torch.optim.Optimizer]] = []
+
+    def momentum(policy: nn.Linear) -> torch.optim.Optimizer:
+        made.append((policy, torch.optim.SGD(policy.parameters(), lr=1e-3, momentum=0.9)))
+        return made[0][1]
+
+    def loss(log_probs: Tensor, step: int) -> Tensor:
+        if step == BAD:
+            policy, optimizer = made[0]
+            optimizer.state[policy.weight]["momentum_buffer"][0, 3] = float("-inf")
+        return -log_probs.mean()
+
+    verdict = run(tmp_path, loss, momentum)
+    assert "it was not finite before the update" in verdict.sentence and "range" not in verdict.sentence
+    assert "infinite_state" not in notes_of(verdict)

@@ -124,8 +124,9 @@ class _Way:
     def told(self, group: Tensor, *, row: bool) -> Blame:
         """Return what is said of a group."""
         median, low, high = self._usual(group)
-        index = unravel(int(group[0]), tuple(self.numbers.shape))
-        leaf, name = self.trace.program.leaf(self.value), self.trace.names.name(self.value)
+        leaf, called = self.trace.program.leaf(self.value), self._as_called()
+        index = unravel(int(group[0]), tuple(self.numbers.shape if row else self.trace.values[called].shape))
+        name = self.trace.names.name(called)
         weight = leaf is not None and leaf.origin == "parameter"
         role = Role.WEIGHTS if weight else self.trace.names.role(self.value)
         return Blame(
@@ -138,6 +139,19 @@ class _Way:
             high=high,
             row=row,
         )
+
+
+    def _as_called(self) -> int:
+        """Return the value, or, where it has no name, what it is handed on to that has one, with all of its elements in their order."""
+        value = self.value
+        while self.trace.names.name(value) is None:
+            readers = self.trace.program.readers(value)
+            out = readers[0].outs[0] if len(readers) == 1 and readers[0].outs else None
+            alike = out is not None and torch.equal(self.trace.values[out].double().flatten(), self.numbers.flatten())
+            if out is None or not alike or not carries(readers[0].op):
+                return self.value
+            value = out
+        return value
 
 
 def _ways(origin: Element, trace: Trace) -> Iterator[list[_Way]]:

@@ -79,7 +79,7 @@ def overflows(seen: Observation) -> bool:
     """Did it become infinite of finite numbers, those included that the optimizer was set to? What came out of code that nobody looked
     into may have been so, what is infinite in every dtype has not."""
     operands = (number for _, number in seen.origin.operands)
-    made = is_infinite(seen) and not seen.origin.is_pole and seen.origin.op not in UNOPENED
+    made = is_infinite(seen) and not seen.origin.is_pole and seen.origin.op not in UNOPENED | {"state"}
     return made and all(map(math.isfinite, operands)) and not seen.settings
 
 

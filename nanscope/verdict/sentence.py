@@ -234,6 +234,7 @@ def _update(seen: Observation) -> str:
     if p.op in ("empty", "state") and seen.optimizer:
         kept = p.variable in AVERAGES  # of gradients: from a finite one no update makes such a state
         since = "it was not finite before the update" if kept else "it was so before the update, or that made it so"
+        since = "no gradient makes a mean of squares that is below 0, so it was that before the update" if math.isfinite(p.value) else since
         since = "memory that nobody had written to" if p.op == "empty" else since
         whose = f"of which {seen.optimizer} makes the update of {seen.weight or 'a weight'}"
         return f"{p.variable}, {whose}, is {number(p.value)}{_at(p)}: {since}"

@@ -28,6 +28,19 @@ def bad_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tape: T
     return None
 
 
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # means, or sums, of squares of gradients
+
+
+def impossible_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Observation | None:
+    """Return the least of what an optimizer keeps of squares, where that is below 0: no gradient has made it so; None if it is not."""
+    for key, state in optimizer.state.get(parameter, {}).items():
+        if key in SQUARES and isinstance(state, Tensor) and state.is_floating_point() and is_plain(state) and bool((state < 0).any()):
+            seen = observe_made("state", state, int(torch.nan_to_num(state, nan=0.0).argmin()), None, "", Phase.OPTIMIZER)
+            origin = replace(seen.origin, variable=str(key), role=str(Role.OPTIMIZER))
+            return replace(seen, origin=origin, optimizer=type(optimizer).__name__)
+    return None
+
+
 def is_fresh(tape: Tape, tensor: Tensor) -> bool:
     """Was memory seen to be made that nobody has written to since, or does it hold what torch fills such memory with?"""
     filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

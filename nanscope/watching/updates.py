@@ -112,7 +112,9 @@ def infinite_state(optimizer: torch.optim.Optimizer) -> tuple[Tensor, str, tuple
     fine = torch.stack([is_finite(part).cpu() for *_, part in states]).tolist() if states else []
     for (weight, name, part), flag in zip(states, fine, strict=True):
         flat = None if flag else first_nonfinite(part)
-        if flat is not None and math.isinf(at(part, flat)):  # of a NaN its weight becomes one
+        own = local(weight)
+        trains = flat is None or own is None or own.shape != part.shape or not math.isfinite(at(own.detach(), flat))
+        if flat is not None and math.isinf(at(part, flat)) and not trains:  # of a NaN, or of what is added to it, its weight becomes one
             return weight, str(name), unravel(flat, part.shape)
     return None
 

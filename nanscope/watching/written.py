@@ -20,7 +20,7 @@ from nanscope.program.numbers import first_nonfinite
 from nanscope.program.program import Program
 from nanscope.snapshot.observation import Phase
 from nanscope.watching.look import NOTHING, Look, only_seen, run_again, walked
-from nanscope.watching.states import bad_state
+from nanscope.watching.states import bad_state, impossible_state
 
 WRITES = 8  # to the memory of one weight, that are looked into, the latest first
 
@@ -40,6 +40,8 @@ def update_look(
         return NOTHING  # an optimizer may ask for all of a weight that this process holds a part of
 
     def again() -> Look | None:
+        if (state := impossible_state(optimizer, parameter)) is not None:
+            return only_seen(replace(state, weight=name))
         made = update_again(optimizer, parameter, name, budget, first)
         if made is None:
             return None
