@@ -140,7 +140,6 @@ class _Way:
             row=row,
         )
 
-
     def _as_called(self) -> int:
         """Return the value, or, where it has no name, what it is handed on to that has one, with all of its elements in their order."""
         value = self.value

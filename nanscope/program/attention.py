@@ -1,6 +1,6 @@
 """Fused attention: softmax(query · keyᵀ + bias) · value in one call, by a kernel that each device has under another name.
 
-A kernel of another device than the one that a step is run again on is answered by torch's own formula for it. What draws which tokens to
+A kernel of another device than the one that a step is run again on is answered by what torch attends with here. What draws which tokens to
 drop out is no part of a program.
 """
 
@@ -51,10 +51,13 @@ def unfit(given: Mapping[str, Any]) -> str | None:
 
 
 def attended(given: Mapping[str, Any], results: int) -> list[Any]:
-    """Return what a kernel of another device gives, by the formula; of its other results, which only its backward reads, no element."""
+    """Return what a kernel of another device gives, as it is computed here; of its other results, which its backward reads, no element."""
     query, key, value = given["query"], given["key"], given["value"]
-    shared = query.shape[1] != key.shape[1]
-    made, *_ = torch.ops.aten._scaled_dot_product_attention_math.default(
-        query, key, value, bias_of(given), 0.0, bool(given.get("is_causal", False)), scale=given.get("scale"), enable_gqa=shared
+    made = torch.nn.functional.scaled_dot_product_attention(
+        *(query, key, value),
+        attn_mask=bias_of(given),
+        is_causal=bool(given.get("is_causal", False)),
+        scale=given.get("scale"),
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return [made, *[query.new_empty(0) for _ in range(results - 1)]]

@@ -66,11 +66,11 @@ def everywhere(variant: Variant, edit: Edit, patch: Patch) -> tuple[Variant, Pat
         if more is None:
             return found, there, tuple(places)
         places.append(EditedPlace(there, more))
-        found = replace(more, label=f"{found.label}; {_again(patch, there, more)}")
+        found = replace(more, label=f"{found.label}; {_again(variant, there, more)}")
     return found, following(found, seen), tuple(places)
 
 
-def also_at(variant: Variant, edit: Edit, first: Patch, places: Iterable[EditedPlace]) -> Variant | None:
+def also_at(variant: Variant, edit: Edit, places: Iterable[EditedPlace]) -> Variant | None:
     """Make the same edit at further places of a program, those that another edit was made at; None where it cannot be made there."""
     for there in (place.patch for place in places):
         patch = there.edited(variant.program)
@@ -82,7 +82,7 @@ def also_at(variant: Variant, edit: Edit, first: Patch, places: Iterable[EditedP
             return None
         if more is None:
             return None
-        variant = replace(more, label=f"{variant.label}; {_again(first, there, more)}")
+        variant = replace(more, label=f"{variant.label}; {_again(variant, there, more)}")
     return variant
 
 
@@ -102,9 +102,10 @@ def then(there: Patch | None) -> str:
     return "" if there is None else f"{there.op or there.result} {_at(there)}"
 
 
-def _again(first: Patch, there: Patch, more: Variant) -> str:
-    """The same edit at a further place, in words: of another operator it may be another thing to do."""
-    return f"the same {_at(there)}" if there.op == first.op else f"and {_at(there)} {more.label}"
+def _again(first: Variant, there: Patch, more: Variant) -> str:
+    """The same edit at a further place, in words: what is done there may be another thing, and is told then."""
+    alike = first.label.split(maxsplit=1)[0] == more.label.split(maxsplit=1)[0]
+    return f"the same {_at(there)}" if alike else f"and {_at(there)} {more.label}"
 
 
 def _at(there: Patch) -> str:

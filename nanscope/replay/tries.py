@@ -265,7 +265,7 @@ class Bench:
     def _control(self, tried: _Tried, edit: Edit, places: Iterable[Sequence[EditedPlace]]) -> Row:
         row = tried.row
         for further in places:
-            again = None if row.works or tried.variant is None else also_at(tried.variant, edit, self.patch, further)
+            again = None if row.works or tried.variant is None else also_at(tried.variant, edit, further)
             row = row if again is None else self._try(again, "control", self.healthy)
         return row
 
