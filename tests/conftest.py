@@ -15,6 +15,7 @@ os.environ["COLUMNS"] = "118"  # what is printed is as wide wherever the tests r
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -96,3 +97,19 @@ def nothing_stays_installed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert left_installed() == [], "left by this test"
+
+
+@pytest.fixture
+def numbered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many values the tape knows of when each backward pass begins that is recognised."""
+    from nanscope.watching.recording import Recording
+
+    counted: list[int] = []
+    original = Recording.recognised
+
+    def recognised(*args: object, tape: Any, **kwargs: object) -> Recording:
+        counted.append(tape.numbered)
+        return original(*args, tape=tape, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recording, "recognised", staticmethod(recognised))
+    return counted

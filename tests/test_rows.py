@@ -17,7 +17,6 @@ from nanscope.capture.mode import TapeMode
 from nanscope.capture.notes import Notes
 from nanscope.capture.rows import Rows
 from nanscope.capture.tape import Tape
-from nanscope.watching.recording import Recording
 
 STEPS, ENVS = 6, 3
 
@@ -120,20 +119,6 @@ class Loop:
 
     def weights(self) -> list[Tensor]:
         return [*self.policy.parameters(), *self.critic.parameters()]
-
-
-@pytest.fixture
-def numbered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many values the tape knows of when each backward pass begins that is recognised."""
-    counted: list[int] = []
-    original = Recording.recognised
-
-    def recognised(*args: object, tape: Tape, **kwargs: object) -> Recording:
-        counted.append(tape.numbered)
-        return original(*args, tape=tape, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recording, "recognised", staticmethod(recognised))
-    return counted
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["kept", "anew"])

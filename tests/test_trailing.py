@@ -16,7 +16,6 @@ import nanscope
 from nanscope.capture.mode import TapeMode
 from nanscope.capture.tape import Tape
 from nanscope.capture.trailing import Trailing
-from nanscope.watching.recording import Recording
 
 TAU = 0.005
 
@@ -106,20 +105,6 @@ class Loop:
 
     def weights(self) -> list[Tensor]:
         return [*self.critic.parameters(), *self.target.parameters()]
-
-
-@pytest.fixture
-def numbered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many values the tape knows of when each backward pass begins that is recognised."""
-    counted: list[int] = []
-    original = Recording.recognised
-
-    def recognised(*args: object, tape: Tape, **kwargs: object) -> Recording:
-        counted.append(tape.numbered)
-        return original(*args, tape=tape, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recording, "recognised", staticmethod(recognised))
-    return counted
 
 
 @pytest.mark.parametrize("follow", WAIT, ids=lambda form: form.__name__)

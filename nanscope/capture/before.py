@@ -10,6 +10,7 @@ from torch import Tensor
 from nanscope.capture import raw
 from nanscope.capture.modules import version_of
 from nanscope.capture.raw import Later, RawCall
+from nanscope.capture.sieve import beginning
 from nanscope.program.local import is_plain, memory_of
 
 
@@ -21,11 +22,11 @@ class Before:
         self._most = most
         for call in calls:
             if not isinstance(call, Later) and call.destroyed is not None:
-                self._writes.setdefault(_begin(call), []).append(call)
+                self._writes.setdefault(beginning(call.results[0]), []).append(call)
 
     def understood(self, call: RawCall) -> None:
         """The next of them is written down."""
-        self._writes[_begin(call)].pop()
+        self._writes[beginning(call.results[0])].pop()
 
     def writes_to(self, tensor: Tensor) -> bool:
         """Was a tensor something else before they have written to its memory?"""
@@ -48,12 +49,6 @@ class Before:
             writes = made[raw.WRITES] - 1
         all_of_it = target.nbytes == memory.nbytes()
         return _part(whole, tensor) if all_of_it or version in (None, writes) else None
-
-
-def _begin(call: RawCall) -> int:
-    """Where the memory begins that a call has written to, be it to no element."""
-    start: int = call.results[0].untyped_storage().data_ptr()
-    return start
 
 
 def _part(memory: torch.UntypedStorage, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ CROWDS = 256  # calls that may go for one result
 LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
+LITERAL = "lift_fresh"  # hands on, as what it has made, a tensor that was made of numbers or of numpy's memory
 Chain = frozenset[Place]  # where the calls were made that something came of
 BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
 BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
@@ -202,7 +203,7 @@ class Log:
                 found |= {BUFFER, written}
                 continue
             entry = self.entries.get(self._values.made_by.get(one, -1))
-            if entry is not None and base_name(entry.op) == "lift_fresh":
+            if entry is not None and base_name(entry.op) == LITERAL:
                 continue  # a literal, or numpy's memory, which the loop may have made a tensor before
             if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
                 return None

@@ -16,13 +16,12 @@ from torch.nn import Parameter
 
 from nanscope.capture import raw
 from nanscope.capture.entries import tensors_of
+from nanscope.capture.log import LITERAL
 from nanscope.capture.raw import EACH, Raw
 from nanscope.torch_inside import writes_counted
 
 STRIDE = 1 << 10  # of one call, at most
 LIST = "["  # begins what is a list among arguments; its length follows
-
-LITERAL = "lift_fresh"  # hands on, as what it has made, a tensor that was made of numbers or of numpy's memory
 
 Code = int  # of a tensor in a stretch: call × STRIDE + result; from −1 down, those that come from outside, in order
 

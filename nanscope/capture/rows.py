@@ -20,7 +20,7 @@ from nanscope.capture.entries import Handle, Operator, tensors_of
 from nanscope.capture.log import RING
 from nanscope.capture.notes import Notes
 from nanscope.capture.raw import Raw
-from nanscope.capture.sieve import is_part
+from nanscope.capture.sieve import beginning, is_part
 from nanscope.capture.sites import Place
 from nanscope.capture.values import Values
 from nanscope.capture.weighing import LIGHT
@@ -49,7 +49,7 @@ class Rows:
             return None
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_of(args)):
             return None
-        start = target.untyped_storage().data_ptr()
+        start = beginning(target)
         if not (start and is_part(target) and self._is_buffer(start, base) and self._notes.can_wait(args, kwargs, operator.lasting)):
             return None
         if start in self._known.by_storage and self._left.get(start) != self._known.length:
@@ -59,7 +59,7 @@ class Rows:
 
     def wrote(self, call: Raw) -> None:
         """That call has done so, and waits."""
-        start = call[raw.RESULTS][0].untyped_storage().data_ptr()
+        start = beginning(call[raw.RESULTS][0])
         if start in self._buffers:
             self._last[start] = call[raw.CODE], call[raw.LASTI]
 

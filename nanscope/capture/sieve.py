@@ -45,7 +45,7 @@ def sifted(
             references[id(results[0])] = _times_among(noted, id(results[0])) + _references(id(results[0]), pending)
         for item in results:
             if destroyed is not None:
-                lies = let_go.get(item.untyped_storage().data_ptr()) if let_go else None
+                lies = let_go.get(beginning(item)) if let_go else None
                 if lies is None or not lies.isdisjoint(read):
                     break  # a model holds that memory, or the trainer's code
                 continue
@@ -80,6 +80,12 @@ def sifted(
     return left, numbers
 
 
+def beginning(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is a part of, be it of no element."""
+    start: int = tensor.untyped_storage().data_ptr()
+    return start
+
+
 def is_part(tensor: Tensor) -> bool:
     """Is there more in its memory than a tensor?"""
     return tensor.nbytes < tensor.untyped_storage().nbytes()
@@ -93,7 +99,7 @@ def is_row(call: Raw | Later) -> bool:
 def _let_go_of(pending: Sequence[Raw | Later]) -> dict[int, Set[int]]:
     """Return the buffers that were written to in rows and that nobody but these calls holds: where each begins, and the tensors in it."""
     written = (call[raw.RESULTS][0] for call in pending if not isinstance(call, Later) and is_row(call))
-    buffers = {one.untyped_storage().data_ptr(): one for one in written}
+    buffers = {beginning(one): one for one in written}
     if not buffers:
         return {}
     inside = Spans({start: start + one.untyped_storage().nbytes() for start, one in buffers.items()})

@@ -22,23 +22,25 @@ def bad_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tape: T
         if flat is None:
             continue
         fresh = is_fresh(tape, state)
-        seen = observe_made("empty" if fresh else "state", state, flat, None, "", Phase.OPTIMIZER)
-        origin = replace(seen.origin, variable=str(key), role=str(Role.OPTIMIZER))
-        return replace(seen, origin=origin, optimizer=type(optimizer).__name__, facts=Facts(unwritten=fresh))
+        return replace(_seen(optimizer, key, state, flat, "empty" if fresh else "state"), facts=Facts(unwritten=fresh))
     return None
 
 
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # means, or sums, of squares of gradients
+OF_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # means, or sums, of squares of gradients
 
 
 def impossible_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Observation | None:
     """Return the least of what an optimizer keeps of squares, where that is below 0: no gradient has made it so; None if it is not."""
     for key, state in optimizer.state.get(parameter, {}).items():
-        if key in SQUARES and isinstance(state, Tensor) and state.is_floating_point() and is_plain(state) and bool((state < 0).any()):
-            seen = observe_made("state", state, int(torch.nan_to_num(state, nan=0.0).argmin()), None, "", Phase.OPTIMIZER)
-            origin = replace(seen.origin, variable=str(key), role=str(Role.OPTIMIZER))
-            return replace(seen, origin=origin, optimizer=type(optimizer).__name__)
+        if key in OF_SQUARES and isinstance(state, Tensor) and state.is_floating_point() and is_plain(state) and bool((state < 0).any()):
+            return _seen(optimizer, key, state, int(torch.nan_to_num(state, nan=0.0).argmin()), "state")
     return None
+
+
+def _seen(optimizer: torch.optim.Optimizer, key: object, state: Tensor, flat: int, op: str) -> Observation:
+    seen = observe_made(op, state, flat, None, "", Phase.OPTIMIZER)
+    origin = replace(seen.origin, variable=str(key), role=str(Role.OPTIMIZER))
+    return replace(seen, origin=origin, optimizer=type(optimizer).__name__)
 
 
 def is_fresh(tape: Tape, tensor: Tensor) -> bool:

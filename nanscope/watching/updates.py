@@ -113,8 +113,9 @@ def infinite_state(optimizer: torch.optim.Optimizer) -> tuple[Tensor, str, tuple
     for (weight, name, part), flag in zip(states, fine, strict=True):
         flat = None if flag else first_nonfinite(part)
         own = local(weight)
-        trains = flat is None or own is None or own.shape != part.shape or not math.isfinite(at(own.detach(), flat))
-        if flat is not None and math.isinf(at(part, flat)) and not trains:  # of a NaN, or of what is added to it, its weight becomes one
+        if flat is None or own is None or own.shape != part.shape or not math.isinf(at(part, flat)):
+            continue
+        if math.isfinite(at(own.detach(), flat)):  # of a NaN, or of what is added to it, it becomes none
             return weight, str(name), unravel(flat, part.shape)
     return None
 
