@@ -569,3 +569,48 @@ def test_what_has_come_to_the_loss_by_one_way_counts(tmp_path: Path) -> None:
         (policy(states).squeeze(-1) * advantages[chosen]).mean().backward()
     origin = scope.verdict.incidents[0].origin
     assert origin.index == (4, 1) and origin.masked is not True, scope.verdict.sentence
+
+
+def chained(loss: Callable[..., Tensor], *args: Tensor) -> list[tuple[str, tuple[int, ...], float]]:
+    """The links from the origin to the loss, as (operator, index, number)."""
+    found = record(loss, *args).location
+    assert found is not None
+    return [(link.op, link.index, link.value) for link in found.chain]
+
+
+def test_a_chain_stays_with_its_element() -> None:
+    """One token that counts and a masked one after it overflow alike: what the first becomes is told of the first."""
+    logps, old, mask = leaf(3, 5), torch.zeros(3, 5), hole(1, 4)
+    old[0, 2] = old[1, 4] = -200.0
+
+    def loss(logps: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.exp(logps - old)
+        return ((ratio * 0.5 - logps) * mask).sum() / mask.sum()
+
+    links = chained(loss, logps, old, mask)
+    assert links[:4] == [(op, (0, 2), INF) for op in ("exp", "mul", "sub", "mul")]
+    assert [index for _, index, _ in links[4:]] == [(), ()] and math.isnan(links[-1][2])
+
+
+@pytest.mark.parametrize("first", [(0, 1), (1, 4)])
+def test_of_a_masked_and_a_counted_overflow_the_counted_one_is_told(first: tuple[int, int]) -> None:
+    """Whichever stands first: no mask would have saved the loss."""
+    logps, old, mask = leaf(3, 5), torch.zeros(3, 5), hole(*first)
+    old[first] = old[2, 3] = -200.0
+    found = record(multiplied, logps, old, mask).location
+    assert found is not None and (found.origin.index, found.origin.masked) == ((2, 3), False)
+
+
+def test_an_infinity_that_counts_is_followed_behind_the_product_with_the_mask() -> None:
+    """Each token's KL is infinite where the code has filled in −inf; that the masked one is NaN says no more of that."""
+
+    def loss(logps: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+        ref = ref.masked_fill(ref < 0.5, -INF)
+        kl = (logps.exp() * (logps - ref)).sum(-1)
+        return (kl * mask).sum() / mask.sum()
+
+    ref = torch.ones(3, 5, 4)
+    ref[..., 2] = 0.0
+    found = record(loss, leaf(3, 5, 4), ref, hole(0, 0)).location
+    assert found is not None
+    assert (found.origin.op, found.origin.index, found.origin.masked) == ("masked_fill", (0, 1, 2), False)

@@ -12,8 +12,39 @@ from torch import Tensor
 
 from nanscope.capture.entries import Operator, tensors_of
 from nanscope.program.local import is_plain, memory_of
+from nanscope.program.ops import base_name
 
 KEPT = 4096  # of each
+
+
+# What hands numbers from rank to rank, as c10d names it, and as the function is called. What is received without that is a stage's.
+EXCHANGES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "gather_": "gather",
+    "scatter_": "scatter",
+}
+
+
+def exchange(operator: Operator) -> str | None:
+    """Return the name of such a call, None if it is none."""
+    return EXCHANGES.get(base_name(operator.overload)) if operator.overload.startswith("c10d.") else None
+
+
+def exchanged(operator: Operator, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return what such a call writes to: nothing if it is none."""
+    return [] if exchange(operator) is None else tensors_of(args[:1])
 
 
 class Agreed:

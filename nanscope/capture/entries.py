@@ -91,11 +91,13 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A call that cannot be made again. read: ids of its arguments, where they are known. place: where in the trainer's code."""
+    """A call that cannot be made again. read: ids of its arguments, where they are known. place: where in the trainer's code. exchange:
+    with it ranks have handed numbers to each other."""
 
     op: str
     read: tuple[int, ...]
     place: tuple[CodeType | None, int]
+    exchange: bool = False
 
 
 @dataclass(frozen=True, slots=True)

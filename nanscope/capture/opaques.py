@@ -59,8 +59,8 @@ class Opaques:
         return "" if found is None or found[1].expired() else found[0]
 
     def forget(self) -> None:
-        """A backward pass is over."""
-        self._made = {}
+        """A backward pass is over. What ranks have handed to each other is read once more, by a loss that is written down later."""
+        self._made = {place: known for place, known in self._made.items() if known[0].exchange and not known[1].expired()}
 
     def sweep(self) -> None:
         """Forget what had to make room and is gone."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture import raw
-from nanscope.capture.agreed import Agreed
+from nanscope.capture.agreed import Agreed, exchange, exchanged
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.entries import PLAIN, Noted, Opaque, Operator, Unseen, Value, history_of, tensors_of
 from nanscope.capture.jagged import Jagged
@@ -33,6 +33,7 @@ from nanscope.program.perform import perform
 from nanscope.program.safety import bound
 
 LOOKS = 8  # at memory, one through the other, that are gone back over
+STATISTICS = 1 << 16  # bytes of what ranks are about to put together, and of which each keeps its own part
 FILLED = 1 << 24  # bytes of a buffer that is compared with what made it
 
 
@@ -115,12 +116,17 @@ class Scribe:
         arg = self._arg
         return tuple([arg(a) for a in args]), tuple([(k, arg(v)) for k, v in kwargs.items()]) if kwargs else ()
 
-    def rest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of a call that no program holds, because of one argument: what else it reads."""
+    def rest(self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor] = ()) -> None:
+        """Of a call that no program holds, because of one argument: what else it reads. written: what it is about to write to with
+        what ranks hand to each other."""
         self._log.read.clear()
         for tensor in tensors_of((args, tuple(kwargs.values()))):
             with contextlib.suppress(Unseen):
                 self._arg(tensor)
+        for tensor in written:
+            value = self._known.find(tensor) if is_plain(tensor) else None
+            if value is not None and value.bytes <= STATISTICS:
+                self._writes.before(value, tensor, turns=False)
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Tensor):
@@ -170,6 +176,10 @@ class Scribe:
             self._known.unfind(tensors_of((args, result)))
             self._clipping.wrote()
             self._agreed.collective(operator, args, bool(self._clipping.norms))
+            of = Opaque(exchange(operator) or "", tuple(self._log.read), self._place(), exchange=True)
+            for item in exchanged(operator, args):
+                if is_plain(item) and item.is_floating_point():
+                    self._opaques.note(item, of)
         elif noted is None:
             if not self._jagged.after(operator, args, keywords, result):
                 counts = not any(item.is_floating_point() or item.is_complex() for item in tensors_of(result))  # a draw, an index

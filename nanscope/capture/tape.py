@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanscope.capture.account import Balance
-from nanscope.capture.agreed import Agreed
+from nanscope.capture.agreed import Agreed, exchanged
 from nanscope.capture.before import Before
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
@@ -298,7 +298,7 @@ class Tape:
                     self._writes.before(target, args[0], operator.turns)
             except Unseen:
                 self._keywords = bool(kwargs)
-                self._scribe.rest(args, kwargs)
+                self._scribe.rest(args, kwargs, exchanged(operator, args))
                 return operator, None, None
             return operator, noted, target
 

@@ -21,7 +21,7 @@ from nanscope.report.clean import clean
 from nanscope.report.exit import FAILED, FOUND, HEALTHY, UNSEEN, say, status_of, wrote_json
 from nanscope.snapshot.fetched import SNAPSHOT, fetched
 from nanscope.snapshot.remote import is_remote
-from nanscope.snapshot.runs import find_run, in_order, is_bad_step, runs_in
+from nanscope.snapshot.runs import find_run, in_order, is_bad_step, runs_in, step_and_rank
 from nanscope.text import ago, count, meant
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Use no earlier diagnosis.")]
@@ -83,7 +83,7 @@ def step_of(context: typer.Context, given: str) -> SavedStep:
     bad, healthy = _saved(run_dir)
     if not bad and not healthy:
         raise NanscopeError(f"no step is saved in {here.address(run_dir)}: nothing went bad, and none was asked for", slug="no-step")
-    chosen, *more = bad or healthy[::-1]
+    chosen, *more = _by_cause(bad) or healthy[::-1]
     kind = "bad step" if bad else "healthy step"
     which = f"the {'first' if bad else 'last'} of {count(len(more) + 1, kind)} saved" if more else f"the one {kind} saved"
     also = ", ".join(path.name.removesuffix(SNAPSHOT) for path in more[:LISTED]) + (", ..." if len(more) > LISTED else "")
@@ -121,6 +121,24 @@ def _saved(run_dir: Path) -> tuple[list[Path], list[Path]]:
     """Return the snapshots of a run, those of bad steps and those that were asked for, in their order."""
     found = sorted(run_dir.glob(f"*{SNAPSHOT}"), key=lambda path: in_order(path.name))
     return [path for path in found if is_bad_step(path.name)], [path for path in found if path.name.startswith("batch-")]
+
+
+def _by_cause(bad: list[Path]) -> list[Path]:
+    """Return the files of bad steps, of the first step that of the rank which made the harm before those of ranks that it reached."""
+    named = [step_and_rank(path) for path in bad]
+    first = [path for path, name in zip(bad, named, strict=True) if name and named[0] and name[0] == named[0][0]]
+    if len(first) < 2:
+        return bad
+    load_torch()
+    from nanscope.snapshot.bad_step import BadStep
+    from nanscope.verdict.standing import in_order as by_cause
+
+    found: list[tuple[BadStep, Path]] = []
+    for path in first:
+        with suppress(NanscopeError):  # one that cannot be read is told of when it is asked
+            found.append((BadStep.read(path), path))
+    read = [path for _, path in sorted(found, key=lambda one: by_cause(one[0]))]
+    return [*read, *(path for path in bad if path not in read)]
 
 
 def ask_each(given: Sequence[str], ask: Callable[[str], Reply], json_file: Path | None = None) -> NoReturn:

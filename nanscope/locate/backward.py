@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanscope.locate.drops import one_of
+from nanscope.locate.drops import marked_at
 from nanscope.locate.forward import Birth, Root, bad_sources, walk_back
 from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call, refs
@@ -53,7 +53,7 @@ def why(trace: Trace, value: int, flat: int) -> Root:
 
 def _contributor(trace: Trace, value: int, flat: int) -> tuple[int, int, Tensor] | None:
     """Return the call whose backward gave this element a bad gradient, its result, and the result's elements concerned."""
-    marks = {value: one_of(trace.values[value], flat)}
+    marks = {value: marked_at(trace.values[value], flat)}
     readers = trace.program.consumers.get(value, ())
     for index in (index for index in trace.run.order if index in readers):
         if not any(bool(~torch.isfinite(grad.flatten()[flat])) for grad in returned_to(trace, index, value)):

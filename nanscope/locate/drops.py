@@ -98,13 +98,26 @@ class Drops:
 
     def mask_factor(self, index: int | None, value: int, flat: int) -> Drop | None:
         """The mask that is 0 where the product that is the origin multiplies an infinity by it."""
+        factor = self._factor(index, value, flat)
+        if index is None or factor is None:
+            return None
+        here = marked_at(self.run.values[value], flat)
+        return self._by_mask(index, factor, here & (self.run.values[factor] == 0).expand(here.shape))
+
+    def beside_mask(self, index: int | None, value: int, flat: int) -> Tensor:
+        """Where the mask of `own_mask` is not 0: everywhere if there is none."""
+        everywhere = torch.ones_like(self.run.values[value], dtype=torch.bool)
+        factor = None if self._is_of_one_number(index) else self._factor(index, value, flat)
+        return everywhere if factor is None else everywhere & (self.run.values[factor] != 0)
+
+    def _factor(self, index: int | None, value: int, flat: int) -> int | None:
         if index is None or self.program.calls[index].name != "mul" or not math.isnan(at(self.run.values[value], flat)):
             return None
-        here = one_of(self.run.values[value], flat)
+        here = marked_at(self.run.values[value], flat)
         for factor in self.program.calls[index].inputs():
             zeros = here & (self.run.values[factor] == 0).expand(here.shape)
             if bool(zeros.any()) and self.run.values[factor].dim() and self.is_mask(factor, zeros):  # one number selects nothing
-                return self._by_mask(index, factor, zeros)
+                return factor
         return None
 
     def own_padding(self, index: int | None, value: int, flat: int) -> Drop | None:
@@ -134,10 +147,39 @@ class Drops:
                 return True
         return False
 
+    def count(self, value: int, mark: Tensor) -> bool:
+        """Does the loss count one of some elements at least? mark: bool, of the value's shape."""
+        return self.program.output in self._marked(value, mark, tokens=False)[0]
+
+    def first_that_counts(self, value: int, among: Tensor) -> int | None:
+        """Return the first of some elements that the loss counts, None if it counts none. among: bool, of the value's shape."""
+        left = among.flatten().nonzero().flatten()
+        while left.numel() and self.count(value, marked_at(among, left)):
+            if left.numel() == 1:
+                return int(left)
+            first, second = left.tensor_split(2)
+            left = first if self.count(value, marked_at(among, first)) else second
+        return None
+
     def _follow(self, value: int, flat: int, *, tokens: bool) -> tuple[bool | None, tuple[Drop, ...], str | None]:
         """Say of an element what `of` does. tokens: what nan_to_num puts in its place is still the same token."""
         tensor, made = self.run.values[value], self.program.maker(value)
-        marked: dict[int, Tensor] = {value: one_of(tensor, flat)}
+        marked, drops, coefficient = self._marked(value, marked_at(tensor, flat), tokens)
+        at_mask = self._at_mask(value, flat)
+        if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
+            return True, (*drops, at_mask), coefficient
+        if self.program.output not in marked and any(drop.how != "replace" for drop in drops):
+            return True, tuple(drops), coefficient
+        in_model = made is not None and bool(made.module)
+        if not drops and tensor.dim() == 0 and not in_model and not self._meets_mask(marked):
+            return (False if coefficient else None), (), coefficient
+        return False, tuple(drops), coefficient
+
+    def _marked(self, value: int, mark: Tensor, tokens: bool) -> tuple[dict[int, Tensor], list[Drop], str | None]:
+        """Follow elements to the loss: return what of each value came of them and still counts, what took the others out, and the name of
+        a coefficient that is 0."""
+        made = self.program.maker(value)
+        marked: dict[int, Tensor] = {value: mark}
         drops: list[Drop] = []
         cut: list[tuple[Drop, int]] = []  # pieces of a tensor that do not hold the element, and of which one
         carried: set[int] = set()  # tensors of which the element went on
@@ -173,15 +215,7 @@ class Drops:
                     marked[out] = kept
         pieces = [drop for drop, whole in cut if whole in carried]  # sequence by sequence: each is in one of them
         drops = [drop for drop in drops if drop not in pieces] or drops
-        at_mask = self._at_mask(value, flat)
-        if at_mask is not None and all(drop.how not in ("mask", "select") or drop.by is None for drop in drops):
-            return True, (*drops, at_mask), coefficient
-        if self.program.output not in marked and any(drop.how != "replace" for drop in drops):
-            return True, tuple(drops), coefficient
-        in_model = made is not None and bool(made.module)
-        if not drops and tensor.dim() == 0 and not in_model and not self._meets_mask(marked):
-            return (False if coefficient else None), (), coefficient
-        return False, tuple(drops), coefficient
+        return marked, drops, coefficient
 
     def _meets_mask(self, marked: Mapping[int, Tensor]) -> bool:
         """Does a mask weigh, or an index select, what came of the marked elements?"""
@@ -455,8 +489,8 @@ def is_times_nothing(call: Call) -> bool:
     return call.name == "mul" and any(isinstance(arg, (int, float)) and arg == 0 for arg in call.args)
 
 
-def one_of(tensor: Tensor, flat: int) -> Tensor:
-    """Return a bool tensor of a tensor's shape in which one element is marked."""
+def marked_at(tensor: Tensor, flats: int | Tensor) -> Tensor:
+    """Return a bool tensor of a tensor's shape in which some elements are marked."""
     mark = torch.zeros(tensor.numel(), dtype=torch.bool)
-    mark[flat] = True
+    mark[flats] = True
     return mark.reshape(tensor.shape)

@@ -15,7 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from nanscope.locate.drops import one_of
+from nanscope.locate.drops import marked_at
 from nanscope.locate.left_out import left_out, made_finite
 from nanscope.locate.trace import Spot, Trace
 from nanscope.program.calls import Call, Computes
@@ -176,8 +176,40 @@ def first_alike(trace: Trace, root: Root) -> Root:
         if flat == root.flat:
             break
         if _made_here(trace, call, root.value, flat) and _goes_on(trace, root, flat) and not _harmless(trace, root.value, flat):
-            return replace(root, path=(*root.path[:-1], (root.value, flat)))
+            return replace(root, path=_path_from(trace, root.path, flat))
     return root
+
+
+def first_that_counts(trace: Trace, root: Root) -> Root:
+    """Of elements that a call has made bad, the first of which the loss does not count, return the first that it counts, if any: no mask
+    would have saved that. It may be an infinity that went into the call, and that comes from further behind."""
+    tensor, made = trace.values[root.value], trace.program.producers.get(root.value)
+    if root.birth is not Birth.BORN or tensor.numel() == 1:
+        return root
+    if trace.drops.of(*root.path[-1])[0] is not True and trace.drops.own_mask(made, *root.path[-1]) is None:
+        return root
+    flat = trace.drops.first_that_counts(root.value, ~torch.isfinite(tensor) & trace.drops.beside_mask(made, *root.path[-1]))
+    if flat is None or trace.drops.of(root.value, flat)[0] is True:
+        return root
+    further = walk_back(trace, root.value, flat)
+    path = (*_path_from(trace, root.path, flat)[:-1], *further.path)
+    return replace(further, path=path, other=further.other and (*path[: len(root.path) - 1], *further.other))
+
+
+def _path_from(trace: Trace, path: Sequence[Spot], flat: int) -> tuple[Spot, ...]:
+    """Return a path that begins at another element of the same value, as far as that goes another way."""
+    (value, _), *onward = reversed(path)
+    found: list[Spot] = [(value, flat)]
+    for following, before in onward:
+        call = trace.program.maker(following)
+        marks = {found[-1][0]: marked_at(trace.values[found[-1][0]], found[-1][1])}
+        reached = spread(call, trace.values, marks).get(following) if call is not None else None
+        bad = None if reached is None else (reached & ~torch.isfinite(trace.values[following])).flatten()
+        stays = bad is None or bool(bad[before]) or not bool(bad.any())
+        found.append((following, before if bad is None or stays else int(bad.int().argmax())))
+        if stays:
+            return (*path[: len(path) - len(found)], *reversed(found))
+    return tuple(reversed(found))
 
 
 def flipped_weight(trace: Trace, root: Root) -> Root | None:
@@ -294,7 +326,7 @@ def _goes_on(trace: Trace, root: Root, flat: int) -> bool:
         return True
     following, _ = root.path[-2]
     call = trace.program.maker(following)
-    reached = spread(call, trace.values, {root.value: one_of(trace.values[root.value], flat)}) if call is not None else {}
+    reached = spread(call, trace.values, {root.value: marked_at(trace.values[root.value], flat)}) if call is not None else {}
     return following not in reached or bool((reached[following] & ~torch.isfinite(trace.values[following])).any())
 
 

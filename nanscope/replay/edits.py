@@ -16,10 +16,12 @@ from torch import Tensor
 
 from nanscope.errors import NanscopeError
 from nanscope.given import spelled
+from nanscope.locate.describe import element_at
 from nanscope.locate.drops import Drop
 from nanscope.locate.facts import vanishing_eps
+from nanscope.locate.origin import NUMBER
 from nanscope.program.calls import Arg, Ref, refs
-from nanscope.program.numbers import smallest
+from nanscope.program.numbers import first_nonfinite, smallest
 from nanscope.program.ops import (
     ADDITIONS,
     BOUNDS,
@@ -29,6 +31,7 @@ from nanscope.program.ops import (
     DECOMPOSITIONS,
     DIVISIONS,
     EXPONENTIALS,
+    FILLS,
     MEANS,
     NEEDS_MORE_THAN_ZERO,
     NORMALISATIONS,
@@ -324,7 +327,24 @@ def _is_too_large(power: float, base: float) -> bool:
 
 def stable_function(patch: Patch) -> Variant | None:
     """Replace the op, and what feeds it, by the function that numerical libraries provide for the pair."""
-    return (_zero_infinite_factor(patch) if patch.op == "mul" else None) or stable(patch)
+    product = patch if patch.op == "mul" else _first_product(patch)
+    return (_zero_infinite_factor(product) if product is not None else None) or stable(patch)
+
+
+def _first_product(patch: Patch) -> Patch | None:
+    """Of an infinity that the code writes, as where a teacher has no probability: the product that it goes into, to be left out there."""
+    origin = patch.origin
+    if origin.call is None or origin.op not in FILLS or not any(one.id == NUMBER and math.isinf(one.value) for one in origin.operands):
+        return None
+    spoilt = {origin.value_id}
+    for call in patch.program.calls[origin.call + 1 :]:
+        bad = {out: flat for out in call.outs if out is not None and (flat := first_nonfinite(patch.values[out])) is not None}
+        if not bad or spoilt.isdisjoint(call.inputs()):
+            continue
+        if call.name == "mul":
+            return Patch(patch.trace, element_at(patch.trace, *next(iter(bad.items()))))
+        spoilt.update(bad)
+    return None
 
 
 def _zero_infinite_factor(patch: Patch) -> Variant | None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from nanscope.errors import ProgramError
 from nanscope.program.by_rows import execute_ends
 from nanscope.program.calls import Call, Computes, Leaf, Ref
-from nanscope.program.ops import Flow, flow_of
+from nanscope.program.flow import dims_of
+from nanscope.program.ops import ALL_SOFTMAXES, SHARES, Flow, flow_of
 from nanscope.program.program import Program
 from nanscope.program.summary import broadcasts
 from nanscope.replay.patch import Patch
@@ -56,12 +57,19 @@ def touched(patch: Patch, neutral: Filling, alike: bool) -> dict[int, Tensor]:
 
 
 def _sums_of(program: Program, values: Mapping[int, Tensor]) -> Program:
-    """Return a program in which what is computed element by element is a sum: a product with 0, or a function that is flat there, comes of
-    its operands all the same."""
+    """Return a program in which what is computed element by element, or of the shares of a row, is a sum: a product with 0, a function that
+    is flat there, or a share that underflows comes of its operands all the same."""
     calls: list[Call] = []
     fresh = program.new_id()
     for call in program.calls:
         read, out = [value for value in dict.fromkeys(call.inputs()) if value in values], call.outs[0]
+        if out is not None and call.name in SHARES and isinstance(source := call.args[0], Ref) and source.id in values:
+            dims, stays = dims_of(call, values[source.id]), call.name in ALL_SOFTMAXES
+            keeps = stays or (len(call.args) > 2 and bool(call.args[2]))
+            whole = Call("aten.sum.dim_IntList", (source, dims, keeps), (), (fresh if stays else out,), call.site, call.grad)
+            calls += [whole, Call("aten.add.Tensor", (source, Ref(fresh)), (), (out,), call.site, call.grad)] if stays else [whole]
+            fresh += stays
+            continue
         if not _is_by_element(call, read, values) or out is None:
             calls.append(call)
             continue

@@ -329,6 +329,11 @@ class Observation:
         return self.kind in (Kind.SPIKE, Kind.SWALLOWED, Kind.ABSORBED)
 
     @property
+    def exchanged(self) -> bool:
+        """Is it what the loss read of other ranks, and what this one gave them was finite?"""
+        return self.kind is Kind.ARRIVED and self.phase is Phase.INPUT and self.origin.op != RECEIVED
+
+    @property
     def came(self) -> Came:
         """How it came to this rank, as far as this rank can tell."""
         if self.kind is Kind.ARRIVED:

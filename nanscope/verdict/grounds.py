@@ -218,6 +218,6 @@ GROUNDS: Mapping[Cause, Grounds] = {
         "a finite weight, orders of magnitude beyond all others", lambda o: o.phase is Phase.WEIGHTS and is_finite(o)
     ),
     Cause.INF_GRAD_NORM_CLIP: Grounds("a clip by a norm that is not finite", lambda o: o.kind is Kind.CLIP),
-    Cause.ALLREDUCE_NAN: Grounds("a gradient that is bad since those of the ranks were put together", lambda o: o.kind is Kind.ARRIVED),
+    Cause.ALLREDUCE_NAN: Grounds("what is bad since that of the ranks was put together", lambda o: o.kind is Kind.ARRIVED),
     Cause.UNKNOWN: _ANY,
 }

@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
     Rule(None, DIVISIONS, lambda o: o.suspect and o.facts.cancelled, Cause.CANCELLATION_SPIKE),
     Rule(Phase.WEIGHTS, None, _never_written, Cause.UNINITIALIZED),
     Rule(Phase.WEIGHTS, None, _always, Cause.POISONED_WEIGHTS),
-    Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or bool(o.source)), Cause.ALLREDUCE_NAN),
+    Rule(None, None, lambda o: o.kind is Kind.ARRIVED and (o.origin.op == REDUCED or o.exchanged or bool(o.source)), Cause.ALLREDUCE_NAN),
     Rule(None, None, lambda o: o.kind is Kind.CLIP, Cause.INF_GRAD_NORM_CLIP),
     Rule(None, None, lambda o: o.facts.unwritten, Cause.UNINITIALIZED),
     Rule(Phase.INPUT, None, lambda o: is_masked(o) and is_infinite(o), Cause.INF_TIMES_ZERO_MASK),

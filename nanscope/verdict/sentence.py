@@ -114,7 +114,8 @@ _VARIETIES: dict[Cause, tuple[Callable[[Observation], bool], ...]] = {
 
 def what(seen: Observation) -> str:
     """Return what happened, without why and how far it got."""
-    tell = _after_the_loss if seen.origin.op in _AFTER_THE_LOSS else _BY_PHASE.get(seen.phase, _made_here)
+    late = seen.origin.op in _AFTER_THE_LOSS and not seen.exchanged
+    tell = _after_the_loss if late else _BY_PHASE.get(seen.phase, _made_here)
     return tell(seen)
 
 
@@ -187,8 +188,11 @@ def _after_the_loss(seen: Observation) -> str:
 
 def _came_in(seen: Observation) -> str:
     p = seen.origin
+    source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
+    if seen.exchanged:
+        own = f"{p.op} at {_where(p.file, p.line)}, to which this rank gave finite numbers"
+        return f"{p.variable or 'a tensor'} came as {number(p.value)}{_at(p)} out of {own}{source}"
     if p.op == RECEIVED:
-        source = f". {seen.source.rstrip('.')}" if seen.source.rstrip(".") else ""
         return f"what another rank sent to this one came in as {number(p.value)}{_at(p)}{source}"
     if seen.facts.number:
         given = next((name for name, value in p.operands if math.isnan(value)), "a number")

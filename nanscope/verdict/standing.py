@@ -103,12 +103,17 @@ class Ranks:
         return {"world": self.world, "groups": [group.to_json() for group in self.groups]}
 
 
+def in_order(one: BadStep) -> tuple[int, int, int, int, int]:
+    """Sort bad steps by this: of one step, who made the harm comes before whom it reached."""
+    return one.step, one.update, _CLOSENESS[one.came], one.rank, one.part
+
+
 def told_of(found: Iterable[BadStep]) -> list[BadStep]:
     """Return the bad steps of a run that are to be explained, in order: one of each cause, and after it a consequence on its rank.
 
     The others follow from these, or met the same at the same place in the same step.
     """
-    ordered = sorted(found, key=_order)
+    ordered = sorted(found, key=in_order)
     causes = [one for one, follows in _followers(ordered) if not follows] or ordered[:1]
     seen: set[object] = set()
     told = []
@@ -122,7 +127,7 @@ def told_of(found: Iterable[BadStep]) -> list[BadStep]:
 
 def groups_of(found: Iterable[BadStep], healthy: Iterable[int], not_ended: Iterable[int], world: int) -> Ranks:
     """Return who was first and who followed. found: the first bad steps of the ranks. healthy, not_ended: further ranks that wrote."""
-    ordered = sorted(found, key=_order)
+    ordered = sorted(found, key=in_order)
     groups: dict[Standing, list[BadStep]] = {}
     known = set[int]()
     for one, follows in _followers(ordered):
@@ -152,10 +157,6 @@ def _standing(one: BadStep, first: BadStep, follows: bool) -> Standing:
 _CLOSENESS = {
     came: number for number, came in enumerate((Came.MADE, Came.MODEL, Came.WEIGHTS, Came.REDUCED, Came.SCATTERED, Came.SENT))
 }  # to who made it
-
-
-def _order(one: BadStep) -> tuple[int, int, int, int, int]:
-    return one.step, one.update, _CLOSENESS[one.came], one.rank, one.part
 
 
 def _followers(ordered: Sequence[BadStep]) -> list[tuple[BadStep, bool]]:

@@ -182,7 +182,7 @@ class Cruise:
             return None  # by what may become a scale against underflow
         codes = {leaf.id: stretch.first(recording.tensors[leaf.id]) for leaf in program.leaves}
         ends = {code for code in codes.values() if code is not None}
-        if any(codes.get(leaf) is not None for leaf in recording.opaque):
+        if any(codes.get(leaf) is not None and not behind.call.exchange for leaf, behind in recording.opaque.items()):
             return None
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)

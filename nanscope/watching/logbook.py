@@ -27,7 +27,7 @@ from nanscope.snapshot.aside import Aside, is_near
 from nanscope.snapshot.bad_step import BadStep
 from nanscope.snapshot.coverage import Gap, Status, with_gap
 from nanscope.snapshot.history import Entry, History
-from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind
+from nanscope.snapshot.observation import REDUCED, WRITTEN_LATE, Kind, Observation
 from nanscope.snapshot.processes import mark
 from nanscope.snapshot.record import DROPPED, Aftermath, Remark, RunRecord, now
 from nanscope.snapshot.remote import Remote
@@ -494,7 +494,7 @@ class Logbook:
 
     def _ask_peers(self, patience: float) -> None:
         """Look up what the other ranks say of the steps at which only theirs tells what ours means. patience: seconds to wait for them."""
-        reduced = {snapshot.step for snapshot in self.snapshots if snapshot.observation.origin.op == REDUCED}
+        reduced = {snapshot.step for snapshot in self.snapshots if _is_reduced(snapshot.observation)}
         if not self._peers.asks({*reduced, *self._skips}) or not has_peers():
             return
         self.gather()
@@ -507,7 +507,7 @@ class Logbook:
             if step in reduced and len(fine) == len(entries):  # a reduction would have brought it to all of them
                 for index, snapshot in enumerate(self.snapshots):
                     seen = snapshot.observation
-                    if snapshot.step == step and seen.origin.op == REDUCED:
+                    if snapshot.step == step and _is_reduced(seen):
                         late = replace(seen, kind=Kind.NONFINITE, origin=replace(seen.origin, op=WRITTEN_LATE))
                         self._change(index, replace(snapshot, observation=late))
 
@@ -561,3 +561,8 @@ class Logbook:
         why = f"{steps} could not be kept on disk: {self._disk.problem or 'there is no folder to write to'}"
         found = [one for one in lost if one.consequence_of is None and one.found.phase is not None]  # else the finding was on the log alone
         return [Note("not_on_disk", "; ".join([why, *(f"step {one.step}: {what_and_where(one)}" for one in found[:WORDED])]))]
+
+
+def _is_reduced(seen: Observation) -> bool:
+    """Is it a gradient that came by all-reduce?"""
+    return seen.origin.op == REDUCED and not seen.exchanged

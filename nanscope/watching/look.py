@@ -36,6 +36,7 @@ from nanscope.program.program import Program
 from nanscope.snapshot.observation import (
     COMPILED,
     Facts,
+    Kind,
     Observation,
     Phase,
 )
@@ -552,10 +553,17 @@ def _behind(recording: Recording, first: Look) -> Look | None:
             return None if own.origin == "module" else _came(glue.tensors[own.id], site, "", "" if own.origin == "data" else own.origin)
         look = walked(replace(glue.program, computes=Computes.ACTIVATION), dict(glue.tensors)) if own is None else None
         if look is not None and look.location is not None:
-            return told(look) if is_settled(look.location) else None
+            return told(_read_at(look, look.location, site)) if is_settled(look.location) else None
     tensor = recording.tensors[leaf.id]
-    seen = observe_made(behind.call.op, tensor, first.location.origin.flat, site, "", Phase.FORWARD)
+    phase, name = (Phase.INPUT, first.location.origin.variable) if behind.call.exchange else (Phase.FORWARD, None)
+    seen = observe_made(behind.call.op, tensor, first.location.origin.flat, site, "", phase, name)
+    seen = replace(seen, kind=Kind.ARRIVED) if behind.call.exchange else seen
     return only_seen(replace(seen, origin=replace(seen.origin, role=first.location.origin.role, masked=first.location.origin.masked)))
+
+
+def _read_at(look: Look, location: Location, site: Site | None) -> Look:
+    """What nobody was seen to read before is read by the call. site: of that."""
+    return replace(look, location=replace(location, origin=replace(location.origin, site=location.origin.site or site)))
 
 
 def _of_number(recording: Recording, trace: Trace, location: Location) -> Look | None:
