@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import opcode
 import sys
+import sysconfig
 from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
@@ -30,6 +31,7 @@ KNOWN = 1 << 14  # functions that are remembered as the trainer's or not
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _BENCH = str(Path(_OURS, "bench", ""))
+_LIBRARY = sysconfig.get_path("stdlib")
 
 
 HANDLERS = frozenset({"__torch_dispatch__", "__torch_function__"})  # methods of modes and tensor classes that calls are handed to
@@ -180,4 +182,9 @@ def is_user(file: str) -> bool:
     """Code of the trainer, as opposed to torch's and our own (the demo and `bench` train, a kernel's formula may be our objective)."""
     if file.startswith(_OURS):
         return file.endswith(("demo.py", "objective.py")) or file.startswith(_BENCH)
-    return not (file.startswith((_TORCH, "<")) or file.endswith("contextlib.py"))
+    return not (file.startswith((_TORCH, "<")) or file.endswith("typing_extensions.py") or _is_of_python(file))
+
+
+def _is_of_python(file: str) -> bool:
+    """Is it Python's own library, which calls what it is given: a context manager, a cache, a warning around a function?"""
+    return file.startswith(_LIBRARY) and "site-packages" not in file and "dist-packages" not in file
