@@ -13,9 +13,8 @@ from nanscope.capture import raw
 from nanscope.capture.entries import Noted, Record, Value, ids, next_version
 from nanscope.capture.modules import version_of
 from nanscope.capture.raw import RawCall
-from nanscope.capture.sites import NOWHERE, Callers, Place
+from nanscope.capture.sites import Callers
 from nanscope.capture.values import Fleeting, Values
-from nanscope.program.ops import base_name
 
 RING = 4096  # calls without gradient that are remembered (generation makes millions of them)
 CROWDS = 256  # calls that may go for one result
@@ -23,9 +22,6 @@ LARGE = 1 << 14  # bytes of results that make room by themselves
 REMEMBERED = 1 << 20  # bytes; results up to this size outlive a backward pass, so advantages stay explained in every micro-batch
 
 LITERAL = "lift_fresh"  # hands on, as what it has made, a tensor that was made of numbers or of numpy's memory
-Chain = frozenset[Place]  # where the calls were made that something came of
-BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
-BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
 
 
 class Log:
@@ -183,34 +179,6 @@ class Log:
                     seen.add(read)
                     stack.append(read)
         return True
-
-    def chain(self, value: Value, seen: set[int], since: int, last: Callable[[int], Place | None]) -> Chain | None:
-        """Return the calls that a value came of, none if it is a leaf; None where something of it is not there any more. seen: values
-        that were gone through before, whose calls are left out. since: so are calls that have made a value with that number, or a higher
-        one. last: what stands for all that was written to a buffer, by where that begins."""
-        if value.leaf is None and value.id in seen:
-            return BEFORE
-        found = set[Place]()
-        way = [value.id]
-        while way:
-            one = way.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            known = self._values.by_id.get(one)
-            written = None if known is None else last(known.storage)
-            if written is not None:
-                found |= {BUFFER, written}
-                continue
-            entry = self.entries.get(self._values.made_by.get(one, -1))
-            if entry is not None and base_name(entry.op) == LITERAL:
-                continue  # a literal, or numpy's memory, which the loop may have made a tensor before
-            if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
-                return None
-            if entry is not None:
-                found |= {(entry.code, entry.lasti)} if one < since else set()
-                way += entry.reads()
-        return frozenset(found)
 
     def _brought(self, index: int, values: Collection[int]) -> bool:
         """Did a call make or introduce one of these values?"""

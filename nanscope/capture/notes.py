@@ -13,7 +13,7 @@ only waiting calls have made and know waits as well, and so does one to a list o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanscope.capture import raw
-from nanscope.capture.entries import Operator, tensors_of
-from nanscope.capture.log import BEFORE, Chain
+from nanscope.capture.entries import Operator
 from nanscope.capture.makers import NOBODY, Makers
 from nanscope.capture.outlasted import Outlasted, may_outlast
 from nanscope.capture.raw import EACH, Later, Raw, RawCall
 from nanscope.capture.sieve import ALIASED, is_row, sifted
-from nanscope.capture.sites import Callers, Place
+from nanscope.capture.sites import Callers
 from nanscope.capture.spans import Spans
 from nanscope.capture.unseen import unseen
 from nanscope.capture.values import Fleeting
@@ -41,7 +40,6 @@ FRAMES = 3  # of ours between a call and its noting
 IDLE = 96  # calls of a rollout, say: most are metrics, or come to a number that is drawn. Six objects each: 700 call Python's collector
 ELSEWHERE = -1  # where nobody lies
 SHAPES = 4096  # that are remembered
-CHAIN = 64  # calls, one of the other, that are gone back over
 LEFT = 4  # of so many calls one is left where rows are let go of
 AGED = 3  # steps that a call has outlasted, after which it waits apart
 
@@ -217,25 +215,6 @@ class Notes:
     def stretch(self, whole: bool = False) -> list[Raw]:
         """Return the calls of the running stretch. whole: and what is left of the step before, if it belongs to it."""
         return [one for one in self.pending[self._whole if whole else self._start :] if type(one) is tuple]
-
-    def chain(self, tensor: Tensor, ends: Callable[[Tensor], bool], seen: set[int]) -> tuple[Chain, list[Tensor]] | None:
-        """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
-        told, or it has a gradient. ends: is asked of tensors that are not to be gone behind. seen: calls that were gone through before."""
-        found, outer, way = set[Place](), list[Tensor](), [tensor]
-        while way:
-            one = way.pop()
-            made = None if ends(one) else self.maker(one)
-            if made is None:
-                outer.append(one)
-            elif one.requires_grad or len(found) > CHAIN:
-                return None
-            elif id(made.seen) not in seen:
-                seen.add(id(made.seen))
-                found.add(made.place)
-                way += tensors_of(made.args)
-            elif one is tensor:
-                return BEFORE, []
-        return frozenset(found), outer
 
     def goes_back(self, tensors: Iterable[Tensor]) -> bool:
         """Was one of some tensors made by a call that waits, and is not in the running stretch?"""

@@ -26,6 +26,7 @@ from torch import Tensor
 from nanscope.capture.account import Balance
 from nanscope.capture.agreed import Agreed, exchanged
 from nanscope.capture.before import Before
+from nanscope.capture.chains import Chains
 from nanscope.capture.clipping import Clipping
 from nanscope.capture.differentiated import Differentiated, Part, Pass, program_of
 from nanscope.capture.doubts import Doubts, Sliced, is_doubtful
@@ -42,7 +43,7 @@ from nanscope.capture.entries import (
 )
 from nanscope.capture.jagged import Jagged
 from nanscope.capture.leaves import Leaves
-from nanscope.capture.log import BUFFER, REMEMBERED, RING, Chain, Log
+from nanscope.capture.log import REMEMBERED, RING, Log
 from nanscope.capture.modules import Address, version_of
 from nanscope.capture.notes import Notes
 from nanscope.capture.opaques import Opaques
@@ -94,7 +95,7 @@ class Tape:
     clipping, questions, replacing: what was measured of gradients, asked, and asked of each element.
     agreed: by the ranks of the run. doubts: of the trainer's code about its losses. numbers: what made the last that went to the host and
     were not finite. leaves: what came from outside. notes: calls that wait; whoever asks for what is known, for the log, for doubts or for
-    passes, and whoever writes to memory that others know, has them understood first.
+    passes, and whoever writes to memory that others know, has them understood first. chains: what tensors came of.
     """
 
     def __init__(self, budget: int | Balance = BUDGET, wide: int | None = None, patience: int = PATIENCE) -> None:
@@ -115,6 +116,7 @@ class Tape:
         self._writes = Writes(self._log, self._known)
         self.trailing = Trailing(self.notes, self._writes)
         self.rows = Rows(self.notes, self._known, self._writes)
+        self.chains = Chains(self.notes, self._known, self._log, self.rows)
         self._slicing = Slicing(self._log, self._known)
         self.questions = Questions(self._known, self._log, self.notes.maker)
         self.replacing = Replacing(lambda: self._known.gradients())
@@ -587,33 +589,6 @@ class Tape:
             self.begun[whole] = self._known.length
 
         return [Later(partial(begin, whole), lambda: None) for whole in (False, True)]
-
-    def chains(self, tensors: Iterable[Tensor], since: int) -> tuple[Chain, ...] | None:
-        """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
-        None where that cannot be told, or where some of them are not written down. Understands nothing. since: see `Log.chain`."""
-        found: list[Chain] = []
-        seen, waiting = set[int](), set[int]()
-        for tensor in tensors:
-            behind = self.notes.chain(tensor, lambda one: not is_plain(one) or self.rows.last(memory_of(one)) is not None, waiting)
-            if behind is None:
-                return None
-            chain, outer = behind
-            for one in outer:
-                before = self._chain(one, seen, since)
-                if before is None:
-                    return None
-                chain |= before
-            found.append(chain)
-        return tuple(found)
-
-    def _chain(self, tensor: Tensor, seen: set[int], since: int) -> Chain | None:
-        if not is_plain(tensor):
-            return None
-        written = self.rows.last(memory_of(tensor))
-        if written is not None:
-            return frozenset([BUFFER, written])
-        known = self._known.find(tensor)
-        return frozenset() if known is None else self._log.chain(known, seen, since, self.rows.last)
 
     @contextlib.contextmanager
     def as_read(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from nanscope.capture import raw
+from nanscope.capture.chains import BUFFER, Chain
 from nanscope.capture.gauge import Dials
-from nanscope.capture.log import BUFFER, Chain
 from nanscope.capture.modules import Address, ModuleCall, place_of, tensors_in
 from nanscope.capture.pattern import STRIDE, Code, Passage, Unlike
 from nanscope.capture.sieve import OURS
@@ -121,7 +121,7 @@ class Cruise:
         if not known.dialled.is_all(self._tape.beside):
             return None
         leaves = [stretch.tensor(code) for code in known.leaves]
-        origins = self._tape.chains(_outer(known.leaves, leaves), self._numbered)
+        origins = self._tape.chains.of(_outer(known.leaves, leaves), self._numbered)
         if origins != known.origins or any(map(stretch.was_written_to, known.leaves, leaves)):
             return None
         held = _held(stretch, known)  # before anybody here holds more
@@ -187,7 +187,7 @@ class Cruise:
         behind = stretch.behind(root, ends)
         leaves = tuple(code for code in sorted(behind) if code < 0 or code in ends)
         made = tuple(sorted({code // STRIDE for code in behind.difference(leaves)}))
-        origins = self._tape.chains(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole])
+        origins = self._tape.chains.of(_outer(leaves, map(stretch.tensor, leaves)), self._tape.begun[stretch.whole])
         own = list(zip(program.calls[-len(made) :], made, strict=False))
         if origins is None or len(own) < len(made) or not all(call.op in stretch.calls[number][raw.OPERATOR].forms for call, number in own):
             return None

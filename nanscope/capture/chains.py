@@ -1,0 +1,107 @@
+"""What a tensor came of, as a set of places in the trainer's code: a loss is known again only where its batch came of the same as before.
+
+Calls that wait are gone back over as they are, and those behind them where they are written down. Nothing is understood for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from nanscope.capture.entries import Value, tensors_of
+from nanscope.capture.log import LITERAL, Log
+from nanscope.capture.notes import Notes
+from nanscope.capture.rows import Rows
+from nanscope.capture.sites import NOWHERE, Place
+from nanscope.capture.values import Values
+from nanscope.program.local import is_plain, memory_of
+from nanscope.program.ops import base_name
+
+Chain = frozenset[Place]  # where the calls were made that something came of
+BEFORE: Chain = frozenset([NOWHERE])  # stands for a chain that is a part of an earlier one
+BUFFER: Place = (None, -2)  # stands beside the last write to a buffer, and for all that it holds
+LONG = 64  # calls that wait, one of the other, that are gone back over
+
+
+class Chains:
+    """Of tensors that calls have made which wait, or which are written down."""
+
+    def __init__(self, notes: Notes, known: Values, log: Log, rows: Rows) -> None:
+        self._notes, self._known, self._log, self._rows = notes, known, log, rows
+
+    def of(self, tensors: Iterable[Tensor], since: int) -> tuple[Chain, ...] | None:
+        """Return the calls that each of some tensors came of and none before it, nothing where it comes from outside as far as is known;
+        None where that cannot be told, or where some of them are not written down.
+
+        since: calls are left out that have made a value with that number, or a higher one.
+        """
+        found: list[Chain] = []
+        seen, waiting = set[int](), set[int]()
+        for tensor in tensors:
+            behind = self._waiting(tensor, waiting)
+            if behind is None:
+                return None
+            chain, outer = behind
+            for one in outer:
+                before = self._before(one, seen, since)
+                if before is None:
+                    return None
+                chain |= before
+            found.append(chain)
+        return tuple(found)
+
+    def _waiting(self, tensor: Tensor, seen: set[int]) -> tuple[Chain, list[Tensor]] | None:
+        """Return the calls that wait and that a tensor came of, and what they have read that none of them has made; None if that cannot be
+        told, or it has a gradient. seen: calls that were gone through before."""
+        found, outer, way = set[Place](), list[Tensor](), [tensor]
+        while way:
+            one = way.pop()
+            ends = not is_plain(one) or self._rows.last(memory_of(one)) is not None
+            made = None if ends else self._notes.maker(one)
+            if made is None:
+                outer.append(one)
+            elif one.requires_grad or len(found) > LONG:
+                return None
+            elif id(made.seen) not in seen:
+                seen.add(id(made.seen))
+                found.add(made.place)
+                way += tensors_of(made.args)
+            elif one is tensor:
+                return BEFORE, []
+        return frozenset(found), outer
+
+    def _before(self, tensor: Tensor, seen: set[int], since: int) -> Chain | None:
+        if not is_plain(tensor):
+            return None
+        written = self._rows.last(memory_of(tensor))
+        if written is not None:
+            return frozenset([BUFFER, written])
+        known = self._known.find(tensor)
+        return frozenset() if known is None else self._written(known, seen, since)
+
+    def _written(self, value: Value, seen: set[int], since: int) -> Chain | None:
+        """Return the calls that are written down and that a value came of, none if it is a leaf; None where something of it is not there
+        any more. seen: values that were gone through before, whose calls are left out."""
+        if value.leaf is None and value.id in seen:
+            return BEFORE
+        found, way, entries, made_by = set[Place](), [value.id], self._log.entries, self._known.made_by
+        while way:
+            one = way.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            known = self._known.by_id.get(one)
+            written = None if known is None else self._rows.last(known.storage)
+            if written is not None:
+                found |= {BUFFER, written}
+                continue
+            entry = entries.get(made_by.get(one, -1))
+            if entry is not None and base_name(entry.op) == LITERAL:
+                continue  # a literal, or numpy's memory, which the loop may have made a tensor before
+            if known is None or (entry is None and (known.leaf is None or known.leaf.origin == "cut")):
+                return None
+            if entry is not None:
+                found |= {(entry.code, entry.lasti)} if one < since else set()
+                way += entry.reads()
+        return frozenset(found)
